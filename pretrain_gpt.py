@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.config.arguments import Parsed, parse
-from megatron.config.checks.checkpoint import holds_checkpoints
-from megatron.config.launch import Launch, leave
-from megatron.config.problems import UserError
+from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.cli import ParsedArguments, parse
+from megatron.config.errors import UserError
+from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
+from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
-from megatron.data.vocabulary import vocabulary
-from megatron.training.data_preview import data_rows
-from megatron.training.preview import Preview, preview, recall
-from megatron.training.startup import StartUp
+from megatron.data.preview import preview_data
+from megatron.training.resume_source import StartPreview, preview_start, stored_config
+from megatron.training.startup import StartupTimer
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""
@@ -31,14 +31,14 @@ def main(argv: Sequence[str]) -> int:
         124 after ``exit_duration_in_mins``, 128 + n after signal n.
 
     """
-    startup = StartUp.of_process()
+    startup = StartupTimer.of_process()
     startup.enter("flags")
     try:
-        parsed = parse(argv, recall=recall)
+        parsed = parse(argv, recall=stored_config)
         config = with_vocabulary(parsed.config)
-        start = preview(config, parsed.world_size) if parsed.check_only else Preview()
+        start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
         position = start.iteration, start.consumed_samples
-        data = data_rows(config, parsed.world_size, *position) if parsed.check_only else []
+        data = preview_data(config, parsed.world_size, *position) if parsed.check_only else []
     except (UserError, DataError) as error:
         launch = Launch.read(os.environ)
         # All ranks have the same flags, so rank 0 reports errors in them; files may be missing on one machine only.
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(SILENCE_SECONDS)
         return 2
     if parsed.check_only:
-        checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
+        checked = ParsedArguments(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
         print(checked.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
@@ -77,9 +77,9 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the configuration with the vocabulary size taken from the data's tokenizer if no flag gives it."""
     options = config.checkpoint
     weights = options.save if holds_checkpoints(options.save) else options.load
-    size = vocabulary(config.data, config.model.vocab_size, weights)
+    size = resolve_vocab_size(config.data, config.model.vocab_size, weights)
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

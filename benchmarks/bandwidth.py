@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 benchmarks/bandwidth.py                  # on several nodes as a run is started there
     torchrun --nproc-per-node 2 benchmarks/bandwidth.py --sizes 1 4      # MB
 
-The operations are those of ``megatron/parallel/comm.py``, with the backend that a run would take. The figure is
+The operations are those of ``megatron/distributed/comm.py``, with the backend that a run would take. The figure is
 the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): bytes of the buffer over seconds, times what of it
 the slowest link carries, so that it can be held against the hardware's whatever the number of ranks. A wrong result of
 an operation is told, and ends the program with 1.
@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.launch import Launch, leave
-from megatron.config.problems import Problem, UserError
-from megatron.parallel import comm
-from megatron.parallel.comm import Channel, Group
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh, everyone, leave_distributed, start_distributed
-from megatron.training.first_cause import host
-from megatron.training.setup import choose_device
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import Launch, exit_process
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel, Group
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh, destroy_distributed, init_distributed, world_group
+from megatron.training.build import choose_device
+from megatron.training.failure_report import host_name
 
 MB = 2**20
 SIZES = {"cuda": (1, 4, 16, 64, 256), "cpu": (1, 4)}
@@ -144,7 +144,7 @@ def expected(operation: str, x: Tensor, ranks: int, rank: int) -> Tensor:
 
 def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
     """What is measured: all ranks, and, where every node has equally many neighbours, those of a node and across."""
-    hosts = comm.all_gather_objects(host(os.environ), world)
+    hosts = comm.all_gather_objects(host_name(os.environ), world)
     counts = set(Counter(hosts).values())
     local = counts.pop() if len(counts) == 1 else 1
     neighbours = all(len(set(hosts[i : i + local])) == 1 for i in range(0, world.size, local))
@@ -231,17 +231,17 @@ def main(argv: Sequence[str]) -> int:
             fixes = ("torchrun --nproc-per-node 2 benchmarks/bandwidth.py",)
             raise UserError([Problem("E202", "a rank that is alone has nobody to send to", fixes)])
         device = choose_device(args.device)
-        start_distributed(None, timedelta(minutes=5), device)
+        init_distributed(None, timedelta(minutes=5), device)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    world = everyone(launch.rank, launch.world_size)
+    world = world_group(launch.rank, launch.world_size)
     result = figures_of(groups_of(launch, world), world, args.sizes or SIZES[device.type], device)
     if launch.rank == 0:
         print(page([Figure(**figure) for figure in result["figures"]]))
         if args.json:
             args.json.write_text(json.dumps(result, indent=2) + "\n")
-    leave_distributed()
+    destroy_distributed()
     return 0
 
 
@@ -262,4 +262,4 @@ def figures_of(groups: dict[str, Group], world: Group, sizes: Sequence[int], dev
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

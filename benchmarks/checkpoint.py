@@ -32,13 +32,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import conditions, keep, machine
-from megatron.checkpoint.background import Staging, in_background
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.store import read, write
-from megatron.checkpoint.tensorfile import as_bytes
-from megatron.parallel.comm import Group
+from megatron.checkpoint.format import Manifest, whole_box
+from megatron.checkpoint.load import load_sharded, save_sharded
+from megatron.checkpoint.save import HostCopyBuffer, run_in_background
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart, tensor_bytes
+from megatron.distributed.comm import Group
 
 ALONE = Group()
 KINDS = ("weight", "bias")
@@ -76,7 +74,7 @@ def entries(tensors: Mapping[str, Tensor], transposed: bool = False) -> dict[str
     for name, tensor in tensors.items():
         source = tensor.mT.contiguous().mT if transposed and tensor.ndim == 2 else tensor
         shape = tuple(tensor.shape)
-        found[name] = GlobalTensor(shape, shape, tensor.dtype, (Part(whole(shape), source),))
+        found[name] = GlobalTensor(shape, shape, tensor.dtype, (TensorPart(whole_box(shape), source),))
     return found
 
 
@@ -85,7 +83,7 @@ def raw_write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for tensor in tensors.values():
-            content = as_bytes(tensor)
+            content = tensor_bytes(tensor)
             while content:
                 content = content[os.write(fd, content[: 64 << 20]) :]
         os.fsync(fd)
@@ -123,8 +121,8 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     saved = entries(tensors)
     loaded = entries({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     data = path / "tensors_00000.safetensors"
-    writers = {"raw write": lambda: raw_write(raw, tensors), "save": lambda: write(path, saved, {}, {}, ALONE)}
-    readers = {"raw read": lambda: raw_read(data), "load": lambda: read(Manifest.open(path), loaded, ALONE)}
+    writers = {"raw write": lambda: raw_write(raw, tensors), "save": lambda: save_sharded(path, saved, {}, {}, ALONE)}
+    readers = {"raw read": lambda: raw_read(data), "load": lambda: load_sharded(Manifest.open(path), loaded, ALONE)}
     seconds: dict[str, list[float]] = {name: [] for name in (*writers, *readers)}
 
     def time_all(actions: dict[str, Callable[[], None]], round_: int) -> None:
@@ -152,7 +150,7 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
 def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> list[float]:
     """Seconds that an asynchronous save keeps its caller, over those of a memcpy: median, lowest and highest round."""
     saved, found = entries(tensors), []
-    staging = Staging(saved)
+    staging = HostCopyBuffer(saved)
     places = {name: copy.parts[0].resolve() for name, copy in staging.copy(saved).items()}
 
     def by_memcpy() -> None:
@@ -168,7 +166,7 @@ def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> lis
                 seconds[name] = time.perf_counter() - start
                 continue
             copies = staging.copy(saved)
-            outcome = in_background(partial(write, path, copies, {}, {}, ALONE), "save")
+            outcome = run_in_background(partial(save_sharded, path, copies, {}, {}, ALONE), "save")
             seconds[name] = time.perf_counter() - start
             outcome.result()
             shutil.rmtree(path)
@@ -182,7 +180,7 @@ def peak_memory(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     saved = entries(tensors, transposed=True)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    write(folder / "iter_0000002", saved, {}, {}, ALONE)
+    save_sharded(folder / "iter_0000002", saved, {}, {}, ALONE)
     return _status("VmHWM") - before
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import keep, versions
-from megatron.checkpoint.tensorfile import TensorFileWriter
-from megatron.config.hf import config_json, family_for
+from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.config.model import ModelConfig
-from megatron.model.hf import shapes_only, slots
+from megatron.convert.huggingface.config import build_config_json, model_type_for
+from megatron.convert.huggingface.weight_map import build_on_meta, hf_slots
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Memory of a conversion, from and to Hugging Face"
@@ -83,8 +83,8 @@ def shape(kind: str, hidden: int, layers: int, entries: int) -> ModelConfig:
 def write_model(folder: Path, model: ModelConfig) -> None:
     """A bf16 Hugging Face folder with random weights."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_json(model, "bfloat16")))
-    found = [slot for made in slots(family_for(model), shapes_only(model).specs).values() for slot in made]
+    (folder / "config.json").write_text(json.dumps(build_config_json(model, "bfloat16")))
+    found = [slot for made in hf_slots(model_type_for(model), build_on_meta(model).specs).values() for slot in made]
     entries = [(slot.name, torch.bfloat16, slot.shape) for slot in found]
     with TensorFileWriter(folder / "model.safetensors", entries, {"format": "pt"}) as file:
         for slot in found:
@@ -133,7 +133,7 @@ def both_ways(folder: Path, model: ModelConfig) -> dict[str, tuple[int, float]]:
 def measure(kind: str, args: argparse.Namespace) -> dict[str, Measured]:
     """Both conversions of one family, each with its baseline."""
     model, tiny = shape(kind, args.hidden_size, args.num_layers, args.vocab_size), shape(kind, 32, 1, 1000)
-    sizes = [4 * prod(spec.shape) for spec in shapes_only(model).specs.values()]
+    sizes = [4 * prod(spec.shape) for spec in build_on_meta(model).specs.values()]
     found = []
     for converted in (tiny, model):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contestants import CASES, REHEARSAL, Case, Ours, Setting, Step, Theirs
-from megatron.config.flops import FlopsPerToken
-from megatron.training.graphs import WARM_UP
+from megatron.planner.flops import FlopsPerToken
+from megatron.training.cuda_graphs import WARM_UP_STEPS
 from megatron.training.metrics import device_name
 from megatron.training.throughput import peak_flops
 
@@ -174,7 +174,7 @@ class Bench:
         if cuda:
             torch.cuda.reset_peak_memory_stats()  # now: a recorded step's activations show only while it is eager
         step = setting.make(self.case, self.device)
-        for _ in range(WARM_UP + 1):  # compiles, and records where something is recorded
+        for _ in range(WARM_UP_STEPS + 1):  # compiles, and records where something is recorded
             loss = step()
         result.loss = loss.item()
         once = self.timed(step, 1)
@@ -215,7 +215,7 @@ def take_turns(bench: Bench) -> None:
     for name, setting in bench.winners.items():
         warm = setting in bench.steps
         steps[name] = bench.steps[setting] if warm else setting.make(bench.case, bench.device)
-        bench.timed(steps[name], 1 if warm else WARM_UP + 1)
+        bench.timed(steps[name], 1 if warm else WARM_UP_STEPS + 1)
     results = {name: bench.results[setting] for name, setting in bench.winners.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.arguments import parse
-from megatron.config.hf import config_json
+from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
-from megatron.optim.schedule import Rates
-from megatron.parallel.shard import padded_vocabulary
-from megatron.training.graphs import StepRunner
-from megatron.training.setup import build
+from megatron.convert.huggingface.config import build_config_json
+from megatron.distributed.sharding import padded_vocab_size
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import build_trainer
+from megatron.training.cuda_graphs import StepRunner
 
 COMMON = "--mock-data --bf16 --train-iters 1000 --eval-iters 0 --clip-grad 1"
 RATES, BETAS, EPS, CLIP = Rates(1e-4, 0.1), (0.9, 0.95), 1e-8, 1.0
@@ -84,7 +84,7 @@ class Ours:
 
     def make(self, case: Case, device: torch.device) -> Step:
         """Build the model; weights are drawn on the device, which is faster."""
-        trainer = build(self.config(case, device), 0, 1, fresh=False)
+        trainer = build_trainer(self.config(case, device), 0, 1, fresh=False)
         with torch.no_grad():
             for name, master in trainer.optimizer.masters.items():
                 init = trainer.specs[name].init
@@ -130,8 +130,8 @@ class Theirs:
         # Inside torch.compile `sdpa` itself would be given a mask, equal to causal, which no flash kernel takes.
         AttentionInterface.register("causal_sdpa", causal)
         ours = Ours(self.micro_batch).config(case, device)
-        vocabulary = padded_vocabulary(ours.model.vocab, ours.model.make_vocab_size_divisible_by, 1)
-        values = config_json(ours.model) | {"vocab_size": vocabulary, "use_cache": False}
+        vocabulary = padded_vocab_size(ours.model.vocab, ours.model.make_vocab_size_divisible_by, 1)
+        values = build_config_json(ours.model) | {"vocab_size": vocabulary, "use_cache": False}
         if values["model_type"] == "gpt2":
             values["activation_function"] = "gelu_pytorch_tanh"
         dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from benchmarks.record import keep, machine
 from megatron.data import gpt_dataset
-from megatron.data.blend import blend_index, normalised
-from megatron.data.gpt_dataset import SampleOrder, build_order
+from megatron.data.blended_dataset import build_blend_index, normalize_weights
+from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.unit.data import megatron_order
@@ -54,7 +54,7 @@ def lengths(sequences: int, mean: int) -> NDArray[np.int32]:
 
 def weights_of(sources: int) -> list[float]:
     """Weights that differ."""
-    return normalised(np.random.RandomState(sources).random_sample(sources) + 0.1).tolist()
+    return normalize_weights(np.random.RandomState(sources).random_sample(sources) + 0.1).tolist()
 
 
 def take_turns(
@@ -83,10 +83,10 @@ def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, li
     """
     held, size, seq_length = lengths(100_000, 640), 400_000, 128
     listed, part = held.tolist(), range(len(held))
-    order = build_order(held, part, size, seq_length, SEED)
+    order = build_sample_order(held, part, size, seq_length, SEED)
     expected = megatron_order.tables(listed, list(part), size, seq_length, SEED)
     weights, places = weights_of(10), 200_000
-    index = blend_index(weights, places)
+    index = build_blend_index(weights, places)
     agree = [
         order.documents.tolist() == expected.documents.tolist(),
         order.samples.tolist() == [list(row) for row in expected.samples],
@@ -100,13 +100,13 @@ def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, li
         "tables of 400,000 samples": take_turns(
             rounds,
             clock,
-            lambda: build_order(held, part, size, seq_length, SEED),
+            lambda: build_sample_order(held, part, size, seq_length, SEED),
             lambda: megatron_order.tables(listed, list(part), size, seq_length, SEED),
         ),
         "blend of 10 sources, 200,000 samples": take_turns(
             rounds,
             clock,
-            lambda: blend_index(weights, places),
+            lambda: build_blend_index(weights, places),
             lambda: megatron_order.interleaved(weights, places),
         ),
     }
@@ -117,7 +117,7 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
     found = {}
     for name, (sequences, mean, seq_length, size) in SHAPES.items():
         held = lengths(sequences, mean)
-        build = partial(build_order, held, range(len(held)), size, seq_length, SEED)
+        build = partial(build_sample_order, held, range(len(held)), size, seq_length, SEED)
         order = build()
         whole = statistics.median(timed(clock, build) for _ in range(rounds))
         samples = len(order.shuffle) / 1e6
@@ -144,7 +144,7 @@ def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, floa
     found = {}
     for name, sources in BLENDS.items():
         weights, places = weights_of(sources), max(200_000, 20_000_000 // sources)
-        blend = partial(blend_index, weights, places)
+        blend = partial(build_blend_index, weights, places)
         blend()  # compiles
         seconds = statistics.median(timed(clock, blend) for _ in range(rounds))
         found[name] = places / seconds / 1e6

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import keep, machine
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.registry import OPERATIONS
-from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
-from megatron.optim.schedule import Rates
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
-from megatron.training.setup import build
+from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
 PLAIN = "F.linear + F.cross_entropy"
@@ -48,7 +48,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
-    sink = GradSink()
+    sink = GradAccumulator()
     sink.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
 
     def plain() -> Tensor:
@@ -59,7 +59,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
 
     def fused(name: str) -> Callable[[], Tensor]:
         kernel = OPERATIONS["cross_entropy"].candidates[name].make()
-        vocabulary, config = Vocabulary(0, rows, Group()), LossConfig(args.chunk)
+        vocabulary, config = VocabularyShard(0, rows, Group()), LossConfig(args.chunk)
 
         def run() -> Tensor:
             x.grad = None
@@ -81,7 +81,7 @@ def steps(dropout: str) -> dict[str, Callable[[], Tensor]]:
 
     def step(kernels: str) -> Callable[[], Tensor]:
         flags = [*LLAMA.split(), "--hidden-dropout", dropout, "--kernels", kernels]
-        trainer = build(parse(flags, {"RANK": "0", "WORLD_SIZE": "1"}).config, 0, 1)
+        trainer = build_trainer(parse(flags, {"RANK": "0", "WORLD_SIZE": "1"}).config, 0, 1)
         batches = trainer.next_batches()
         return lambda: train_step(trainer, batches, Rates(lr=1e-4, weight_decay=0.01)).loss
 

@@ -27,17 +27,16 @@ from typing import Any
 import torch
 
 from benchmarks.record import keep, machine
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
-from megatron.optim.schedule import Rates
-from megatron.parallel.comm import Group
-from megatron.parallel.stopwatch import unmeasured
-from megatron.training.logging import RunLog
-from megatron.training.metrics import StepMetrics, StepWindow
-from megatron.training.profiling import Profiler
-from megatron.training.setup import Trainer, build
+from megatron.distributed.comm import Group
+from megatron.distributed.timing import PHASES, Timers, no_clock
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.callbacks.profiler import Profiler
+from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.step import train_step
-from megatron.training.timers import PHASES, Timers
 
 TITLE = "# What logging adds to a step, CPU, one thread"
 CLOCKS = {
@@ -68,17 +67,17 @@ def configuration(args: argparse.Namespace, folder: str, *flags: str) -> RunConf
 
 
 @contextmanager
-def quiet_log(config: RunConfig) -> Iterator[RunLog]:
+def quiet_log(config: RunConfig) -> Iterator[RunLogger]:
     """A log whose console nobody sees; what it warns of is still told."""
     console = contextlib.redirect_stdout(io.StringIO())
-    with console, RunLog(config, world_size=1, device=CPU, run_id="overhead") as log:
+    with console, RunLogger(config, world_size=1, device=CPU, run_id="overhead") as log:
         yield log
 
 
 class SideBySide:
     """Blocks of steps of one trainer, bare or logged."""
 
-    def __init__(self, trainer: Trainer, log: RunLog, steps: int) -> None:
+    def __init__(self, trainer: Trainer, log: RunLogger, steps: int) -> None:
         """Prepare blocks of ``steps``."""
         self.trainer, self.log, self.steps = trainer, log, steps
         self.timers = Timers(2, CPU)
@@ -89,7 +88,7 @@ class SideBySide:
     def bare(self) -> None:
         """Steps that nobody hears of."""
         t = self.trainer
-        t.timers = unmeasured  # type: ignore[assignment]
+        t.timers = no_clock  # type: ignore[assignment]
         for _ in range(self.steps):
             train_step(t, t.next_batches(), t.schedule.rates(t.consumed_samples))
             self._count(t)
@@ -98,7 +97,7 @@ class SideBySide:
         """Steps with every timer, and a line in every sink at the end."""
         t = self.trainer
         t.timers = self.timers
-        window = StepWindow(CPU, t.config.training.seq_length, world=t.mesh.world, timers=t.timers)
+        window = MetricsWindow(CPU, t.config.training.seq_length, world=t.mesh.world, timers=t.timers)
         for _ in range(self.steps):
             rates = t.schedule.rates(t.consumed_samples)
             with self.profiler.step(t.iteration + 1):
@@ -121,7 +120,7 @@ def side_by_side(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a bare step, and by clock ``[median, lowest, highest]`` of logged over bare."""
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(args, folder, *(flag for flags in SINKS.values() for flag in flags))
-        trainer = build(config, 0, 1)
+        trainer = build_trainer(config, 0, 1)
         trainer.start_at(0, 0)
         with quiet_log(config) as log:
             blocks = SideBySide(trainer, log, args.steps)
@@ -153,7 +152,7 @@ def spread(values: Sequence[float]) -> list[float]:
 
 def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float]]:
     """Microseconds of what every step does."""
-    window, metrics, group = StepWindow(CPU, 1), made_up(), Group()
+    window, metrics, group = MetricsWindow(CPU, 1), made_up(), Group()
     profiler = Profiler(trainer.config.profiling, None, 0, CPU, [*trainer.chunks.values()])
     x = torch.zeros(1)
 
@@ -193,9 +192,9 @@ def made_up() -> StepMetrics:
     return StepMetrics(loss, norm, skipped, scale, nonfinite)
 
 
-def window_of(steps: int) -> StepWindow:
+def window_of(steps: int) -> MetricsWindow:
     """A window with all timers after some steps."""
-    window, metrics = StepWindow(CPU, 1024, timers=Timers(2, CPU)), made_up()
+    window, metrics = MetricsWindow(CPU, 1024, timers=Timers(2, CPU)), made_up()
     for _ in range(steps):
         window.add(metrics, 1)
     return window
@@ -212,7 +211,7 @@ def reading(args: argparse.Namespace) -> list[float]:
     return spread([statistics.median(costs[at :: args.repeats]) for at in range(args.repeats)])
 
 
-def telling(log: RunLog, args: argparse.Namespace) -> list[float]:
+def telling(log: RunLogger, args: argparse.Namespace) -> list[float]:
     """Microseconds of handing a record to the log, each of another step."""
     steps = itertools.count(1)
 
@@ -243,7 +242,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]  # of the last minute: what others do on the machine
     result = side_by_side(args)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(configuration(args, folder), 0, 1)
+        trainer = build_trainer(configuration(args, folder), 0, 1)
     shape = {"layers": args.num_layers, "hidden": args.hidden_size, "sequence": args.seq_length}
     return (
         result

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import conditions, keep, machine
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import ShardSpec
+from megatron.layers.build import BuildContext
 from megatron.model.gpt import build_gpt
-from megatron.optim.buckets import GradBuckets
-from megatron.optim.optimizer import Optimizer
-from megatron.optim.schedule import Rates
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import ShardSpec
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.lr_scheduler import Rates
 
 RATES = Rates(1e-4, 0.01)
 CLIP, GRADIENT = 1.0, 1e-5
@@ -80,19 +80,19 @@ def values_of(specs: Mapping[str, ShardSpec], seed: int, scale: float) -> dict[s
 
 def model_specs(config: RunConfig) -> dict[str, ShardSpec]:
     """Of all parameters."""
-    context = BuildContext(cast("Mesh", OneOf(1)), GradSink(), device=torch.device("meta"))
+    context = BuildContext(cast("Mesh", OneOf(1)), GradAccumulator(), device=torch.device("meta"))
     build_gpt(config.model, config.training, context)
     return context.specs
 
 
-def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple[Optimizer, Contestant]:
+def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple[DistributedOptimizer, Contestant]:
     """One of ``ranks`` replicas."""
     mesh = cast("Mesh", OneOf(ranks))
     params = {name: nn.Parameter(value) for name, value in values_of(specs, 0, 0.02).items()}
     parallel = replace(config.parallel, data_parallel_sharding_strategy="optim")
     dtypes = {name: p.dtype for name, p in params.items()}
-    buckets = GradBuckets(specs, dtypes, mesh, GradSink(), torch.device("cpu"), parallel)
-    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer)
+    buckets = GradBuffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
+    optimizer = DistributedOptimizer(params, specs, buckets, mesh, config.optimizer)
     for name, gradient in values_of(specs, 1, GRADIENT).items():
         buckets.target(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
@@ -118,7 +118,7 @@ def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str,
     return params, {WHOLE: update, RULE: adam.step}
 
 
-def check(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+def check(optimizer: DistributedOptimizer, params: Mapping[str, nn.Parameter]) -> None:
     """Both sides have to have the same weights.
 
     Raises:

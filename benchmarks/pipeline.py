@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.record import keep, machine
-from megatron.parallel import comm
-from megatron.parallel.comm import Channel, Pending
-from megatron.parallel.grads import GradSink
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import BACKWARD, COMPUTE, FORWARD, INPUT, RECV_B, RECV_F, Action, Schedule
-from megatron.pipeline.comms import add_communication, channels
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.actions import BACKWARD, COMPUTE_KINDS, FORWARD, INPUT, RECV_B, RECV_F, Action, PipelineSchedule
+from megatron.pipeline.communication import add_communication, channels
 from megatron.pipeline.runtime import Pipeline
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
 
 RANKS, RANK, WIDTH = 4, 1, 16
 MOST = 50.0
@@ -47,7 +47,7 @@ RECV = {FORWARD: RECV_F, BACKWARD: RECV_B, INPUT: RECV_B}
 class Case:
     """A schedule, and what a rank needs to run its part."""
 
-    program: Schedule
+    program: PipelineSchedule
     batches: Sequence[MicroBatch]
     weight: Tensor
     seed: Tensor
@@ -56,7 +56,7 @@ class Case:
     def of(cls, name: str, microbatches: int) -> Case:
         """The schedule ``name`` with as many stages on a rank as it needs, ``interleaved`` with two."""
         chunks = SCHEDULES[name].chunks or (2 if name == "interleaved" else 1)
-        program = add_communication(make(name, RANKS, chunks, microbatches))
+        program = add_communication(make_schedule(name, RANKS, chunks, microbatches))
         batches = [MicroBatch.of_tokens(torch.zeros(1, 1, dtype=torch.int64))] * microbatches
         return cls(program, batches, torch.ones(WIDTH, WIDTH, requires_grad=True), torch.ones(()))
 
@@ -78,7 +78,7 @@ class Case:
         placement = self.program.placement
         chunks = {stage: self.chunk for stage, rank in enumerate(placement) if rank == RANK}
         roads = {edge: Channel(*edge) for edge in channels(placement)}
-        runtime = Pipeline(chunks, placement, RANK, roads, self.buffer, GradSink())
+        runtime = Pipeline(chunks, placement, RANK, roads, self.buffer, GradAccumulator())
         return lambda: runtime.run(self.actions, self.batches, self.seed)
 
     def plain(self) -> Callable[[], None]:
@@ -119,7 +119,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                     step()
                 if number:
                     micros[what].append((time.thread_time() - began) / args.steps * 1e6)
-    computing = sum(action.kind in COMPUTE for action in case.actions)
+    computing = sum(action.kind in COMPUTE_KINDS for action in case.actions)
     return {"actions": len(case.actions), "computing": computing, "micros": micros}
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import keep, versions
-from tools.preprocess_data import cores
+from tools.preprocess_data import available_cores
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Speed of preprocessing"
@@ -103,12 +103,11 @@ def write_corpus(path: Path, megabytes: float, source: Path | None) -> int:
 
 def train_tokenizer(folder: Path) -> None:
     """A byte-level BPE of 32,000 entries."""
-    from megatron.data.text.corpus import Document
-    from megatron.data.tokenizers.learnt import save_files
-    from megatron.data.tokenizers.train_bpe import train_bpe
+    from megatron.data.preprocess.corpus import TextDocument
+    from megatron.data.tokenizers.train import save_tokenizer, train_bpe
 
-    texts = [Document((text,), "", 0) for text in islice(documents(2), 5000)]
-    save_files(train_bpe(texts, 32_000).files, folder)
+    texts = [TextDocument((text,), "", 0) for text in islice(documents(2), 5000)]
+    save_tokenizer(train_bpe(texts, 32_000).files, folder)
 
 
 # --- contestants: each runs in a new process and returns seconds and bytes ---
@@ -242,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
         "--tokenizer-model", type=Path, help="folder with a tokenizer.json (a BPE of 32,000 entries is made)"
     )
     parser.add_argument(
-        "--threads", type=int, default=cores(), help="workers, and threads of the libraries (all cores)"
+        "--threads", type=int, default=available_cores(), help="workers, and threads of the libraries (all cores)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (5)")
     parser.add_argument("--folder", help="where to put some GB for a while (the system's choice)")

@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import conditions, keep, machine
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor
-from megatron.checkpoint.store import write
-from megatron.config.arguments import parse
-from megatron.config.memory import checkpoint_bytes
+from megatron.arguments.cli import parse
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.run import RunConfig
-from megatron.config.sources import to_dict
-from megatron.parallel import comm
-from megatron.training.checkpointing import held, restore, state, to_write
-from megatron.training.setup import Trainer, build
+from megatron.distributed import comm
+from megatron.planner.memory import checkpoint_bytes
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.trainer_state import local_tensors, restore_run, run_state, tensors_to_save
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.distributed.pool import Pool
@@ -68,29 +68,29 @@ def bits(trainer: Trainer) -> int:
     def of(tensor: Tensor) -> int:
         return int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64).item())
 
-    parts = (part for entry in to_write(trainer).values() for part in entry.parts)
+    parts = (part for entry in tensors_to_save(trainer).values() for part in entry.parts)
     return sum(comm.all_gather_objects(sum(of(part.resolve()) for part in parts), trainer.mesh.world))
 
 
 def save(rank: int, world_size: int, layers: int, flags: str, folder: str) -> int:
     """Write a checkpoint with something in every tensor; returns the sum of its bits."""
     config = config_of(layers, world_size, flags)
-    trainer = build(config, rank, world_size)
-    for number, tensor in enumerate(held(trainer).values()):
+    trainer = build_trainer(config, rank, world_size)
+    for number, tensor in enumerate(local_tensors(trainer).values()):
         tensor.add_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1000 * rank + number)))
-    entries: dict[str, GlobalTensor] = to_write(trainer)
-    write(Path(folder) / "iter_0000000", entries, state(trainer), to_dict(config), trainer.mesh.world)
+    entries: dict[str, GlobalTensor] = tensors_to_save(trainer)
+    save_sharded(Path(folder) / "iter_0000000", entries, run_state(trainer), to_dict(config), trainer.mesh.world)
     return bits(trainer)
 
 
 def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tuple[int, int, int, float]:
     """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
-    trainer = build(config_of(layers, world_size, flags), rank, world_size, fresh=False)
+    trainer = build_trainer(config_of(layers, world_size, flags), rank, world_size, fresh=False)
     buckets = trainer.buckets.buckets
-    touch([*held(trainer).values(), *trainer.params.values(), *(bucket.own for bucket in buckets)])
+    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.own for bucket in buckets)])
     gc.collect()
     before, started = anonymous(), time.perf_counter()
-    peak = peak_while(lambda: restore(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))
+    peak = peak_while(lambda: restore_run(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))
     seconds = time.perf_counter() - started
     return bits(trainer), before, peak - before, seconds
 

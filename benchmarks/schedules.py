@@ -24,10 +24,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.record import keep, machine
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.simulate import Costs, simulate
-from megatron.pipeline.validate import validate
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.simulate import StageCosts, simulate
+from megatron.pipeline.validate import validate_program
 
 TITLE = "# Schedules before they run: microseconds per action"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -49,13 +49,13 @@ def one_round(
     gc.collect()
     with collecting(clock) as collected:
         times = [clock()]
-        schedule = make(name, ranks, chunks, microbatches)
+        schedule = make_schedule(name, ranks, chunks, microbatches)
         times.append(clock())
         program = add_communication(schedule)
         times.append(clock())
-        validate(program)
+        validate_program(program)
         times.append(clock())
-        simulate(program, Costs.uniform(ranks * chunks))
+        simulate(program, StageCosts.uniform(ranks * chunks))
         times.append(clock())
     seconds = dict(zip(PASSES, (end - start for start, end in zip(times, times[1:]))))
     return seconds | {COLLECTOR: sum(collected)}, sum(map(len, program.ranks)), sum(map(len, schedule.ranks))

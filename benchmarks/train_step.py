@@ -27,10 +27,10 @@ import transformers
 from torch import nn
 
 from benchmarks.record import RESULTS, keep, machine
-from megatron.config.arguments import parse
-from megatron.optim.schedule import Rates
-from megatron.parallel.microbatch import MicroBatch
-from megatron.training.setup import Trainer, build
+from megatron.arguments.cli import parse
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import Trainer, build_trainer
 from megatron.training.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
@@ -52,7 +52,7 @@ def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_p
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--clip-grad", str(CLIP)]
     flags += ["--tensor-model-parallel-size", str(tp)] + ["--sequence-parallel"] * sequence_parallel
     config = parse(flags, {"RANK": str(rank), "WORLD_SIZE": str(tp)}).config
-    return build(config, rank, tp)
+    return build_trainer(config, rank, tp)
 
 
 def our_step(trainer: Trainer) -> Step:

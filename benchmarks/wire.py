@@ -3,7 +3,7 @@
     python -m benchmarks.wire
 
 Four replicas of a small Llama train a step in every way of sharding; what their collectives count must be what
-`megatron/config/traffic.py` says, to the byte. So the same formulas are shown for Llama-2 7B, of which no step was run.
+`megatron/planner/communication.py` says, to the byte. So the same formulas are shown for Llama-2 7B, of which no step was run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.record import keep, versions
-from megatron.config.arguments import parse
-from megatron.config.batch import microbatches
-from megatron.config.parallel import STAGES
+from megatron.arguments.cli import parse
+from megatron.config.batch import get_num_microbatches
+from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
-from megatron.config.traffic import replica_traffic
-from megatron.optim.schedule import Rates
-from megatron.training.setup import build
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.communication import data_parallel_traffic
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
@@ -58,7 +58,7 @@ def config_of(model: str, way: Way) -> RunConfig:
 
 def counted(rank: int, world_size: int, way: Way) -> dict[str, float]:
     """What this rank sends to other replicas in a step, by operation."""
-    trainer = build(config_of(SMALL, way), rank, world_size)
+    trainer = build_trainer(config_of(SMALL, way), rank, world_size)
     meter = trainer.mesh.meter
     meter.take_sent()
     train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
@@ -73,17 +73,17 @@ def measure(pool: Pool, way: Way) -> dict[str, Any]:
     Raises:
         RuntimeError: when a rank sends anything else than the formula says.
     """
-    formula = replica_traffic(config_of(SMALL, way), RANKS)
+    formula = data_parallel_traffic(config_of(SMALL, way), RANKS)
     ranks = pool.run(RANKS, counted, way)
     if any(rank != formula for rank in ranks):
         raise RuntimeError(f"{way}: the ranks sent {ranks}, the formula says {formula}")
     large = config_of(LARGE, way)
     return {
-        "stage": STAGES[way.strategy],
-        "micro-batches": microbatches(large.training, RANKS),
+        "stage": ZERO_STAGES[way.strategy],
+        "micro-batches": get_num_microbatches(large.training, RANKS),
         "wire": "bf16" if way.rounded else "fp32",
         "small": formula,
-        "large": replica_traffic(large, RANKS),
+        "large": data_parallel_traffic(large, RANKS),
     }
 
 
@@ -97,7 +97,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         text.append("| " + " | ".join(map(str, (*cells, told(row["large"], 2**30, "GB")))) + " |")
     text += [
         "",
-        "As a ring sends them (`megatron/parallel/traffic.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
+        "As a ring sends them (`megatron/distributed/comm.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
         "Counted on real ranks over gloo, whose own algorithms may send more; all counts were equal to the formula to "
         "the byte.",
     ]
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     pool = Pool(RANKS)
     try:
-        rows = [measure(pool, Way(*way)) for way in product(STAGES, MICROBATCHES, (False, True))]
+        rows = [measure(pool, Way(*way)) for way in product(ZERO_STAGES, MICROBATCHES, (False, True))]
     finally:
         pool.close()
     print(page(rows))

@@ -119,7 +119,7 @@ flags=(
     --save "$out/checkpoints" --save-interval $(((steps + 2) / 3))
     --log-interval $((steps < 100 ? 1 : 10)) --run-dir "$out"
 )
-count='import sys; from megatron.data.files.indexed import IndexedDataset; print(len(IndexedDataset(sys.argv[1]).documents) - 1)'
+count='import sys; from megatron.data.indexed_dataset import IndexedDataset; print(len(IndexedDataset(sys.argv[1]).documents) - 1)'
 documents=$(python -c "$count" "$corpus")
 if [ "$documents" -ge 10 ]; then
     flags+=(--eval-interval 100 --eval-iters 4)

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.store import write
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import PrecisionConfig, RunConfig
-from megatron.config.sources import to_dict
 from megatron.data.tokenizers import huggingface
+from megatron.distributed.comm import Group
 from megatron.model.gpt import GPTChunk
-from megatron.parallel.comm import Group
 
 BYTES = {
-    f"tokenizer/{name}": content for name, content in huggingface.tokenizer_files(huggingface.bytes_as_ids()).items()
+    f"tokenizer/{name}": content
+    for name, content in huggingface.make_tokenizer_files(huggingface.byte_tokenizer()).items()
 }
 """The files of a tokenizer whose ids are bytes, and 256 the end of a document."""
 
@@ -29,10 +30,10 @@ def save_model(
     for name, parameter in chunk.params.items():
         spec = chunk.specs[name]
         view = parameter.detach().view(spec.local_view)
-        parts = tuple(Part(piece.place, view[piece.local.slices]) for piece in spec.pieces)
+        parts = tuple(TensorPart(piece.place, view[piece.local.slices]) for piece in spec.pieces)
         tensors[name] = GlobalTensor(spec.shape, spec.view, parameter.dtype, parts)
     config = RunConfig(model=chunk.config, precision=PrecisionConfig(params_dtype=params_dtype))
     state: dict[str, Any] = {"iteration": step, "consumed_samples": 0}
-    path = Checkpoints(folder).path(step)
-    write(path, tensors, state, to_dict(config), Group(), dict(files))
+    path = CheckpointFolder(folder).path(step)
+    save_sharded(path, tensors, state, to_dict(config), Group(), dict(files))
     return path

@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Channel
-from megatron.parallel.grads import GradSink, Rows
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import Schedule
-from megatron.pipeline.comms import add_communication, channels
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.communication import add_communication, channels
 from megatron.pipeline.runtime import Pipeline
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.stage import Chunk
 
 WIDTH = 8
@@ -33,9 +33,9 @@ SIZES = {name: recipe.chunks or (2 if name == "interleaved" else 1) for name, re
 """Stages on a rank, for each schedule."""
 
 
-def program_of(name: str, ranks: int, microbatches: int) -> Schedule:
+def program_of(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
     """A schedule by name, with its communication."""
-    return add_communication(make(name, ranks, SIZES[name], microbatches))
+    return add_communication(make_schedule(name, ranks, SIZES[name], microbatches))
 
 
 def batches_of(count: int) -> list[MicroBatch]:
@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
     """``y = x W^T``, whose weight gradient goes to a sink as that of the model's linears does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, sink: GradSink) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, sink: GradAccumulator) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.sink = name, sink
         return x @ weight.T
@@ -56,13 +56,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = ctx.sink.recall(x, None)
-        return dy @ weight, ctx.sink.add(ctx.name, rows, Rows(dy)), None, None
+        return dy @ weight, ctx.sink.add(ctx.name, rows, WgradOperand(dy)), None, None
 
 
 class LinearStage(nn.Module):
     """``x + tanh(x W^T)`` and an auxiliary loss; the first stage makes x from the tokens, the last one a loss."""
 
-    def __init__(self, number: int, stages: int, sink: GradSink) -> None:
+    def __init__(self, number: int, stages: int, sink: GradAccumulator) -> None:
         super().__init__()
         self.number, self.first, self.last, self.sink = number, number == 0, number + 1 == stages, sink
         values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
@@ -85,9 +85,9 @@ class Ends:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def sink(self, numbers: Sequence[int]) -> GradSink:
+    def sink(self, numbers: Sequence[int]) -> GradAccumulator:
         """A sink for the stages ``numbers``, which collects here."""
-        sink = GradSink()
+        sink = GradAccumulator()
         for name in map(str, numbers):
             self.gradients[name] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
             self.counts[name] = 0
@@ -125,7 +125,7 @@ def as_it_is(chunk: LinearStage) -> Chunk:
 
 
 def pipeline_of(
-    program: Schedule,
+    program: PipelineSchedule,
     rank: int,
     roads: Mapping[tuple[int, int], Channel],
     ends: Ends,
@@ -199,7 +199,7 @@ def mailboxes() -> Iterator[Post]:
         yield post
 
 
-def in_threads(program: Schedule, work: Callable[[int, Mapping[tuple[int, int], Channel]], Any]) -> list[Any]:
+def in_threads(program: PipelineSchedule, work: Callable[[int, Mapping[tuple[int, int], Channel]], Any]) -> list[Any]:
     """``work(rank, channels)`` for every rank of a program, each in a thread; what they return, in order."""
     ranks = len(program.ranks)
     roads = {edge: Channel(*edge) for edge in channels(program.placement)}

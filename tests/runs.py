@@ -24,13 +24,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
-from megatron.training import main, saving
-from megatron.training.profile_report import is_layer
-from megatron.training.setup import Trainer
+from megatron.training import checkpointer, main
+from megatron.training.build import Trainer
+from megatron.training.callbacks.profile_report import is_layer
 
 FLAGS = (
     "--mock-data --vocab-size 31 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 "
@@ -96,7 +96,7 @@ def misread(trainer: Trainer) -> None:
 
 def full_disk(*at: int) -> AbstractContextManager[Any]:
     """The disk takes nothing when these steps are saved."""
-    original = saving.write
+    original = checkpointer.save_sharded
 
     def no_space(fd: int, content: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -106,7 +106,7 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
         with refusing:
             original(folder, *arguments)
 
-    return patch.object(saving, "write", write)
+    return patch.object(checkpointer, "save_sharded", write)
 
 
 @dataclass
@@ -131,7 +131,7 @@ def start(
 ) -> Told:
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
     told, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    no_picture = patch("megatron.training.logging.draw_history", lambda *arguments: None)
+    no_picture = patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None)
     around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(told.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         for context in around:

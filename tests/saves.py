@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron.checkpoint.folder import Checkpoints
-from megatron.training import saving
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.training import checkpointer
 from tests.runs import before_step
 
 SECONDS = 30.0
@@ -30,13 +30,13 @@ def all_of(*contexts: Any) -> Iterator[None]:
 @contextmanager
 def before_writing(act: Callable[[int], None]) -> Iterator[None]:
     """Call ``act`` with the step of each checkpoint before it is written, by whoever writes it."""
-    original = saving.write
+    original = checkpointer.save_sharded
 
     def write(folder: Path, *arguments: Any) -> None:
         act(int(folder.name[5:]))
         original(folder, *arguments)
 
-    with patch.object(saving, "write", write):
+    with patch.object(checkpointer, "save_sharded", write):
         yield
 
 
@@ -48,14 +48,14 @@ def slowly(seconds: float, *at: int) -> Any:
 @contextmanager
 def over_before(begins: int) -> Iterator[None]:
     """Step ``begins`` waits for the first save in a thread to be over."""
-    over, real = threading.Event(), saving.in_background
+    over, real = threading.Event(), checkpointer.run_in_background
 
     def in_background(work: Callable[[], Any], name: str) -> Any:
         future = real(work, name)
         future.add_done_callback(lambda _: over.set())
         return future
 
-    with before_step(begins, lambda _: wait_on(over)), patch.object(saving, "in_background", in_background):
+    with before_step(begins, lambda _: wait_on(over)), patch.object(checkpointer, "run_in_background", in_background):
         yield
 
 
@@ -71,13 +71,13 @@ def written_when(step: int, begins: int) -> Iterator[None]:
 @contextmanager
 def deleted_when(begins: int) -> Iterator[None]:
     """The first save is over, on the rank that deletes older checkpoints, when step ``begins`` begins."""
-    begun, real = threading.Event(), Checkpoints.retain
+    begun, real = threading.Event(), CheckpointFolder.retain
 
     def retain(*arguments: Any, **named: Any) -> Any:
         wait_on(begun)
         return real(*arguments, **named)
 
-    held = patch.object(Checkpoints, "retain", retain)
+    held = patch.object(CheckpointFolder, "retain", retain)
     with over_before(begins), before_step(begins, lambda _: begun.set()), held:
         yield
 

@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.registry import Kernels
+from megatron.layers.build import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.optim.buckets import GradBuckets
-from megatron.optim.optimizer import Optimizer, Outcome
-from megatron.optim.schedule import Rates
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.microbatch import MicroBatch
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateResult
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.lr_scheduler import Rates
 
 TINY = ModelConfig(
     num_layers=2,
@@ -63,9 +63,9 @@ class Solo:
     """Everything a step needs. Gradients are in ``buckets.grads``, by name."""
 
     chunk: GPTChunk
-    sink: GradSink
-    buckets: GradBuckets
-    optimizer: Optimizer
+    sink: GradAccumulator
+    buckets: GradBuffer
+    optimizer: DistributedOptimizer
 
     @classmethod
     def build(
@@ -78,17 +78,22 @@ class Solo:
         kernels: Kernels | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
-        mesh, sink = one_rank_mesh(), GradSink()
+        mesh, sink = one_rank_mesh(), GradAccumulator()
         chunk = build_gpt(
             config, training or TrainingConfig(), BuildContext(mesh, sink, dtype, kernels=kernels or Kernels())
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
-        buckets = GradBuckets(
+        buckets = GradBuffer(
             chunk.specs, dtypes, mesh, sink, torch.device("cpu"), ParallelConfig(ddp_bucket_size=bucket_size)
         )
         chunk.train()
-        return cls(chunk, sink, buckets, Optimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()))
+        return cls(
+            chunk,
+            sink,
+            buckets,
+            DistributedOptimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()),
+        )
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -109,7 +114,7 @@ class Solo:
 
     def step(
         self, batches: Sequence[MicroBatch], lr: float = 1e-3, weight_decay: float = 0.1
-    ) -> tuple[Tensor, Outcome]:
+    ) -> tuple[Tensor, UpdateResult]:
         """One training step: ``(loss, outcome)``."""
         loss = self.backward(batches)
         self.optimizer.finish()

@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.acceptance.report import MARKDOWN
-from megatron.config.launch import leave
-from megatron.config.problems import Problem, UserError
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import exit_process
+from tools.cluster_check.report import MARKDOWN
 
 PARTS = ("machine", "layouts", "interruption", "bandwidth")
 FORMATS = ("fp32", "bf16")
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    from megatron.acceptance.course import Course  # torch: only for flags known to be good
-    from megatron.acceptance.launcher import Launcher
+    from tools.cluster_check.launcher import RankLauncher
+    from tools.cluster_check.run import ClusterCheck  # torch: only for flags known to be good
 
     words = shlex.split(args.launch) if args.launch else [sys.executable, *TORCHRUN.split(), str(args.nproc)]
     folder = args.out.resolve()
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
         problem = Problem("E002", f"--out {args.out} cannot be made: {error.strerror}", ("--out runs/acceptance-2",))
         print(UserError([problem]), file=sys.stderr)
         return 2
-    course = Course(
-        Launcher(words, folder / "logs"),
+    course = ClusterCheck(
+        RankLauncher(words, folder / "logs"),
         folder,
         args.device,
         seconds=60 * args.minutes,
@@ -115,19 +115,19 @@ def build_parser() -> argparse.ArgumentParser:
 def as_rank(what: str, words: Sequence[str]) -> int:
     """One rank of a program that this tool has started."""
     if what == "machine":
-        from megatron.acceptance.machine import look
+        from tools.cluster_check.checks import write_machine_facts
 
-        look(Path(words[0]), words[1], float(words[2]))
+        write_machine_facts(Path(words[0]), words[1], float(words[2]))
         return 0
     if what == "layouts":
-        from megatron.acceptance.matrix import trace_chosen
+        from tools.cluster_check.checks import trace_selected_layouts
 
-        trace_chosen(Path(words[0]), *words[1:])
+        trace_selected_layouts(Path(words[0]), *words[1:])
         return 0
-    from megatron.acceptance.interruption import train
+    from tools.cluster_check.checks import train_until_killed
 
-    return train(words)
+    return train_until_killed(words)
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

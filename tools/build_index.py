@@ -15,28 +15,26 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from megatron.checkpoint.manifest import Manifest
-from megatron.config.arguments import parse
-from megatron.config.problems import UserError
+from megatron.arguments.cli import parse
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.data.blend import BlendedDataset
-from megatron.data.cache import entry_of
-from megatron.data.chain import stretches_of
+from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.dataset import Dataset
+from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
-from megatron.data.vocabulary import vocabulary
-from megatron.training.origin import look, place_of
-from megatron.training.preview import recall
+from megatron.training.resume_source import find_resume_source, position_of, stored_config
 
-NUMBERS = range(2, 7)  # columns aligned on the right
-NOT_KEPT = "not kept"
+RIGHT_ALIGNED = range(2, 7)  # columns aligned on the right
+NOT_CACHED = "not kept"
 
 Identity = tuple[str, int]
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Row of the printed table."""
 
     split: str
@@ -49,7 +47,7 @@ class Row(NamedTuple):
     tables: str = ""
 
 
-HEAD = Row("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
+TABLE_HEAD = TableRow("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,18 +60,18 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        parsed = parse([*argv, "--check-config"], recall=recall)
+        parsed = parse([*argv, "--check-config"], recall=stored_config)
         folder = cache_folder(parsed.config)
-        before = {identity(path) for path in folder.glob("*/")}
-        source = laid_out(parsed.config, parsed.world_size)
+        before = {cache_identity(path) for path in folder.glob("*/")}
+        source = build_run_data(parsed.config, parsed.world_size)
     except (UserError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = [row for split, dataset in source.datasets.items() for row in rows_of(split, dataset, before)]
-    print("\n".join(aligned([HEAD, *rows])))
+    rows = [row for split, dataset in source.datasets.items() for row in table_rows(split, dataset, before)]
+    print("\n".join(align_rows([TABLE_HEAD, *rows])))
     for note in (*parsed.notes, *source.notes):
         print(f"note: {note}", file=sys.stderr)
-    return int(any(row.tables == NOT_KEPT for row in rows))
+    return int(any(row.tables == NOT_CACHED for row in rows))
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -89,31 +87,31 @@ def cache_folder(config: RunConfig) -> Path:
     return Path(config.data.data_cache_path)
 
 
-def laid_out(config: RunConfig, world_size: int) -> DataSource:
+def build_run_data(config: RunConfig, world_size: int) -> DataSource:
     """Build the datasets of a run with ``world_size`` ranks, from where it will start.
 
     Raises:
         UserError: if it would start from a checkpoint that does not exist.
         DataError: as `build_data`.
     """
-    begin, stretches = begins(config.checkpoint)
-    vocab_size = vocabulary(config.data, config.model.vocab_size)
+    begin, stretches = start_position(config.checkpoint)
+    vocab_size = resolve_vocab_size(config.data, config.model.vocab_size)
     ranks = config.parallel.data_parallel_size(world_size)
     return build_data(config.data, config.training, vocab_size, ranks, stretches=stretches, begin=begin)
 
 
-def begins(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
+def start_position(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
     """Return the steps and samples before the run, and the data segments they were read from."""
-    origin = look(options)
+    origin = find_resume_source(options)
     if not origin.paths or origin.mode == "weights-only":
         return (0, 0), None
     manifest = Manifest.open(origin.paths[0])
-    return place_of(manifest), manifest.state["data"]["stretches"]
+    return position_of(manifest), manifest.state["data"]["stretches"]
 
 
-def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[Row]:
+def table_rows(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[TableRow]:
     """Yield the rows of a split; ``before`` are the cache entries that existed already."""
-    stretches = stretches_of(dataset)
+    stretches = segments_of(dataset)
     shown: set[int] = set()
     for number, stretch in enumerate(stretches, 1):
         title = split if len(stretches) == 1 else f"{split} {number}/{len(stretches)}"
@@ -124,40 +122,40 @@ def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Itera
         if isinstance(stretch, BlendedDataset):
             size, state = _kept(stretch.index, before)
             name = f"blend of {len(stretch.datasets)}"
-            yield Row(title, name, samples=f"{len(stretch):,}", megabytes=size, tables=state)
+            yield TableRow(title, name, samples=f"{len(stretch):,}", megabytes=size, tables=state)
 
 
 def _orders(stretch: Dataset) -> Iterator[GPTDataset]:
     """Yield the sources' sample orders that a segment reads."""
     sources = stretch.datasets if isinstance(stretch, BlendedDataset) else (stretch,)
-    yield from (order for source in sources for order in stretches_of(source) if isinstance(order, GPTDataset))
+    yield from (order for source in sources for order in segments_of(source) if isinstance(order, GPTDataset))
 
 
-def _source_row(title: str, dataset: GPTDataset, before: Collection[Identity]) -> Row:
+def _source_row(title: str, dataset: GPTDataset, before: Collection[Identity]) -> TableRow:
     order = dataset.order
     sequences, tokens, epochs, samples = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
-    return Row(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.documents, before))
+    return TableRow(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.documents, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
     """Return the size in MB of a table's cache entry, and whether it existed already."""
-    entry = entry_of(table)
+    entry = cache_entry_of(table)
     if entry is None:
-        return "-", NOT_KEPT
+        return "-", NOT_CACHED
     size = sum(file.stat().st_size for file in entry.iterdir())
-    return f"{size / 1e6:,.1f}", "found" if identity(entry) in before else "built"
+    return f"{size / 1e6:,.1f}", "found" if cache_identity(entry) in before else "built"
 
 
-def identity(entry: Path) -> Identity:
+def cache_identity(entry: Path) -> Identity:
     """Return what distinguishes a cache entry from one that replaces it."""
     return entry.name, entry.stat().st_mtime_ns
 
 
-def aligned(rows: Sequence[Row]) -> Iterator[str]:
+def align_rows(rows: Sequence[TableRow]) -> Iterator[str]:
     """Yield lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        cells = (cell.rjust(w) if i in NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        cells = (cell.rjust(w) if i in RIGHT_ALIGNED else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
         yield "  ".join(cells).rstrip()
 
 

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.remote import RemotePath, location
+from megatron.checkpoint.object_store import RemotePath, parse_location
 
 if TYPE_CHECKING:
-    from megatron.convert.conversions import Converted
+    from megatron.convert.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-ONLY_OUT = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
+EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
 """Options that apply only to --save-hf."""
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size such as ``5GB`` into bytes."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})?", text.strip().upper())
     if match is None or float(match[1]) == 0:
@@ -32,9 +32,9 @@ def size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
-def folder(text: str) -> Path:
+def parse_output_folder(text: str) -> Path:
     """Parse a path on a disk; object stores are rejected, because the result is renamed once it is complete."""
-    path = location(text)
+    path = parse_location(text)
     if isinstance(path, RemotePath):
         raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a local folder and copy it")
     return path
@@ -50,27 +50,34 @@ def build_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
     source.add_argument(
-        "--load", type=location, metavar="CKPT", help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
+        "--load",
+        type=parse_location,
+        metavar="CKPT",
+        help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN",
     )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only")
-    target.add_argument("--save-hf", type=folder, metavar="DIR", help="folder to write; must not exist, or be empty")
+    target.add_argument(
+        "--save", type=parse_output_folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only"
+    )
+    target.add_argument(
+        "--save-hf", type=parse_output_folder, metavar="DIR", help="folder to write; must not exist, or be empty"
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (that of the run)")
-    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="size of a weights file (5GB)")
+    parser.add_argument("--max-shard-size", type=parse_size, metavar="SIZE", help="size of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags and reject those without effect."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if (args.load_hf is None) == (args.save_hf is None):
         parser.error("--load-hf goes with --save, and --load with --save-hf")
-    unused = [f"--{name.replace('_', '-')}" for name in ONLY_OUT if getattr(args, name) is not None]
+    unused = [f"--{name.replace('_', '-')}" for name in EXPORT_OPTIONS if getattr(args, name) is not None]
     if args.load_hf is not None and unused:
         parser.error(f"{', '.join(unused)}: only with --save-hf")
     return args
@@ -82,10 +89,10 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if the conversion fails, 2 for invalid flags.
     """
-    args = parse(argv)
-    from megatron.checkpoint.errors import CheckpointError
-    from megatron.config.problems import UserError
-    from megatron.convert.check import unexercised
+    args = parse_flags(argv)
+    from megatron.checkpoint.durable_files import CheckpointError
+    from megatron.config.errors import UserError
+    from megatron.convert.huggingface.check import uncovered_by_check
 
     try:
         done = convert(args)
@@ -97,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
         more = f"; at worst {worst}" if worst.relative > logits.relative else ""
         print(f"transformers computes the same: {logits}{more}")
-        missed = unexercised(done.model)
+        missed = uncovered_by_check(done.model)
         if missed:
             print(f"not compared: {missed}")
     else:
@@ -105,30 +112,30 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert(args: argparse.Namespace) -> Converted:
+def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
-    from megatron.convert.checkpoint import open_checkpoint
-    from megatron.convert.conversions import from_hf, to_hf
+    from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
+    from megatron.convert.saved_model import open_checkpoint
 
-    report, checked = Percent(), not args.no_check
+    report, checked = PercentPrinter(), not args.no_check
     if args.load_hf is not None:
-        return from_hf(args.load_hf, args.save, report, checked)
+        return convert_from_huggingface(args.load_hf, args.save, report, checked)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         print(f"convert_checkpoint: {note}", file=sys.stderr)
-    return to_hf(
+    return convert_to_huggingface(
         manifest,
         args.save_hf,
         report,
         dtype=args.dtype,
-        shard_bytes=args.max_shard_size or size("5GB"),
+        shard_bytes=args.max_shard_size or parse_size("5GB"),
         tokenizer=args.tokenizer,
         average=bool(args.ema),
         checked=checked,
     )
 
 
-class Percent:
+class PercentPrinter:
     """Print progress in steps of 10 %, once a conversion takes more than a few seconds."""
 
     SILENT_SECONDS = 5.0

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config.problems import UserError
+from megatron.config.errors import UserError
 from megatron.data.errors import DataError
-from megatron.training.differences import (
+from tools.lib.compare_runs import (
     Change,
     RunFolder,
     StepComparison,
@@ -29,7 +29,7 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
 def main(argv: Sequence[str]) -> int:
     """Compare, print a report and return the exit status."""
-    command_line = parser()
+    command_line = build_parser()
     arguments = command_line.parse_args(argv)
     if not arguments.tolerance >= 0.0:
         command_line.error(f"--tolerance {arguments.tolerance}: must be at least 0")
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
     for sentence in (*a.missing, *b.missing):
         print(f"note: {sentence}", file=sys.stderr)
     options, steps = changed_options(a, b), compare_steps(a, b, arguments.tolerance)
-    for line in (*told_options(a, b, options), *told_steps(a, b, steps, arguments.tolerance)):
+    for line in (*report_options(a, b, options), *report_steps(a, b, steps, arguments.tolerance)):
         print(line)
-    for line in (*told_samples(a, b, steps, arguments.data), *told_facts(changed_facts(a, b))):
+    for line in (*report_samples(a, b, steps, arguments.data), *report_facts(changed_facts(a, b))):
         print(line)
     if not steps.steps:
         return UNREADABLE
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return DIFFERENT if differ else EQUAL
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     command_line = argparse.ArgumentParser(
         description=__doc__,
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     return command_line
 
 
-def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Iterator[str]:
+def report_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Iterator[str]:
     """Yield the report on options."""
     if a.options is None or b.options is None:
         yield "options: not compared, a config.yaml is missing"
@@ -80,7 +80,7 @@ def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Itera
         yield f"  of one start, not counted: {' '.join(rest)}"
 
 
-def told_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: float) -> Iterator[str]:
+def report_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: float) -> Iterator[str]:
     """Yield the report on log lines."""
     lengths = [max(run.lines, default=0) for run in (a, b)]
     precision = "to the bit" if tolerance == 0.0 else f"to {tolerance:g}"
@@ -97,7 +97,7 @@ def told_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: flo
         yield from (f"  {change}" for change in steps.changes)
 
 
-def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bool) -> Iterator[str]:
+def report_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bool) -> Iterator[str]:
     """Yield the report on samples: by digests of the log lines, or by the data where these differ or are missing."""
     other, equal = steps.digest_differs_at, steps.before(steps.digest_differs_at)
     if not steps.steps:
@@ -110,7 +110,7 @@ def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bo
     if not may_open:
         yield "samples: the data were not opened"
         return
-    from megatron.training.sample_streams import first_different_sample
+    from tools.lib.compare_runs import first_different_sample
 
     first = _samples(a, b, equal) if other is not None else 0
     try:
@@ -124,7 +124,7 @@ def _samples(a: RunFolder, b: RunFolder, step: int) -> int:
     return min(int(run.lines[step]["consumed-samples"]) for run in (a, b)) if step else 0
 
 
-def told_facts(changes: Sequence[Change]) -> Iterator[str]:
+def report_facts(changes: Sequence[Change]) -> Iterator[str]:
     """Yield the report on environment, source and data."""
     yield "environment, source and data: " + ("they differ" if changes else "equal")
     yield from (f"  {change}" for change in changes)

@@ -19,19 +19,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron.config.problems import did_you_mean
-from megatron.data.command_line import Parser
-from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, ScheduleError
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.picture import draw, size
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.config.errors import did_you_mean
+from megatron.data.errors import ToolParser
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineSchedule, ScheduleError
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.search import NAME as SEARCHED
-from megatron.pipeline.search import search
-from megatron.pipeline.simulate import Costs, Timeline, simulate
-from megatron.pipeline.terminal import chunks_of, drawn, legend, number
-from megatron.pipeline.trace import read_trace, write_trace
-from megatron.pipeline.validate import validate
-from megatron.training.plot import picture
+from megatron.pipeline.search import search_schedule
+from megatron.pipeline.simulate import StageCosts, Timeline, simulate
+from megatron.pipeline.validate import validate_program
+from megatron.planner.timeline import (
+    chunk_indices,
+    draw_figure,
+    draw_text,
+    figure_size,
+    format_number,
+    read_trace,
+    text_legend,
+    write_trace,
+)
+from megatron.training.loggers.plots import open_figure
 
 ALL, FILE = "all", ".csv"
 INTERLEAVED = "interleaved"
@@ -40,9 +47,9 @@ ABOUT = {name: recipe.about for name, recipe in SCHEDULES.items()} | {
     SEARCHED: "The best schedule found for given times and memory."
 }
 STATUS = "Exit status: 1 when a schedule is refused or a file cannot be read or written, 2 for wrong flags."
-SEVERAL = (INTERLEAVED, SEARCHED)
+MULTI_STAGE = (INTERLEAVED, SEARCHED)
 """Schedules with two stages per rank by default; the others have as few as possible."""
-TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "latency": 0.0, "transfer": 0.0}
+DEFAULT_TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "latency": 0.0, "transfer": 0.0}
 """Defaults of the flags for durations."""
 SIZES = ("pipeline", "microbatches", "virtual", "group", "memory")
 HEAD = ("schedule", "stages/rank", "makespan", "span", "bubble", "of span", "memory", "for I", "for W")
@@ -52,7 +59,7 @@ class Drawing(NamedTuple):
     """Timelines to draw."""
 
     panels: Mapping[str, Timeline]  # by title
-    schedule: Schedule | None  # of the timelines, if they share one
+    schedule: PipelineSchedule | None  # of the timelines, if they share one
     unit: str = ""  # of time, if known
 
 
@@ -60,13 +67,13 @@ def main(argv: Sequence[str]) -> int:
     """Draw, print the numbers and return the exit status."""
     parser = build_parser()
     arguments = parser.parse(argv)
-    problem = mistake(arguments)
+    problem = find_mistake(arguments)
     if problem is not None:
         parser.error(problem)
     try:
-        finish(asked_for(arguments), arguments)
+        write_outputs(make_drawing(arguments), arguments)
     except ScheduleError as error:
-        tell(error)
+        print_error(error)
         return 1
     except (ValueError, OSError) as error:
         print(f"draw_schedule: {error}", file=sys.stderr)
@@ -74,15 +81,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def tell(error: ScheduleError, about: str = "") -> None:
+def print_error(error: ScheduleError, about: str = "") -> None:
     """Print why a schedule is invalid, and fixes."""
     fixes = f"\n  fix: {' | '.join(error.fixes)}" if error.fixes else ""
     print(f"draw_schedule: {about}{error.sentence}{fixes}", file=sys.stderr)
 
 
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """Return the command-line parser, with the option names of a training run as aliases."""
-    parser = Parser(
+    parser = ToolParser(
         "draw_schedule.py",
         description="Draw pipeline schedules: simulated, compared, or above what a run measured.",
         epilog=" ".join([*(f"{name}: {about}" for name, about in ABOUT.items()), STATUS]),
@@ -94,24 +101,26 @@ def build_parser() -> Parser:
     what.add_argument("--measured", type=Path, metavar="FILE", help="the trace of a run with --profile-pipeline")
     shape = parser.add_argument_group("size; files contain their own")
     alias = "--num-virtual-stages-per-pipeline-rank"
-    stages = f"stages on each rank, where a schedule takes any number (default: {' and '.join(SEVERAL)} 2, gpipe 1)"
-    shape.add_argument("--pipeline", "--pipeline-model-parallel-size", type=count, metavar="P", help="ranks")
-    shape.add_argument("--microbatches", type=count, metavar="M", help="micro-batches of a step")
-    shape.add_argument("--virtual", alias, type=count, metavar="V", help=stages)
+    stages = f"stages on each rank, where a schedule takes any number (default: {' and '.join(MULTI_STAGE)} 2, gpipe 1)"
+    shape.add_argument("--pipeline", "--pipeline-model-parallel-size", type=parse_count, metavar="P", help="ranks")
+    shape.add_argument("--microbatches", type=parse_count, metavar="M", help="micro-batches of a step")
+    shape.add_argument("--virtual", alias, type=parse_count, metavar="V", help=stages)
     alias = "--microbatch-group-size-per-virtual-pipeline-stage"
     group = f"of {INTERLEAVED}: consecutive micro-batches of a stage (default: P)"
-    shape.add_argument("--group", alias, type=count, metavar="G", help=group)
+    shape.add_argument("--group", alias, type=parse_count, metavar="G", help=group)
     memory = f"of {SEARCHED}: limit of the micro-batches a rank holds, over all its stages (default: none)"
-    shape.add_argument("--memory", type=amount, metavar="LIMIT", help=memory)
+    shape.add_argument("--memory", type=parse_amount, metavar="LIMIT", help=memory)
     times = parser.add_argument_group("times in any unit; traces contain their own")
     long = "of a micro-batch on a rank, for all its stages"
-    times.add_argument("--f", type=amount, metavar="T", help=f"forward {long} (default: 1)")
-    times.add_argument("--i", type=amount, metavar="T", help=f"input gradients {long} (default: 1)")
-    times.add_argument("--w", type=amount, metavar="T", help=f"weight gradients {long} (default: 1)")
+    times.add_argument("--f", type=parse_amount, metavar="T", help=f"forward {long} (default: 1)")
+    times.add_argument("--i", type=parse_amount, metavar="T", help=f"input gradients {long} (default: 1)")
+    times.add_argument("--w", type=parse_amount, metavar="T", help=f"weight gradients {long} (default: 1)")
     times.add_argument(
-        "--latency", type=amount, metavar="T", help="of each transfer, independent of its size (default: 0)"
+        "--latency", type=parse_amount, metavar="T", help="of each transfer, independent of its size (default: 0)"
     )
-    times.add_argument("--transfer", type=amount, metavar="T", help="of each transfer, due to its size (default: 0)")
+    times.add_argument(
+        "--transfer", type=parse_amount, metavar="T", help="of each transfer, due to its size (default: 0)"
+    )
     written = parser.add_argument_group("output")
     written.add_argument("--out", type=Path, metavar="FILE", help="picture; .png, .pdf or .svg (default: text)")
     written.add_argument("--trace", type=Path, metavar="FILE", help="simulated times, for Chrome and Perfetto")
@@ -119,7 +128,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse an integer >= 1."""
     value = int(text)
     if value < 1:
@@ -127,7 +136,7 @@ def count(text: str) -> int:
     return value
 
 
-def amount(text: str) -> float:
+def parse_amount(text: str) -> float:
     """Parse a finite number >= 0."""
     value = float(text)
     if not 0 <= value < math.inf:
@@ -135,7 +144,7 @@ def amount(text: str) -> float:
     return value
 
 
-def mistake(arguments: argparse.Namespace) -> str | None:
+def find_mistake(arguments: argparse.Namespace) -> str | None:
     """Return why the flags are inconsistent, or None."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     sources = [f"--{name}" for name in ("schedule", "compare", "measured") if name in given]
@@ -169,31 +178,31 @@ def _unused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if all(name.endswith(FILE) for name in names):
         yield from ((name, "the file defines its size") for name in SIZES)
     if "measured" in given:
-        yield from ((name, "the simulation uses the measured times") for name in TIMES)
+        yield from ((name, "the simulation uses the measured times") for name in DEFAULT_TIMES)
     if "compare" in given:
         yield from ((name, "it applies to one schedule, given by --schedule") for name in ("trace", "csv"))
-        if not {*SEVERAL} & {*names}:
-            yield "virtual", f"none of {' and '.join(SEVERAL)} is compared"
+        if not {*MULTI_STAGE} & {*names}:
+            yield "virtual", f"none of {' and '.join(MULTI_STAGE)} is compared"
     if INTERLEAVED not in names:
         yield "group", f"it applies to {INTERLEAVED}"
     if SEARCHED not in names:
         yield "memory", f"it applies to {SEARCHED}"
 
 
-def asked_for(arguments: argparse.Namespace) -> Drawing:
+def make_drawing(arguments: argparse.Namespace) -> Drawing:
     """Return the timelines to draw.
 
     Raises:
         ScheduleError: if a schedule is invalid or a file cannot be read.
     """
     if arguments.measured:
-        return beside_measured(read_trace(arguments.measured))
+        return compare_with_measured(read_trace(arguments.measured))
     if arguments.compare:
-        return Drawing(compared(arguments), None)
-    return alone(arguments.schedule, arguments)
+        return Drawing(compare_schedules(arguments), None)
+    return draw_one(arguments.schedule, arguments)
 
 
-def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
+def compare_schedules(arguments: argparse.Namespace) -> dict[str, Timeline]:
     """Return the timeline of each schedule; invalid ones are reported and left out.
 
     Raises:
@@ -202,85 +211,87 @@ def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
     panels: dict[str, Timeline] = {}
     for name in _names(vars(arguments)):
         try:
-            panels.update(alone(name, arguments).panels)
+            panels.update(draw_one(name, arguments).panels)
         except ScheduleError as error:
-            tell(error, about=f"{name} is left out: ")
+            print_error(error, about=f"{name} is left out: ")
     if not panels:
         raise ScheduleError("none of these schedules can be drawn")
     return panels
 
 
-def alone(name: str, arguments: argparse.Namespace) -> Drawing:
+def draw_one(name: str, arguments: argparse.Namespace) -> Drawing:
     """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found.
 
     Raises:
         ScheduleError: if the schedule does not exist or is invalid.
     """
-    schedule = schedule_named(name, arguments)
+    schedule = make_named_schedule(name, arguments)
     title = f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
-    costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
-    return Drawing({title: simulated(schedule, costs)}, schedule)
+    costs = costs_from_flags(arguments, len(schedule.ranks), schedule.stages)
+    return Drawing({title: validate_and_simulate(schedule, costs)}, schedule)
 
 
-def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:
+def make_named_schedule(name: str, arguments: argparse.Namespace) -> PipelineSchedule:
     """Return a schedule from its file, or of the size given by the flags.
 
     Raises:
         ScheduleError: if there is none.
     """
     if name.endswith(FILE):
-        return Schedule.load(Path(name))
+        return PipelineSchedule.load(Path(name))
     ranks, microbatches = arguments.pipeline, arguments.microbatches
     chunks = stages_on_rank(name, arguments)
     if name == SEARCHED:
-        return search(ranks, chunks, microbatches, costs_of(arguments, ranks, ranks * chunks), arguments.memory)
-    return make(name, ranks, chunks, microbatches, arguments.group if name == INTERLEAVED else None)
+        return search_schedule(
+            ranks, chunks, microbatches, costs_from_flags(arguments, ranks, ranks * chunks), arguments.memory
+        )
+    return make_schedule(name, ranks, chunks, microbatches, arguments.group if name == INTERLEAVED else None)
 
 
 def stages_on_rank(name: str, arguments: argparse.Namespace) -> int:
     """Return the stages per rank. In a comparison, the flag applies only to schedules with several by default."""
-    if arguments.virtual and (name in SEVERAL or not arguments.compare):
+    if arguments.virtual and (name in MULTI_STAGE or not arguments.compare):
         return arguments.virtual
     known = SCHEDULES.get(name)
-    return 2 if name in SEVERAL else (known and known.chunks) or 1
+    return 2 if name in MULTI_STAGE else (known and known.chunks) or 1
 
 
-def simulated(schedule: Schedule, costs: Costs) -> Timeline:
+def validate_and_simulate(schedule: PipelineSchedule, costs: StageCosts) -> Timeline:
     """Validate and simulate a schedule.
 
     Raises:
         ScheduleError: if it deadlocks.
     """
     program = add_communication(schedule)
-    validate(program)
+    validate_program(program)
     return simulate(program, costs)
 
 
-def costs_of(arguments: argparse.Namespace, ranks: int, stages: int) -> Costs:
+def costs_from_flags(arguments: argparse.Namespace, ranks: int, stages: int) -> StageCosts:
     """Return the costs given by the flags, divided equally among the stages of a rank."""
     share = ranks / stages
-    given = {name: getattr(arguments, name) for name in TIMES}
-    times = {name: TIMES[name] if value is None else value for name, value in given.items()}
+    given = {name: getattr(arguments, name) for name in DEFAULT_TIMES}
+    times = {name: DEFAULT_TIMES[name] if value is None else value for name, value in given.items()}
     forward, input, weight = ((share * times[name],) * stages for name in "fiw")
-    return Costs(forward, input, weight, times["latency"], times["transfer"], (share,) * stages, (share,) * stages)
+    return StageCosts(forward, input, weight, times["latency"], times["transfer"], (share,) * stages, (share,) * stages)
 
 
-def beside_measured(measured: Timeline) -> Drawing:
+def compare_with_measured(measured: Timeline) -> Drawing:
     """Return a measured timeline and a simulation of the same actions with their median durations.
 
     Raises:
         ScheduleError: if the trace is not of a whole step.
     """
-    schedule = Schedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
+    schedule = PipelineSchedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
     share = (len(schedule.ranks) / schedule.stages,) * schedule.stages
     if not measured.activation:
         measured = replace(measured, activation=share, weight_memory=share)
-    timeline = simulated(schedule, median_costs(measured, schedule.stages))
+    timeline = validate_and_simulate(schedule, median_costs(measured, schedule.stages))
     panels = {f"{measured.name}, simulated": timeline, f"{measured.name}, measured": measured}
     return Drawing(panels, schedule, "seconds")
 
 
-def median_costs(measured: Timeline, stages: int) -> Costs:
+def median_costs(measured: Timeline, stages: int) -> StageCosts:
     """Return the median duration of each stage's actions, and of transfers if measured, in seconds.
 
     If a stage has no separate input gradients, the duration of its backward passes is used.
@@ -295,10 +306,10 @@ def median_costs(measured: Timeline, stages: int) -> Costs:
     whole = (typical.get((stage, BACKWARD), 0.0) for stage in range(stages))
     input = tuple(typical.get((stage, INPUT), both) for stage, both in enumerate(whole))
     transfer = median([moved.end - moved.start for moved in measured.transfers] or [0.0])
-    return Costs(forward, input, weight, 0.0, transfer, measured.activation, measured.weight_memory)
+    return StageCosts(forward, input, weight, 0.0, transfer, measured.activation, measured.weight_memory)
 
 
-def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
+def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
     """Print the numbers and write the output files; without ``--out``, draw on the terminal.
 
     Raises:
@@ -312,20 +323,20 @@ def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
     if arguments.trace:
         write_trace(timelines[0], arguments.trace)
     if arguments.out:
-        with picture(arguments.out, *size(drawing.panels), grid=False) as figure:
-            draw(figure, drawing.panels, drawing.unit, arguments.memory)
+        with open_figure(arguments.out, *figure_size(drawing.panels), grid=False) as figure:
+            draw_figure(figure, drawing.panels, drawing.unit, arguments.memory)
     elif not arguments.compare:
         width, color = shutil.get_terminal_size((120, 24)).columns, sys.stdout.isatty()
         clock = max(timeline.makespan for timeline in timelines)
-        drawings = [f"{name}\n{drawn(timeline, width, color, clock)}" for name, timeline in drawing.panels.items()]
-        print("", *drawings, legend(timelines), sep="\n")
+        drawings = [f"{name}\n{draw_text(timeline, width, color, clock)}" for name, timeline in drawing.panels.items()]
+        print("", *drawings, text_legend(timelines), sep="\n")
     for path in filter(None, (arguments.csv, arguments.trace, arguments.out)):
         print(path)
 
 
 def table(panels: Mapping[str, Timeline]) -> str:
     """Return a row of numbers for each timeline."""
-    rows = [HEAD, *((name, *numbers(timeline)) for name, timeline in panels.items())]
+    rows = [HEAD, *((name, *row_cells(timeline)) for name, timeline in panels.items())]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
@@ -334,16 +345,16 @@ def table(panels: Mapping[str, Timeline]) -> str:
     return "\n".join(lines)
 
 
-def numbers(timeline: Timeline) -> tuple[str, ...]:
+def row_cells(timeline: Timeline) -> tuple[str, ...]:
     """Return the cells of a row. Peaks are those of the rank with the highest."""
     peaks = (timeline.peak_memory, timeline.peak_activations, timeline.peak_weights)
     return (
-        str(max(chunks_of(timeline).values(), default=0) + 1),
-        number(timeline.makespan),
-        number(timeline.span),
+        str(max(chunk_indices(timeline).values(), default=0) + 1),
+        format_number(timeline.makespan),
+        format_number(timeline.span),
         f"{timeline.bubble:.1%}",
         f"{timeline.span_bubble:.1%}",
-        *(number(max(peak, default=0)) for peak in peaks),
+        *(format_number(max(peak, default=0)) for peak in peaks),
     )
 
 

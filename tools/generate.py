@@ -12,15 +12,15 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.config.launch import Launch, leave
-from megatron.config.problems import UserError
+from megatron.checkpoint.durable_files import CheckpointError
+from megatron.config.errors import UserError
+from megatron.config.launch import Launch, exit_process
 from megatron.config.settings import SETTINGS
-from megatron.inference.errors import InferenceError
+from megatron.inference.text import InferenceError
 
 if TYPE_CHECKING:
-    from megatron.inference.load import Pretrained
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.generate import SamplingParams
+    from megatron.inference.load import PretrainedModel
     from megatron.model.gpt import GPTChunk
 
 NEW_TOKENS = 128
@@ -102,7 +102,7 @@ def _standard_input(launch: Launch) -> str:
         raise InferenceError(f"standard input is not text in UTF-8: {error}") from error
 
 
-class Speed:
+class SpeedCounter:
     """Count tokens and measure time from construction on."""
 
     def __init__(self) -> None:
@@ -120,31 +120,31 @@ class Speed:
         return f"{self._tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; the first after {self._first:.2f} s"
 
 
-def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
+def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
     """Load the model and print continuations of the texts on rank 0.
 
     Raises:
         InferenceError, UserError: if flags, prompts and model do not fit together.
         CheckpointError, OSError: if the model cannot be loaded.
     """
-    from megatron.inference.generate import check, generate
-    from megatron.inference.load import check_layout, open_pretrained
-    from megatron.inference.printer import Printer
-    from megatron.parallel.mesh import leave_distributed
+    from megatron.distributed.mesh import destroy_distributed
+    from megatron.inference.generate import check_prompts, generate
+    from megatron.inference.load import check_tensor_parallel_size, open_pretrained
+    from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
     model = open_pretrained(args.load, args.ckpt_step, args.ema)
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
-    fits = room(model.model.max_position_embeddings, prompts)
+    fits = default_new_tokens(model.model.max_position_embeddings, prompts)
     new_tokens = fits if args.max_new_tokens is None else args.max_new_tokens
-    check(model.model, prompts, new_tokens)
-    check_layout(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
-    chunk = build(args, model, launch)
+    check_prompts(model.model, prompts, new_tokens)
+    check_tensor_parallel_size(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
+    chunk = build_model(args, model, launch)
     out = sys.stdout if launch.rank == 0 else StringIO()
-    printer = Printer(out, model.codec, texts, prompts, model.stop_ids, not args.no_stream)
-    speed = Speed()
+    printer = ContinuationPrinter(out, model.codec, texts, prompts, model.stop_ids, not args.no_stream)
+    speed = SpeedCounter()
 
     def on_token(prompt: int, token: int, last: bool) -> None:
         speed.token()
@@ -153,33 +153,33 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
     generate(chunk, prompts, new_tokens, sampling, model.stop_ids, on_token, args.batch_size)
     if launch.rank == 0:
         print(f"generate: {speed}", file=sys.stderr)
-    leave_distributed()
+    destroy_distributed()
 
 
-def make_sampling(args: argparse.Namespace) -> Sampling:
+def make_sampling(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling settings.
 
     Raises:
         InferenceError: if a value is out of range or has no effect.
     """
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.generate import SamplingParams
 
     if args.batch_size < 1:
         raise InferenceError(f"--batch-size {args.batch_size}: must be at least 1", "--batch-size 8")
-    sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = SamplingParams(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     if sampling.greedy and (args.top_k is not None or args.top_p is not None):
         seen = "--top-k and --top-p have no effect if the most probable token is always chosen"
         raise InferenceError(seen, "drop --top-k and --top-p", "drop --greedy")
     return sampling
 
 
-def room(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
+def default_new_tokens(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
     """Return the default number of tokens to generate, at least 1."""
     longest = max(map(len, prompts))
     return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - longest))
 
 
-def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChunk:
+def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch) -> GPTChunk:
     """Build the model on this rank. Collective.
 
     Raises:
@@ -187,13 +187,13 @@ def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChu
         DamagedError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
-    from megatron.parallel.build import DTYPES
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh, start_distributed
-    from megatron.training.setup import choose_device
+    from megatron.distributed.layout import Layout
+    from megatron.distributed.mesh import Mesh, init_distributed
+    from megatron.layers.build import DTYPES
+    from megatron.training.build import choose_device
 
     device = choose_device(args.device)
-    start_distributed(None, TIMEOUT, device)
+    init_distributed(None, TIMEOUT, device)
     tp = launch.world_size
     layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
     mesh = Mesh(layout, launch.rank, TIMEOUT, max(1, tp // model.model.kv_groups))
@@ -211,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch.read(os.environ)
     where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
     try:
-        write(args, read_prompts(args, launch), launch)
+        generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:
             print(f"generate: {error}", file=sys.stderr)
@@ -228,4 +228,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config.megatron_flags import HARMLESS_VALUES, IGNORED, OTHER_DEFAULTS, REFUSED
-from megatron.config.parser import metavar, shown_default
-from megatron.config.presets import PRESETS
+from megatron.arguments.cli import default_text, metavar
+from megatron.arguments.megatron_flags import DIFFERENT_DEFAULTS, IGNORED_FLAGS, IGNORED_VALUES, REFUSED_FLAGS
+from megatron.arguments.presets import PRESETS
+from megatron.arguments.sources import build_config
 from megatron.config.settings import GROUPS, SETTINGS, Setting
-from megatron.config.sources import build
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -42,7 +42,7 @@ def _presets() -> Iterator[str]:
     yield "| preset | layers | hidden | heads | key/value heads | MLP | vocabulary | sequence | parameters |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name, values in PRESETS.items():
-        config = build(dict(values))
+        config = build_config(dict(values))
         m = config.model
         count = f"{m.num_parameters():,}" if m.vocab_size else "by the tokenizer"
         cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
@@ -72,7 +72,7 @@ def _spelling(setting: Setting) -> str:
 def _default(setting: Setting) -> str:
     if setting.default is None or setting.default == ():
         return ""
-    return "on" if setting.default is True else f"`{shown_default(setting)}`" if setting.default is not False else "off"
+    return "on" if setting.default is True else f"`{default_text(setting)}`" if setting.default is not False else "off"
 
 
 def _meaning(setting: Setting) -> str:
@@ -91,18 +91,18 @@ def _megatron() -> Iterator[str]:
     yield "Flags that exist in both have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
-    for flag, (default, why) in OTHER_DEFAULTS.items():
+    for flag, (default, why) in DIFFERENT_DEFAULTS.items():
         yield _row(f"`{flag}`", default, why)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
     yield "|---|---|"
-    for flag, why in IGNORED.items():
-        values = HARMLESS_VALUES.get(flag)
+    for flag, why in IGNORED_FLAGS.items():
+        values = IGNORED_VALUES.get(flag)
         yield _row(f"`{flag}`" + (f" (`{'`, `'.join(values)}`)" if values else ""), why)
     yield "\nThese are refused:\n"
     yield "| flag | reason | instead |"
     yield "|---|---|---|"
-    for flag, (why, fixes) in REFUSED.items():
+    for flag, (why, fixes) in REFUSED_FLAGS.items():
         yield _row(f"`{flag}`", why, " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in fixes))
     yield "\nAll other flags of Megatron-LM are refused by name.\n"
 

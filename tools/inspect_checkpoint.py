@@ -15,36 +15,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.errors import CheckpointError, NewerVersionError, within
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MARKER, Manifest
+from megatron.checkpoint.durable_files import CheckpointError, NewerVersionError, strip_folder
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MARKER, Manifest
+from megatron.checkpoint.object_store import Location, RemotePath, parse_location
 from megatron.checkpoint.publish import is_complete
-from megatron.checkpoint.remote import Location, RemotePath, location
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.reader import CheckpointReader
+    from megatron.checkpoint.load import CheckpointReader
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
-OF_A_RUN = ("run_id", "goodput")
+PER_RUN_STATE = ("run_id", "goodput")
 """State that differs between any two runs."""
 
 
-def listing(args: argparse.Namespace) -> int:
+def list_checkpoints(args: argparse.Namespace) -> int:
     """Print the checkpoints of a folder, newest first, and why incomplete ones are incomplete."""
-    checkpoints = existing(args.folder)
+    checkpoints = open_folder(args.folder)
     if checkpoints.is_checkpoint:
         raise CheckpointError(f"{args.folder} is a checkpoint itself", f"show {args.folder}")
     found = checkpoints.candidates()
     if not found:
         print(f"no checkpoint in {args.folder}")
     for item in found:
-        size = amount(item.manifest.total_bytes) if item.manifest else "-"
-        age = ago(time.time() - written(item.path))
+        size = format_bytes(item.manifest.total_bytes) if item.manifest else "-"
+        age = format_age(time.time() - completion_time(item.path))
         print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
     return EQUAL
 
 
-def written(path: Location) -> float:
+def completion_time(path: Location) -> float:
     """Return when a checkpoint was completed or last changed, in seconds since 1970."""
     if not isinstance(path, RemotePath):
         return path.stat().st_mtime
@@ -53,7 +53,7 @@ def written(path: Location) -> float:
 
 def verify(args: argparse.Namespace) -> int:
     """Verify the checksums of a checkpoint, or of every checkpoint in a folder."""
-    checkpoints = existing(args.path)
+    checkpoints = open_folder(args.path)
     left = [path for path in checkpoints.leftovers if not is_complete(path)]
     for path in left:
         print(f"{path}: left over from a save or a removal that was cut off")
@@ -62,51 +62,51 @@ def verify(args: argparse.Namespace) -> int:
         paths = [args.path]
     if not paths:
         raise CheckpointError(f"{args.path} does not hold a checkpoint")
-    return max([verified(path) for path in paths])
+    return max([verify_one(path) for path in paths])
 
 
-def verified(path: Location) -> int:
+def verify_one(path: Location) -> int:
     """Verify one checkpoint and print the result."""
-    from megatron.checkpoint.verify import damage
+    from megatron.checkpoint.verify import list_damage
 
     try:
         manifest = Manifest.open(path)
-        problems = [within(path, problem) for problem in damage(manifest)]
+        problems = [strip_folder(path, problem) for problem in list_damage(manifest)]
     except NewerVersionError as error:
         print(error)
         return UNREADABLE
     except CheckpointError as error:
-        problems = [within(path, error)]
+        problems = [strip_folder(path, error)]
     if problems:
         print("\n  ".join([f"{path}: damaged", *problems]))
         return DIFFERENT
-    print(f"{path}: {amount(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
+    print(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
     return EQUAL
 
 
 def show(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint, or statistics of the tensors that match a pattern."""
-    manifest = newest(args.path)
+    manifest = open_newest(args.path)
     if args.pattern is not None:
         return show_values(manifest, args.pattern)
-    print(f"{manifest.path}: version {manifest.version}, {amount(manifest.total_bytes)}")
+    print(f"{manifest.path}: version {manifest.version}, {format_bytes(manifest.total_bytes)}")
     for name, record in manifest.tensors.items():
         view = "" if record.view == record.shape else f" viewed as {list(record.view)}"
         chunks = f"{len(record.chunks)} chunk{'s' * (len(record.chunks) != 1)}"
         print(f"  {name}  {record.dtype} {list(record.shape)}{view}, {chunks}")
     for title, data in (("state", manifest.state), ("config", manifest.config)):
         print(title)
-        for key, value in flat(data):
+        for key, value in flatten(data):
             print(f"  {key} = {json.dumps(value)}")
     for name, file in manifest.files.items():
-        print(f"{name}  {amount(file.bytes)}")
+        print(f"{name}  {format_bytes(file.bytes)}")
     return EQUAL
 
 
 def show_values(manifest: Manifest, pattern: str) -> int:
     """Print minimum, maximum and root mean square of matching tensors."""
-    from megatron.checkpoint.compare import summarize
-    from megatron.checkpoint.reader import CheckpointReader
+    from megatron.checkpoint.load import CheckpointReader
+    from megatron.checkpoint.verify import summarize_tensor
 
     reader = CheckpointReader(manifest)
     names = [name for name in reader.names if fnmatch(name, pattern)]
@@ -116,7 +116,7 @@ def show_values(manifest: Manifest, pattern: str) -> int:
             fix = f"names match as a whole: '*{pattern}*'"
         raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", fix)
     for name in names:
-        record, s = manifest.tensors[name], summarize(reader, name)
+        record, s = manifest.tensors[name], summarize_tensor(reader, name)
         print(f"{name}  {record.dtype} {list(record.shape)}  min {s.minimum:.6g}  max {s.maximum:.6g}  rms {s.rms:.6g}")
     return EQUAL
 
@@ -126,22 +126,22 @@ def diff(args: argparse.Namespace) -> int:
 
     Options of a single start, such as the save folder, and state that always differs are printed but not counted.
     """
-    from megatron.checkpoint.reader import CheckpointReader
-    from megatron.config.compare import ROLES, Role
+    from megatron.arguments.compatibility import ROLE_OF_FIELD, Role
+    from megatron.checkpoint.load import CheckpointReader
 
-    a, b = newest(args.a), newest(args.b)
+    a, b = open_newest(args.a), open_newest(args.b)
     differ = False
-    for key, text in differing(a.config, b.config):
-        of_a_start = ROLES.get(key.rpartition(".")[2]) is Role.START
+    for key, text in different_values(a.config, b.config):
+        of_a_start = ROLE_OF_FIELD.get(key.rpartition(".")[2]) is Role.START
         print(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
         differ |= not of_a_start
-    for key, text in differing(a.state, b.state):
-        of_a_run = key.partition(".")[0] in OF_A_RUN
+    for key, text in different_values(a.state, b.state):
+        of_a_run = key.partition(".")[0] in PER_RUN_STATE
         print(f"state {key}: {text}" + (" (of one run; not counted)" if of_a_run else ""))
         differ |= not of_a_run
     identical, readers = 0, (CheckpointReader(a), CheckpointReader(b))
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
-        line = differing_tensor(*readers, name)
+        line = describe_tensor_difference(*readers, name)
         if line is None:
             identical += 1
         else:
@@ -151,18 +151,18 @@ def diff(args: argparse.Namespace) -> int:
     return DIFFERENT if differ else EQUAL
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def different_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and both values of differing entries of two nested mappings."""
-    left, right = dict(flat(a)), dict(flat(b))
+    left, right = dict(flatten(a)), dict(flatten(b))
     for key in sorted(left.keys() | right.keys()):
         values = [json.dumps(side[key]) if key in side else "(none)" for side in (left, right)]
         if values[0] != values[1]:
             yield key, " | ".join(values)
 
 
-def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str | None:
+def describe_tensor_difference(a: CheckpointReader, b: CheckpointReader, name: str) -> str | None:
     """Describe how a tensor differs; None if it is identical to the bit."""
-    from megatron.checkpoint.compare import difference
+    from megatron.checkpoint.verify import compare_tensors
 
     for here, there in ((a, b), (b, a)):
         if name not in there.manifest.tensors:
@@ -170,26 +170,26 @@ def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str
     records = [side.manifest.tensors[name] for side in (a, b)]
     if len({(record.shape, record.view) for record in records}) == 2:
         return f"tensor {name}: {' | '.join(f'{list(r.shape)} viewed as {list(r.view)}' for r in records)}"
-    found = difference(a, b, name)
+    found = compare_tensors(a, b, name)
     if found.identical:
         return None
     types = "" if records[0].dtype == records[1].dtype else f"{records[0].dtype} | {records[1].dtype}, "
     return f"tensor {name}: {types}max abs {found.largest:.3g}, relative {found.relative:.3g}"
 
 
-def newest(path: Location) -> Manifest:
+def open_newest(path: Location) -> Manifest:
     """Return a checkpoint, or the newest complete one of a folder, and report newer ones that were skipped.
 
     Raises:
         CheckpointError: if there is none.
     """
-    manifest, passed_over = existing(path).newest()
+    manifest, passed_over = open_folder(path).newest()
     for found in passed_over:
         print(f"passed over {found.path}: {found.problem}", file=sys.stderr)
     return manifest
 
 
-def existing(path: Location) -> Checkpoints:
+def open_folder(path: Location) -> CheckpointFolder:
     """Return a folder of checkpoints.
 
     Raises:
@@ -197,19 +197,19 @@ def existing(path: Location) -> Checkpoints:
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    return Checkpoints(path)
+    return CheckpointFolder(path)
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings with dotted names."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
@@ -217,7 +217,7 @@ def amount(size: int) -> str:
     return f"{size} B"
 
 
-def ago(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format an age."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= factor:
@@ -225,34 +225,34 @@ def ago(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s ago"
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "ls", help="list a folder of checkpoints; complete means that all files have their full length"
     )
-    command.add_argument("folder", type=location, metavar="SAVE")
-    command.set_defaults(run=listing)
+    command.add_argument("folder", type=parse_location, metavar="SAVE")
+    command.set_defaults(run=list_checkpoints)
     command = commands.add_parser(
         "verify", help="check every byte against the checksums; exit status 1 if damaged, 2 if there is nothing to read"
     )
-    command.add_argument("path", type=location, metavar="PATH")
+    command.add_argument("path", type=parse_location, metavar="PATH")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="tensors, state and options, or values of tensors")
-    command.add_argument("path", type=location, metavar="PATH")
+    command.add_argument("path", type=parse_location, metavar="PATH")
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help="whole names, such as 'layers.0.*' or '*bias'")
     command.set_defaults(run=show)
     command = commands.add_parser("diff", help="compare two; exit status 1 if they differ, 2 if one is unreadable")
-    command.add_argument("a", type=location, metavar="A")
-    command.add_argument("b", type=location, metavar="B")
+    command.add_argument("a", type=parse_location, metavar="A")
+    command.add_argument("b", type=parse_location, metavar="B")
     command.set_defaults(run=diff)
     return top
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a command and return the exit status."""
-    arguments = parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except (CheckpointError, OSError) as error:

@@ -12,31 +12,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.command_line import Parser, refused
-from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset
-from megatron.data.files.inspect import Findings, Sample, Summary, samples, summarize, verify
-from megatron.data.files.meter import Meter
+from megatron.data.errors import DataError, ToolParser, disk_error
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import ByteProgress
+from megatron.data.inspect import DatasetSummary, DocumentSample, IdCheck, check_ids, sample_documents, summarize
+from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
-    Tokenizer,
-    TokenizerChoice,
+    TokenizerOptions,
     TokenizerRecord,
     add_tokenizer_flags,
     build_tokenizer,
-    read_record,
-    recorded_tokenizer,
-    wrote,
+    load_recorded_tokenizer,
+    read_tokenizer_record,
+    was_written_with,
 )
 
-PICTURES = (".png", ".pdf", ".svg")
-SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
-RECORDED = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
-SHOWN_IDS = 12
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
+RECORD_FIELDS = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
+MAX_IDS_SHOWN = 12
 
 
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """Return the command-line parser."""
-    parser = Parser(
+    parser = ToolParser(
         "inspect_dataset.py",
         description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
         epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
@@ -58,8 +57,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise DataError("--samples and --top must be at least 0", "--samples 3")
     if args.top and not args.verify:
         raise DataError("--top needs --verify, which reads the ids", f"--verify --top {args.top}")
-    if args.histogram is not None and args.histogram.suffix not in PICTURES:
-        seen = f"--histogram {args.histogram}: the suffix must be one of {', '.join(PICTURES)}"
+    if args.histogram is not None and args.histogram.suffix not in PICTURE_SUFFIXES:
+        seen = f"--histogram {args.histogram}: the suffix must be one of {', '.join(PICTURE_SUFFIXES)}"
         raise DataError(seen, f"--histogram {args.histogram.with_suffix('.png')}")
     given = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(args, name) is not None]
     if given and args.tokenizer_type is None:
@@ -69,7 +68,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Meaning:
+class IdMeaning:
     """What is known about the ids of a pair; None if unknown."""
 
     record: TokenizerRecord | None
@@ -78,20 +77,20 @@ class Meaning:
     eod: int | None
 
     @classmethod
-    def of(cls, prefix: str, args: argparse.Namespace) -> Meaning:
+    def of(cls, prefix: str, args: argparse.Namespace) -> IdMeaning:
         """Return what the flags say, else the record. The tokenizer is only read if needed.
 
         Raises:
             DataError: if the record or the tokenizer is damaged, or the flags name another tokenizer than the record.
         """
-        record, tokenizer = read_record(prefix), None
+        record, tokenizer = read_tokenizer_record(prefix), None
         if args.tokenizer_type is not None:
-            tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
-            if record is not None and not wrote(prefix, tokenizer):
+            tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+            if record is not None and not was_written_with(prefix, tokenizer):
                 seen = f"{prefix} was written with another {record.tokenizer_type} than the one given by the flags"
                 raise DataError(seen, "leave out the tokenizer flags: its files lie beside the pair")
         elif args.samples or args.verify:
-            tokenizer = recorded_tokenizer(prefix)
+            tokenizer = load_recorded_tokenizer(prefix)
         source = tokenizer or record
         vocab_size, eod = (source.vocab_size, source.eod) if source else (None, None)
         return cls(
@@ -103,28 +102,28 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class DatasetInspection:
     """Findings on one pair."""
 
     data: IndexedDataset
-    meaning: Meaning
-    summary: Summary
-    findings: Findings | None
-    samples: list[Sample]
+    meaning: IdMeaning
+    summary: DatasetSummary
+    findings: IdCheck | None
+    samples: list[DocumentSample]
 
     @classmethod
-    def of(cls, prefix: str, args: argparse.Namespace) -> Inspection:
+    def of(cls, prefix: str, args: argparse.Namespace) -> DatasetInspection:
         """Inspect a pair.
 
         Raises:
             DataError: if one of its files is damaged, and as `IdMeaning.of`.
         """
         data = IndexedDataset(prefix, floats=True)
-        meaning, findings = Meaning.of(prefix, args), None
+        meaning, findings = IdMeaning.of(prefix, args), None
         if args.verify and data.dtype.kind != "f":
-            with closing(Meter(sys.stderr, data.tokens.nbytes)) as meter:
-                findings = verify(data, meaning.vocab_size, meaning.eod, meter.add)
-        return cls(data, meaning, summarize(data), findings, samples(data, args.samples, meaning.tokenizer))
+            with closing(ByteProgress(sys.stderr, data.tokens.nbytes)) as meter:
+                findings = check_ids(data, meaning.vocab_size, meaning.eod, meter.add)
+        return cls(data, meaning, summarize(data), findings, sample_documents(data, args.samples, meaning.tokenizer))
 
     def problem(self, args: argparse.Namespace) -> str | None:
         """Return a sentence on what is wrong, or None."""
@@ -139,15 +138,15 @@ class Inspection:
         return None
 
 
-def facts(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
+def json_facts(found: DatasetInspection, args: argparse.Namespace) -> dict[str, Any]:
     """Return the output of ``--json``."""
     record, findings = found.meaning.record, found.findings
     result = {
         "prefix": found.data.prefix,
         **{name: value for name, value in vars(found.summary).items() if name != "lengths"},
         "fingerprint": found.data.fingerprint,
-        "tokenizer": record and {name: getattr(record, name) for name in RECORDED},
-        "document_tokens": statistics(found.summary),
+        "tokenizer": record and {name: getattr(record, name) for name in RECORD_FIELDS},
+        "document_tokens": length_statistics(found.summary),
     }
     if findings is not None:
         nonempty = found.summary.lengths.total
@@ -163,14 +162,14 @@ def facts(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
     return result | {"samples": [asdict(sample) for sample in found.samples], "problem": found.problem(args)}
 
 
-def statistics(summary: Summary) -> dict[str, float]:
+def length_statistics(summary: DatasetSummary) -> dict[str, float]:
     """Return statistics of the lengths of nonempty documents, in tokens."""
     lengths = summary.lengths
-    shares = {name: lengths.quantile(share) for name, share in SHARES.items()}
+    shares = {name: lengths.quantile(share) for name, share in QUANTILES.items()}
     return {"min": lengths.quantile(0), **shares, "max": lengths.quantile(1), "mean": round(lengths.mean, 1)}
 
 
-def tell(found: Inspection, args: argparse.Namespace) -> None:
+def print_inspection(found: DatasetInspection, args: argparse.Namespace) -> None:
     """Print the findings as text."""
     s, record = found.summary, found.meaning.record
     print(found.data.prefix)
@@ -178,19 +177,19 @@ def tell(found: Inspection, args: argparse.Namespace) -> None:
     print(f"  sequences  {s.sequences:,} ({s.empty_sequences:,} empty)")
     print(f"  tokens     {s.tokens:,} of type {s.dtype}")
     print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
-    lengths = ", ".join(f"{name} {value:,}" for name, value in statistics(s).items())
+    lengths = ", ".join(f"{name} {value:,}" for name, value in length_statistics(s).items())
     print(f"  tokens of a document that is not empty: {lengths}")
     tokenizer = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
     parsed = record is not None and record.parses_special_tokens
     how = "; special tokens spelled out in texts became their ids" if parsed else ""
     print(f"  tokenizer  {tokenizer or 'no record'}{how}")
     if found.findings is not None:
-        tell_findings(found, found.findings, args.top)
+        print_findings(found, found.findings, args.top)
     for sample in found.samples:
-        tell_sample(sample, found)
+        print_sample(sample, found)
 
 
-def tell_findings(found: Inspection, findings: Findings, top: int) -> None:
+def print_findings(found: DatasetInspection, findings: IdCheck, top: int) -> None:
     """Print the findings of ``--verify``, except the problem."""
     size, eod, documents = found.meaning.vocab_size, found.meaning.eod, found.summary.lengths.total
     different = f"{len(findings.ids.values):,} different ids"
@@ -208,13 +207,13 @@ def tell_findings(found: Inspection, findings: Findings, top: int) -> None:
         print(f"    {value:>8}  {count:>14,} times{text}")
 
 
-def tell_sample(sample: Sample, found: Inspection) -> None:
+def print_sample(sample: DocumentSample, found: DatasetInspection) -> None:
     """Print a document, or its beginning."""
     part = "" if sample.tokens == len(sample.ids) else f", of which the first {len(sample.ids)}"
     print(f"  document {sample.document} of {found.summary.documents:,}: {sample.tokens:,} tokens{part}")
     if sample.ids:
-        more = " ..." if sample.tokens > SHOWN_IDS else ""
-        print(f"    ids  {' '.join(map(str, sample.ids[:SHOWN_IDS]))}{more}")
+        more = " ..." if sample.tokens > MAX_IDS_SHOWN else ""
+        print(f"    ids  {' '.join(map(str, sample.ids[:MAX_IDS_SHOWN]))}{more}")
     if sample.text is not None:
         print(f"    text {json.dumps(sample.text, ensure_ascii=False)}")
     elif found.meaning.tokenizer is not None:
@@ -235,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:
-            found = Inspection.of(prefix, args)
+            found = DatasetInspection.of(prefix, args)
         except (DataError, OSError) as error:
             status = _fail(error, 1)
             if args.json:
@@ -243,20 +242,20 @@ def main(argv: Sequence[str]) -> int:
             continue
         inspections.append(found)
         if args.json:
-            print(json.dumps(facts(found, args)), flush=True)
+            print(json.dumps(json_facts(found, args)), flush=True)
         else:
-            tell(found, args)
+            print_inspection(found, args)
         if problem := found.problem(args):
             status = _fail(problem, 1)
     if args.histogram is not None and inspections:
         try:
-            from megatron.training.length_plot import draw_lengths
+            from tools.lib.plots import draw_lengths
 
             draw_lengths([(Path(found.data.prefix).name, found.summary) for found in inspections], args.histogram)
         except ValueError as error:
             return _fail(error, 1)
         except OSError as error:
-            return _fail(refused(error, args.histogram, "--histogram"), 1)
+            return _fail(disk_error(error, args.histogram, "--histogram"), 1)
         print(f"lengths of documents: {args.histogram}", file=sys.stderr if args.json else sys.stdout)
     return status
 

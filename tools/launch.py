@@ -20,19 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from megatron.config.arguments import parse
-from megatron.config.memory import shown, state_bytes
-from megatron.config.presets import PRESETS
-from megatron.config.problems import Problem, UserError
+from megatron.arguments.cli import parse
+from megatron.arguments.presets import PRESETS
+from megatron.arguments.summary import summary
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
-from megatron.config.summary import summary
+from megatron.planner.memory import format_binary, max_state_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT_FLAGS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--config", "--set")
-SHARE_OF_STATE = 0.5
+MAX_STATE_FRACTION = 0.5
 """Fraction of a GPU's memory for the state of a chosen layout; the rest is for activations and temporary buffers."""
 
-MEANING = {
+FIELD_HELP = {
     "partition": "Slurm partition, empty for the default",
     "account": "Slurm account, empty if there are none",
     "time": "time limit of a job, in Slurm's format",
@@ -43,12 +43,12 @@ MEANING = {
 }
 """Help text of every field of :class:`ClusterSettings`."""
 
-CHOICES = {"network": ("infiniband", "ethernet")}
+FIELD_CHOICES = {"network": ("infiniband", "ethernet")}
 """Allowed values of a field, if restricted."""
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSettings:
     """Settings of a cluster, explained in ``FIELD_HELP``; empty strings if not needed."""
 
     partition: str = ""
@@ -62,22 +62,22 @@ class Cluster:
 
 def main(argv: Sequence[str]) -> int:
     """Print the script, and a summary of the run to stderr; return the exit status."""
-    options, flags = read(argv)
+    options, flags = parse_options(argv)
     try:
-        cluster = cluster_of(options)
+        cluster = load_or_ask_cluster(options)
         ranks = options.nodes * cluster.gpus_per_node
-        run = [*flags_of(options, flags), *layout_of(options, flags, cluster)]
-        config = checked(options, run, ranks)
-        script = {"slurm": for_slurm, "ssh": for_ssh, "local": for_local}[options.where](options, cluster, run)
+        run = [*run_flags(options, flags), *choose_layout(options, flags, cluster)]
+        config = checked_config(options, run, ranks)
+        script = {"slurm": slurm_script, "ssh": ssh_script, "local": local_script}[options.where](options, cluster, run)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(summary(config, ranks), file=sys.stderr)
-    print(header(options, config, ranks), script, sep="\n")
+    print(script_header(options, config, ranks), script, sep="\n")
     return 0
 
 
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse our options and return them with the flags of the run."""
     parser = argparse.ArgumentParser(
         "launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -86,11 +86,13 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--preset", choices=[*PRESETS], required=True, help="the model")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (1)")
     parser.add_argument("--hosts", default="", help="for ssh: host names, NAME,NAME; the first is the head node")
-    parser.add_argument("--cluster", type=Path, default=default_file(), help="file of cluster settings (%(default)s)")
-    for field in fields(Cluster):
-        kind, choices = type(field.default), CHOICES.get(field.name)
+    parser.add_argument(
+        "--cluster", type=Path, default=default_cluster_file(), help="file of cluster settings (%(default)s)"
+    )
+    for field in fields(ClusterSettings):
+        kind, choices = type(field.default), FIELD_CHOICES.get(field.name)
         shown_default = f" ({field.default})" if field.default else ""
-        words = f"{MEANING[field.name]}{shown_default}"
+        words = f"{FIELD_HELP[field.name]}{shown_default}"
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, choices=choices, help=words)
     options, flags = parser.parse_known_args(argv)
     if options.where == "local":
@@ -104,27 +106,27 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def default_file() -> Path:
+def default_cluster_file() -> Path:
     """Return the default file of cluster settings."""
     folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(folder) / "megatron-pretrain" / "cluster.json"
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
+def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     """Return the cluster settings from flags and file, or, if there is no file, ask on the terminal and write it.
 
     Raises:
         UserError: if the file cannot be read or written.
     """
     path = options.cluster
-    flags = {field.name: getattr(options, field.name) for field in fields(Cluster)}
+    flags = {field.name: getattr(options, field.name) for field in fields(ClusterSettings)}
     given = {name: value for name, value in flags.items() if value is not None}
     if path.exists():
-        return replace(kept(path), **given)
-    cluster = Cluster(**given)
+        return replace(load_cluster(path), **given)
+    cluster = ClusterSettings(**given)
     if options.where == "local" or not sys.stdin.isatty():
         return cluster
-    cluster = asked(cluster, given)
+    cluster = ask_cluster(cluster, given)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
@@ -134,33 +136,33 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def kept(path: Path) -> Cluster:
+def load_cluster(path: Path) -> ClusterSettings:
     """Read a file of cluster settings.
 
     Raises:
         UserError: if it is invalid.
     """
     try:
-        return Cluster(**json.loads(path.read_text()))
+        return ClusterSettings(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             [Problem("E006", f"{path} is not a file of cluster settings: {error}", (f"rm {path}",))]
         ) from error
 
 
-def asked(cluster: Cluster, given: Mapping[str, object]) -> Cluster:
+def ask_cluster(cluster: ClusterSettings, given: Mapping[str, object]) -> ClusterSettings:
     """Ask for the settings not given by flags; an empty answer keeps the default shown."""
-    for field in fields(Cluster):
+    for field in fields(ClusterSettings):
         if field.name in given:
             continue
         default = getattr(cluster, field.name)
-        question = f"{field.name.replace('_', ' ')} ({MEANING[field.name]}) [{default}]: "
-        if answer := ask(question, isinstance(default, int), CHOICES.get(field.name, ())):
+        question = f"{field.name.replace('_', ' ')} ({FIELD_HELP[field.name]}) [{default}]: "
+        if answer := ask_until_valid(question, isinstance(default, int), FIELD_CHOICES.get(field.name, ())):
             cluster = replace(cluster, **{field.name: type(default)(answer)})
     return cluster
 
 
-def ask(question: str, number: bool, choices: Sequence[str]) -> str:
+def ask_until_valid(question: str, number: bool, choices: Sequence[str]) -> str:
     """Repeat a question until the answer is empty or valid: a number, or one of the choices."""
     while True:
         print(question, end="", file=sys.stderr, flush=True)
@@ -170,14 +172,14 @@ def ask(question: str, number: bool, choices: Sequence[str]) -> str:
         print(f"{answer} is not a number" if number else f"choose {' or '.join(choices)}", file=sys.stderr)
 
 
-def flags_of(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def run_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Return the flags of the run: model, given flags, and defaults for dtype and save interval."""
     dtype = [] if {"--bf16", "--fp16", "--fp64", "--params-dtype"} & {*flags} else ["--bf16"]
     saves = [] if "--save-interval" in flags else ["--save-interval", "500"]
     return ["--preset", options.preset, *dtype, *flags, *saves]
 
 
-def layout_of(options: argparse.Namespace, flags: Sequence[str], cluster: Cluster) -> list[str]:
+def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: ClusterSettings) -> list[str]:
     """Return the flags of the smallest model-parallel layout whose state fits; none if the flags define a layout.
 
     Tensor parallelism stays within a node, where links are fast, and is preferred to a pipeline, which has a bubble.
@@ -188,25 +190,27 @@ def layout_of(options: argparse.Namespace, flags: Sequence[str], cluster: Cluste
     if any(flag.partition("=")[0] in LAYOUT_FLAGS for flag in flags):
         return []
     ranks = options.nodes * cluster.gpus_per_node
-    limit = SHARE_OF_STATE * cluster.gpu_memory_gb * 2**30
+    limit = MAX_STATE_FRACTION * cluster.gpu_memory_gb * 2**30
     powers = [2**i for i in range(ranks.bit_length())]
     sizes = [(tp, pp) for pp in powers for tp in powers if tp <= cluster.gpus_per_node and ranks % (tp * pp) == 0]
     least = float("inf")
     for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
         chosen = layout_flags(tp, pp, ranks)
         try:
-            config = checked(options, [*flags_of(options, flags), *chosen], ranks)
+            config = checked_config(options, [*run_flags(options, flags), *chosen], ranks)
         except UserError:
             if (tp, pp) == (1, 1):
                 raise  # other layouts have the same problem
             continue
         if config.model.vocab_size is None:
             return []
-        state = sum(state_bytes(config, ranks).values())
+        state = sum(max_state_bytes(config, ranks).values())
         least = min(least, state)
         if state <= limit:
             return chosen
-    sentence = f"weights, gradients and optimizer state of {options.preset} take at least {shown(least)} of a GPU"
+    sentence = (
+        f"weights, gradients and optimizer state of {options.preset} take at least {format_binary(least)} of a GPU"
+    )
     more = f"--nodes {2 * options.nodes}" if options.where == "slurm" else "more machines"
     raise UserError([Problem("E008", f"{sentence} on {ranks}, more than half of it", (more, "specify a layout"))])
 
@@ -218,27 +222,27 @@ def layout_flags(tp: int, pp: int, ranks: int) -> list[str]:
     return flags + (["--use-distributed-optimizer", "--overlap-param-gather"] if ranks > tp * pp else [])
 
 
-def checked(options: argparse.Namespace, run: Sequence[str], ranks: int) -> RunConfig:
+def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) -> RunConfig:
     """Return the configuration of the run.
 
     Raises:
         UserError: if the flags are invalid.
     """
-    run = [*run, *folders(options.preset, run)]
+    run = [*run, *folder_flags(options.preset, run)]
     return parse([*run, "--check-config", "--world-size", str(ranks)], {}).config
 
 
-def header(options: argparse.Namespace, config: RunConfig, ranks: int) -> str:
+def script_header(options: argparse.Namespace, config: RunConfig, ranks: int) -> str:
     """Return the first lines of a script."""
     p = config.parallel
     grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
     lines = ["#!/usr/bin/env bash", f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"]
     if config.model.vocab_size is not None:
-        lines[1] += f"; state of a rank: {shown(sum(state_bytes(config, ranks).values()))}"
+        lines[1] += f"; state of a rank: {format_binary(sum(max_state_bytes(config, ranks).values()))}"
     return "\n".join(lines)
 
 
-def for_slurm(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -> str:
+def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return an sbatch script like those in slurm/.
 
     Raises:
@@ -259,10 +263,10 @@ def for_slurm(options: argparse.Namespace, cluster: Cluster, run: Sequence[str])
     lines.append(f"export NETWORK={shlex.quote(cluster.network)}")
     lines += [f"export CONTAINER={shlex.quote(cluster.container)}"] if cluster.container else []
     lines.append(f"source {shlex.quote(str(ROOT / 'slurm' / 'lib.sh'))}")
-    return "\n".join([*lines, f'train {in_lines(run)} "$@"'])
+    return "\n".join([*lines, f'train {quote_flags(run)} "$@"'])
 
 
-def for_ssh(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -> str:
+def ssh_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return a script that runs torchrun on each host and restarts all ranks if one fails.
 
     The rendezvous id is unique to each run of the script. With an id used before, it would count as a later start of
@@ -276,9 +280,9 @@ def for_ssh(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -
     return f"""# This folder, with .venv in it, must be on a disk shared by all hosts.
 set -euo pipefail
 hosts=({shlex.join(options.hosts.split(","))})
-printf -v command '%q ' {agent} pretrain_gpt.py {in_lines([*run, *folders(options.preset, run)])} "$@"
+printf -v command '%q ' {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@"
 for host in "${{hosts[@]}}"; do
-    ssh -o BatchMode=yes "$host" "cd {shlex.quote(str(ROOT))} && {environment()} && exec $command" </dev/null &
+    ssh -o BatchMode=yes "$host" "cd {shlex.quote(str(ROOT))} && {environment_commands()} && exec $command" </dev/null &
 done
 trap 'kill $(jobs -p) 2>/dev/null' INT TERM
 status=0
@@ -286,27 +290,27 @@ for job in $(jobs -p); do wait "$job" || status=$?; done
 exit "$status\""""
 
 
-def for_local(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -> str:
+def local_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return a script that runs torchrun on this machine."""
     agent = f"torchrun --standalone --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
     return f"""set -euo pipefail
-cd {shlex.quote(str(ROOT))} && {environment()}
-exec {agent} pretrain_gpt.py {in_lines([*run, *folders(options.preset, run)])} "$@\""""
+cd {shlex.quote(str(ROOT))} && {environment_commands()}
+exec {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@\""""
 
 
-def environment() -> str:
+def environment_commands() -> str:
     """Return shell commands that prepare the environment of torchrun."""
     activate = "if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"
     return f"{activate} && export PYTHONPATH=. OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
-def folders(preset: str, run: Sequence[str]) -> list[str]:
+def folder_flags(preset: str, run: Sequence[str]) -> list[str]:
     """Return flags for the run folder and its checkpoints, unless given."""
     places = {"--run-dir": f"runs/{preset}", "--save": f"runs/{preset}/checkpoints"}
     return [word for flag, place in places.items() if flag not in run for word in (flag, place)]
 
 
-def in_lines(flags: Sequence[str]) -> str:
+def quote_flags(flags: Sequence[str]) -> str:
     """Quote flags for a shell, one flag with its values per line."""
     text = ""
     for word in flags:

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.config.arguments import parse
-from megatron.config.memory import PARTS, state_bytes, transient_bytes
-from megatron.config.parallel import STAGES
-from megatron.config.problems import Problem, UserError
+from megatron.arguments.cli import parse
+from megatron.config.errors import Problem, UserError
+from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
+from megatron.planner.memory import STATE_KINDS, max_state_bytes, reduction_buffer_bytes
 
-NEEDED = {
+REQUIRED_FLAGS = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
     ("--train-iters", "1"): ("--train-samples",),
 }
@@ -32,46 +32,46 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         print(__doc__)
         return 0
     try:
-        parsed = parse(["--check-config", *completed(argv)], environ)
+        parsed = parse(["--check-config", *complete_flags(argv)], environ)
         if parsed.config.model.vocab_size is None:
             raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
-        print("\n".join(table(parsed.config, parsed.world_size)))
+        print("\n".join(memory_table(parsed.config, parsed.world_size)))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def completed(argv: Sequence[str]) -> list[str]:
+def complete_flags(argv: Sequence[str]) -> list[str]:
     """Return the flags, completed by those that every run requires."""
     given = {word.partition("=")[0] for word in argv}
-    missing = (flag for flag, others in NEEDED.items() if not {flag[0], "--config", *others} & given)
+    missing = (flag for flag, others in REQUIRED_FLAGS.items() if not {flag[0], "--config", *others} & given)
     return [*argv, *(word for flag in missing for word in flag)]
 
 
-def table(config: RunConfig, world_size: int) -> Iterator[str]:
+def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield the lines of the output."""
     p = config.parallel
-    stages = [sharded(config, name) for name in STAGES]
-    held = [state_bytes(stage, world_size) for stage in stages]
+    stages = [with_zero_stage(config, name) for name in ZERO_STAGES]
+    held = [max_state_bytes(stage, world_size) for stage in stages]
     sums = [sum(parts.values()) for parts in held]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
     yield f"{config.model.num_parameters():,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
     yield "GB (2^30 bytes) on the fullest rank, without activations"
     yield ""
-    yield row("", [f"ZeRO-{stage}" for stage in STAGES.values()])
-    rows = {part: [gigabytes(parts[part]) for parts in held] for part in PARTS}
-    yield from (row(part, cells) for part, cells in rows.items() if {*cells} != {gigabytes(0)})
-    yield row("sum", [gigabytes(total) for total in sums])
-    yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
+    yield format_row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
+    rows = {part: [format_gigabytes(parts[part]) for parts in held] for part in STATE_KINDS}
+    yield from (format_row(part, cells) for part, cells in rows.items() if {*cells} != {format_gigabytes(0)})
+    yield format_row("sum", [format_gigabytes(total) for total in sums])
+    yield format_row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
     yield ""
-    yield row("on their way", [gigabytes(transient_bytes(stage, world_size)) for stage in stages])
+    yield format_row("on their way", [format_gigabytes(reduction_buffer_bytes(stage, world_size)) for stage in stages])
     yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 
 
-def sharded(config: RunConfig, strategy: str) -> RunConfig:
+def with_zero_stage(config: RunConfig, strategy: str) -> RunConfig:
     """Return the configuration with another ZeRO stage."""
     parallel = replace(
         config.parallel,
@@ -82,12 +82,12 @@ def sharded(config: RunConfig, strategy: str) -> RunConfig:
     return replace(config, parallel=parallel)
 
 
-def gigabytes(count: int) -> str:
+def format_gigabytes(count: int) -> str:
     """Format bytes in the unit of the table."""
     return f"{count / GB:,.2f}"
 
 
-def row(name: str, cells: Sequence[str]) -> str:
+def format_row(name: str, cells: Sequence[str]) -> str:
     """Format a row of the table."""
     return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
 

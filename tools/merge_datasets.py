@@ -7,16 +7,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from megatron.data.command_line import Parser, counted, ended
-from megatron.data.errors import DataError
-from megatron.data.files.merge import Part, check_output, check_parts, find_prefixes, merge
-from megatron.data.files.meter import Meter
-from megatron.data.files.output import check_new
+from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
+from megatron.data.indexed_writer import ByteProgress, check_not_existing
+from megatron.data.merge import MergeInput, check_compatible, check_output, find_prefixes, merge_datasets
 
 
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """Return the command-line parser, with Megatron-LM's flag names."""
-    parser = Parser(
+    parser = ToolParser(
         "merge_datasets.py",
         description="Concatenate pairs of .bin and .idx, as if all their text had been preprocessed at once.",
         epilog="The pairs of a folder are merged in the order of their names. All must have been written with one "
@@ -42,27 +40,27 @@ def main(argv: Sequence[str]) -> int:
     if args.multimodal:
         return _fail("--multimodal: multimodal data are not supported; merge text pairs only", 2)
     try:
-        check_new((args.output_prefix,), args.overwrite)
+        check_not_existing((args.output_prefix,), args.overwrite)
     except DataError as error:
         return _fail(error, 2)
-    return ended(lambda: run(args), _fail, args.output_prefix, "--output-prefix")
+    return run_tool(lambda: merge_and_report(args), _fail, args.output_prefix, "--output-prefix")
 
 
-def run(args: argparse.Namespace) -> None:
+def merge_and_report(args: argparse.Namespace) -> None:
     """Merge the pairs and print the result.
 
     Raises:
         DataError: if the parts do not fit together.
         OSError: if a file cannot be written.
     """
-    parts = [Part.of(prefix) for prefix in find_prefixes(args.input)]
-    check_parts(parts)
+    parts = [MergeInput.of(prefix) for prefix in find_prefixes(args.input)]
+    check_compatible(parts)
     check_output(args.input, parts, args.output_prefix)
     for part in parts:
-        print(f"{part.prefix}: {counted(part.documents, 'documents')}, {counted(part.tokens, 'tokens')}")
-    meter = Meter(sys.stderr, sum(part.num_bytes for part in parts))
+        print(f"{part.prefix}: {pluralize(part.documents, 'documents')}, {pluralize(part.tokens, 'tokens')}")
+    meter = ByteProgress(sys.stderr, sum(part.num_bytes for part in parts))
     with closing(meter):
-        merge(parts, args.output_prefix, meter.add)
+        merge_datasets(parts, args.output_prefix, meter.add)
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     print(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
     print(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.training.health_plot import draw_health
-from megatron.training.history import read_history
-from megatron.training.plot import draw_history
-from megatron.training.run_folder import HEALTH, LOSS_CURVE, METRICS
-from megatron.training.runs_plot import draw_runs, short_names
+from megatron.training.loggers.plots import draw_health, draw_loss_curve
+from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
+from tools.lib.plots import draw_runs, short_names
 
 COMPARISON = "runs.png"
 
@@ -27,23 +25,24 @@ def main(argv: Sequence[str]) -> int:
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE}, and {HEALTH} if per-layer metrics "
+        help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE_FILE}, "
+        f"and {HEALTH_FILE} if per-layer metrics "
         f"were logged; of several runs ./{COMPARISON})",
     )
     arguments = parser.parse_args(argv)
     folders: list[Path] = arguments.run_dirs
     single = len(folders) == 1
-    out = arguments.out or (folders[0] / LOSS_CURVE if single else Path(COMPARISON))
+    out = arguments.out or (folders[0] / LOSS_CURVE_FILE if single else Path(COMPARISON))
     drawn = [out]
     try:
         names = short_names(folders)
-        histories = [read_history(folder / METRICS) for folder in folders]
+        histories = [read_history(folder / METRICS_FILE) for folder in folders]
         if single:
-            draw_history(histories[0], names[0], out)
+            draw_loss_curve(histories[0], names[0], out)
         else:
             draw_runs(dict(zip(names, histories)), out)
-        health = folders[0] / HEALTH
-        if single and not arguments.out and draw_health(folders[0] / METRICS, names[0], health):
+        health = folders[0] / HEALTH_FILE
+        if single and not arguments.out and draw_health(folders[0] / METRICS_FILE, names[0], health):
             drawn.append(health)
     except (ValueError, OSError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for folder, history in zip(folders, histories):
         if history.unreadable:
             lines = ", ".join(map(str, history.unreadable[:10])) + (", ..." if len(history.unreadable) > 10 else "")
-            print(f"plot_run: skipped unreadable lines of {folder / METRICS}: {lines}", file=sys.stderr)
+            print(f"plot_run: skipped unreadable lines of {folder / METRICS_FILE}: {lines}", file=sys.stderr)
     print(*drawn, sep="\n")
     return 0
 

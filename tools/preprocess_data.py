@@ -9,21 +9,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.numbers import format_bytes
-from megatron.data.command_line import Parser, StoppedError, refused
-from megatron.data.errors import DataError
-from megatron.data.files.indexed import id_dtype
-from megatron.data.files.output import check_new
-from megatron.data.text.blocks import BLOCK_BYTES
-from megatron.data.text.corpus import add_input_flags, find_files
-from megatron.data.text.preprocess import Plan, output_prefix, write_dataset
-from megatron.data.text.progress import Progress, Totals, short
-from megatron.data.text.stop import Stop, signals_noted
-from megatron.data.tokenizers.engine import WISHES
-from megatron.data.tokenizers.huggingface import NO_FILES
-from megatron.data.tokenizers.tokenizer import Tokenizer, TokenizerChoice, add_tokenizer_flags, build_tokenizer
+from megatron.config.text import format_bytes
+from megatron.data.errors import DataError, StoppedError, ToolParser, disk_error
+from megatron.data.indexed_writer import check_not_existing, id_dtype
+from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
+from megatron.data.preprocess.run import (
+    PreprocessOptions,
+    PreprocessProgress,
+    PreprocessTotals,
+    StopSignal,
+    format_count,
+    output_prefix,
+    stop_on_signals,
+    write_dataset,
+)
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.engine import ENGINES
+from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
+from megatron.data.tokenizers.tokenizer import TokenizerOptions, add_tokenizer_flags, build_tokenizer
 
-HARMLESS = {
+IGNORED_FLAGS = {
     "--partitions": (True, "the input is never copied into partitions"),
     "--keep-sequential-samples": (False, "documents always keep their order"),
     "--keep-newlines": (False, "documents are not split, so newlines are kept"),
@@ -34,7 +39,7 @@ HARMLESS = {
 }
 """Megatron-LM's flags without effect here: whether each takes a value, and the reason."""
 
-REFUSED = {
+REFUSED_FLAGS = {
     "--split-sentences": "sentences are for BERT and T5; GPT is trained on documents",
     "--find-optimal-num-workers": "--workers defaults to the number of cores, and more is never faster",
     "--workers-to-check": "--workers defaults to the number of cores, and more is never faster",
@@ -48,9 +53,9 @@ REFUSED = {
 """Megatron-LM's unsupported flags: the reason and the alternative."""
 
 
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """Return the command-line parser, with Megatron-LM's flag names."""
-    parser = Parser(
+    parser = ToolParser(
         "preprocess_data.py",
         description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
         epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
@@ -69,7 +74,7 @@ def build_parser() -> Parser:
     run.add_argument("--workers", type=int, metavar="N", help="encoding processes (the available cores)")
     run.add_argument(
         "--engine",
-        choices=WISHES,
+        choices=ENGINES,
         default="auto",
         help="encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)",
     )
@@ -80,7 +85,7 @@ def build_parser() -> Parser:
         help="documents between progress lines in a file (a line every 10 seconds); 0 for none",
     )
     ignored = parser.add_argument_group("flags of Megatron-LM without effect")
-    for flag, (has_value, why) in HARMLESS.items():
+    for flag, (has_value, why) in IGNORED_FLAGS.items():
         if has_value:
             ignored.add_argument(flag, metavar="X", help=why)
         else:
@@ -88,7 +93,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Return the number of cores available to this process, limited by its affinity and control group."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -98,15 +103,15 @@ def cores() -> int:
     return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
 
 
-def useful_workers(files: Sequence[Path], wanted: int | None) -> int:
+def choose_workers(files: Sequence[Path], wanted: int | None) -> int:
     """Return the number of workers wanted, or by default that of cores, but not more than there are blocks."""
     if wanted is not None:
         return wanted
     blocks = 1 + sum(file.stat().st_size for file in files) // BLOCK_BYTES
-    return min(cores(), blocks)
+    return min(available_cores(), blocks)
 
 
-def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float) -> str:
+def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
     """Return the statistics of the run, in a few lines."""
     ratio = totals.text_bytes / totals.tokens
     return (
@@ -114,11 +119,11 @@ def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float)
         f"passed over: {totals.bad:,}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
         f"time: {seconds:.1f}s, {format_bytes(totals.text_bytes / seconds)}/s, "
-        f"{short(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
+        f"{format_count(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
     )
 
 
-def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
+def preprocess(args: argparse.Namespace, tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files and print a summary.
 
     Raises:
@@ -127,20 +132,20 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
     """
     started = time.monotonic()
     stop.wait_for_checks()
-    files = find_files(args.input, args.suffix, args.exclude)
-    plan = Plan(
+    files = find_text_files(args.input, args.suffix, args.exclude)
+    plan = PreprocessOptions(
         files,
         tuple(args.json_keys),
         args.output_prefix,
-        TokenizerChoice.from_args(args),
+        TokenizerOptions.from_args(args),
         args.append_eod,
         args.engine,
-        useful_workers(files, args.workers),
+        choose_workers(files, args.workers),
         args.on_bad_line == "skip",
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core
-    progress = Progress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
+    progress = PreprocessProgress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     finally:
@@ -148,7 +153,7 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
     dtype = id_dtype(tokenizer.vocab_size).name
     print(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
     if tokenizer.files and not tokenizer.hugging_face_files():
-        print(NO_FILES)
+        print(NO_EXPORT_NOTE)
     for key in args.json_keys:
         print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
 
@@ -161,35 +166,35 @@ def main(argv: Sequence[str]) -> int:
         number after SIGINT and SIGTERM.
     """
     parser = build_parser()
-    refused_flag = next((flag for flag in REFUSED if any(word.split("=")[0] == flag for word in argv)), None)
+    refused_flag = next((flag for flag in REFUSED_FLAGS if any(word.split("=")[0] == flag for word in argv)), None)
     if refused_flag is not None:
-        parser.error(f"{refused_flag}: {REFUSED[refused_flag]}")
+        parser.error(f"{refused_flag}: {REFUSED_FLAGS[refused_flag]}")
     args = parser.parse(argv)
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers is {args.workers}, must be at least 1")
-    for flag, (_, why) in HARMLESS.items():
+    for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             print(f"{flag} has no effect: {why}", file=sys.stderr)
     try:
-        with signals_noted() as stop:
+        with stop_on_signals() as stop:
             return _write(args, stop)
     except StoppedError as stopped:
         return _fail(f"stopped by {stopped}; nothing was written under {args.output_prefix}", stopped.status)
 
 
-def _write(args: argparse.Namespace, stop: Stop) -> int:
+def _write(args: argparse.Namespace, stop: StopSignal) -> int:
     """Return the exit status of a run not ended by a signal."""
     try:
-        check_new((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
-        tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
+        check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
+        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     except DataError as error:
         return _fail(str(error), 2)
     try:
-        run(args, tokenizer, stop)
+        preprocess(args, tokenizer, stop)
     except DataError as error:
         return _fail(str(error), 1)
     except OSError as error:
-        return _fail(str(refused(error, args.output_prefix, "--output-prefix")), 1)
+        return _fail(str(disk_error(error, args.output_prefix, "--output-prefix")), 1)
     return 0
 
 

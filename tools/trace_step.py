@@ -4,7 +4,7 @@
     python tools/trace_step.py --num-experts 4 --bf16        # further flags go to the run
     python tools/trace_step.py --order                       # list the functions of a step in the order of first entry
 
-Prints one row per phase: checking the flags, setting up, one step with its log line, a save. Only functions defined in this
+Prints one row per phase: checking the flags, setting up, one step with its log line, a save. Only functions of this
 repository count; comprehensions and class bodies do not. Backward runs in the same thread on CPUs, so it is included.
 """
 

@@ -8,25 +8,29 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatron.config.numbers import format_bytes
-from megatron.data.command_line import Parser, ended
-from megatron.data.errors import DataError
-from megatron.data.text.child import in_child
-from megatron.data.text.corpus import add_input_flags, find_files
-from megatron.data.text.progress import Stages
-from megatron.data.tokenizers.learnt import check_folder, save_files
-from megatron.data.tokenizers.train import Trained, Training, train
-from megatron.data.tokenizers.train_bpe import check_size as check_bpe_size
-from megatron.data.tokenizers.train_sentencepiece import MODEL_TYPES
-from megatron.data.tokenizers.train_sentencepiece import check_size as check_sentencepiece_size
+from megatron.config.text import format_bytes
+from megatron.data.errors import DataError, ToolParser, run_tool
+from megatron.data.preprocess.corpus import add_input_flags, find_text_files
+from megatron.data.preprocess.encode import run_in_subprocess
+from megatron.data.preprocess.run import StageProgress
+from megatron.data.tokenizers.train import (
+    MODEL_TYPES,
+    TokenizerTrainingOptions,
+    TokenizerTrainingResult,
+    check_bpe_size,
+    check_output_folder,
+    check_sentencepiece_size,
+    save_tokenizer,
+    train_tokenizer,
+)
 
-SIZES = {"bpe": check_bpe_size, "sentencepiece": check_sentencepiece_size}
-MOST_SENTENCES = 2_000_000
+SIZE_CHECKS = {"bpe": check_bpe_size, "sentencepiece": check_sentencepiece_size}
+DEFAULT_SENTENCES = 2_000_000
 
 
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """Return the command-line parser. Input flags are those of preprocess_data.py."""
-    parser = Parser(
+    parser = ToolParser(
         "train_tokenizer.py",
         description="Train a tokenizer on text, for preprocess_data.py and the Hugging Face libraries.",
         epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document. "
@@ -35,18 +39,18 @@ def build_parser() -> Parser:
     add_input_flags(parser)
     write = parser.add_argument_group("tokenizer")
     kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
-    write.add_argument("--type", choices=tuple(SIZES), default="bpe", help=kinds)
+    write.add_argument("--type", choices=tuple(SIZE_CHECKS), default="bpe", help=kinds)
     entries = "entries, including the 256 bytes and the special tokens"
     write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
     write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
     how = f"algorithm of SentencePiece ({' or '.join(MODEL_TYPES)}; bpe)"
     write.add_argument("--sentencepiece-model-type", choices=MODEL_TYPES, help=how)
-    most = f"lines that SentencePiece is trained on, kept in memory; sampled if there are more ({MOST_SENTENCES:,})"
+    most = f"lines that SentencePiece is trained on, kept in memory; sampled if there are more ({DEFAULT_SENTENCES:,})"
     write.add_argument("--input-sentence-size", type=int, metavar="N", help=most)
     return parser
 
 
-def report(trained: Trained, files: int, vocab_size: int) -> str:
+def format_report(trained: TokenizerTrainingResult, files: int, vocab_size: int) -> str:
     """Return the statistics of the training, in a few lines."""
     tokenizer = trained.tokenizer
     full = tokenizer.entries == vocab_size
@@ -63,15 +67,15 @@ def report(trained: Trained, files: int, vocab_size: int) -> str:
     )
 
 
-def check(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Raise DataError for invalid flags."""
-    SIZES[args.type](args.vocab_size)
+    SIZE_CHECKS[args.type](args.vocab_size)
     for flag in ("sentencepiece_model_type", "input_sentence_size"):
         if args.type != "sentencepiece" and getattr(args, flag) is not None:
             raise DataError(f"--{flag.replace('_', '-')} applies only to SentencePiece", "--type sentencepiece")
     if args.input_sentence_size is not None and args.input_sentence_size < 1:
         raise DataError(f"--input-sentence-size {args.input_sentence_size} must be at least 1", "leave it out")
-    check_folder(Path(args.output))
+    check_output_folder(Path(args.output))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,33 +87,33 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     try:
-        check(args)
+        check_flags(args)
     except DataError as error:
         return _fail(error, 2)
-    return ended(lambda: run(args), _fail, args.output, "--output")
+    return run_tool(lambda: train_and_save(args), _fail, args.output, "--output")
 
 
-def run(args: argparse.Namespace) -> None:
+def train_and_save(args: argparse.Namespace) -> None:
     """Train in a process that can be killed at any moment, because the libraries do not react to signals.
 
     Raises:
         DataError: if the input is invalid.
         OSError: if a file cannot be read or written.
     """
-    files = find_files(args.input, args.suffix, args.exclude)
+    files = find_text_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
-    plan = Training(
+    plan = TokenizerTrainingOptions(
         tuple(files),
         tuple(args.json_keys),
         args.vocab_size,
         None if is_bpe else args.sentencepiece_model_type or "bpe",
-        MOST_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
+        DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
         args.on_bad_line == "skip",
     )
-    with closing(Stages(sys.stderr)) as stages:
-        trained = in_child(train, plan, stages)
-    save_files(trained.tokenizer.files, Path(args.output))
-    print(report(trained, len(files), args.vocab_size))
+    with closing(StageProgress(sys.stderr)) as stages:
+        trained = run_in_subprocess(train_tokenizer, plan, stages)
+    save_tokenizer(trained.tokenizer.files, Path(args.output))
+    print(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
 

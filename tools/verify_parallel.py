@@ -19,20 +19,20 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
+from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
-from megatron.data.vocabulary import vocabulary
-from megatron.pipeline.plan import AUTO, FILE, schedule_name, stage_layers
+from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
 
 if TYPE_CHECKING:
-    from megatron.training.verify import Difference, RankTrace, StepTrace
+    from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace
 
 Launcher = Callable[[RunConfig, int, int], "list[list[RankTrace]]"]
 
-MISSING = {
+ASSUMED_FLAGS = {
     "E304": ("--train-iters", "100"),
     "E501": ("--mock-data",),
     "E104": ("--vocab-size", "257"),
@@ -40,10 +40,10 @@ MISSING = {
 """Flags assumed if missing, by the code of the error that would be reported otherwise."""
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
-FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
+GRADIENT_FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
 """Lower bound of a gradient's norm relative to all gradients, because some gradients are only rounding errors."""
 
-COUNTED = (
+LAYER_COUNT_OPTIONS = (
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
@@ -53,12 +53,12 @@ COUNTED = (
 )
 """Pipeline options that fix the number of layers."""
 
-LARGE = 20_000_000
+MANY_PARAMETERS = 20_000_000
 """Number of parameters above which --shrink is suggested."""
 
 
 @dataclass(frozen=True)
-class Check:
+class LayoutComparison:
     """Runs to compare."""
 
     layout: RunConfig  # on ``world_size`` ranks
@@ -78,14 +78,14 @@ def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
     try:
         if own.steps < 1:
             raise UserError([Problem("E002", f"--steps {own.steps}: must be at least 1", ("--steps 1",))])
-        check = prepare(flags, own.world_size, own.steps, own.dtype, own.shrink)
+        check = prepare_runs(flags, own.world_size, own.steps, own.dtype, own.shrink)
     except (UserError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
     for note in check.notes:
         print(f"note: {note}")
     try:
-        return compare(check, launch or run_processes)
+        return compare_runs(check, launch or run_processes)
     except Exception as error:  # of a rank, whose output has the details
         print(f"verify_parallel: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -110,21 +110,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> Check:
+def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> LayoutComparison:
     """Return the two runs to compare.
 
     Raises:
         UserError: for invalid flags.
         DataError: if the vocabulary size is unknown.
     """
-    config, assumed = read(flags, world_size)
+    config, assumed = read_config(flags, world_size)
     notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
-    smaller = shrunk(config, world_size)
+    smaller = shrink_assignments(config, world_size)
     if shrink:
         notes.append("shrunk: " + (", ".join(smaller) or "nothing, it is small already"))
-        config, _ = read([*flags, *(word for flag in assumed for word in flag), "--set", *smaller], world_size)
-    model = replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size))
-    if not shrink and smaller and model.num_parameters() > LARGE:
+        config, _ = read_config([*flags, *(word for flag in assumed for word in flag), "--set", *smaller], world_size)
+    model = replace(config.model, vocab_size=resolve_vocab_size(config.data, config.model.vocab_size))
+    if not shrink and smaller and model.num_parameters() > MANY_PARAMETERS:
         notes.append(f"{model.num_parameters():,} parameters take long on CPUs; --shrink runs {', '.join(smaller)}")
     training = replace(config.training, device="cpu", rampup_batch_size=None)
     layout = replace(
@@ -139,10 +139,10 @@ def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrin
     reference = replace(
         layout, parallel=ParallelConfig(), training=replace(training, recompute_granularity=None, recompute_method=None)
     )
-    return Check(layout, reference, world_size, steps if dtype == "fp64" else 1, tuple(notes))
+    return LayoutComparison(layout, reference, world_size, steps if dtype == "fp64" else 1, tuple(notes))
 
 
-def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
+def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
     """Return the checked configuration, and the flags added for missing ones.
 
     Raises:
@@ -156,29 +156,29 @@ def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[s
             return parse(asked, environ={}).config, list(assumed.values())
         except UserError as error:
             found = {p.code for p in error.problems}
-            lacking = {code: flag for code, flag in MISSING.items() if code in found and code not in assumed}
-            if not lacking or not found <= set(MISSING):
-                left = [started_here(p) for p in error.problems if p.code not in MISSING or p.code in assumed]
+            lacking = {code: flag for code, flag in ASSUMED_FLAGS.items() if code in found and code not in assumed}
+            if not lacking or not found <= set(ASSUMED_FLAGS):
+                left = [adapt_fixes(p) for p in error.problems if p.code not in ASSUMED_FLAGS or p.code in assumed]
                 raise UserError(left) from None
             assumed |= lacking
 
 
-def started_here(problem: Problem) -> Problem:
+def adapt_fixes(problem: Problem) -> Problem:
     """Rewrite fixes for a tool that starts the ranks itself."""
     launch = re.compile(r"torchrun --nproc-per-node (\d+)|start (\d+) ranks")
     fixes = (launch.sub(lambda found: f"--world-size {found[1] or found[2]}", fix) for fix in problem.fixes)
     return replace(problem, fixes=tuple(fixes))
 
 
-def shrunk(config: RunConfig, world_size: int) -> list[str]:
+def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
     """Return assignments that shorten the run. Widths, and thus the sharding, are unchanged."""
     training, parallel = config.training, config.parallel
     tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
     small = {"seq_length": (training.seq_length, -(-64 // tp) * tp)}
-    if not str(parallel.pipeline_schedule).endswith(FILE):  # which is for one number of micro-batches
+    if not str(parallel.pipeline_schedule).endswith(SCHEDULE_SUFFIX):  # which is for one number of micro-batches
         batch = 2 * parallel.pipeline_model_parallel_size * training.micro_batch_size * dp
         small["global_batch_size"] = (training.global_batch_size or 0, batch)
-    if all(getattr(parallel, option) in (None, False, AUTO) for option in COUNTED):
+    if all(getattr(parallel, option) in (None, False, AUTO) for option in LAYER_COUNT_OPTIONS):
         small = {"num_layers": (config.model.num_layers, max(2, len(stage_layers(config.model, parallel))))} | small
     assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
     if (training.recompute_num_layers or 0) > 2:
@@ -186,33 +186,33 @@ def shrunk(config: RunConfig, world_size: int) -> list[str]:
     return assignments + (["rampup_batch_size=null"] if training.rampup_batch_size else [])
 
 
-def compare(check: Check, launch: Launcher) -> int:
+def compare_runs(check: LayoutComparison, launch: Launcher) -> int:
     """Run both, print a table and a verdict, and return the exit status."""
-    from megatron.training.setup import build  # torch: only for flags known to be good
-    from megatron.training.verify import compare as differences
-    from megatron.training.verify import join, trace_steps
+    from megatron.training.build import build_trainer  # torch: only for flags known to be good
+    from tools.lib.verify_parallel import compare_traces as differences
+    from tools.lib.verify_parallel import join_traces, trace_steps
 
-    print(f"1 process against {check.world_size}: {described(check.layout.parallel, check.world_size)}")
+    print(f"1 process against {check.world_size}: {describe_layout(check.layout.parallel, check.world_size)}")
     steps_each = f"{check.steps} step{'' if check.steps == 1 else 's'}"
     print(f"reference: {steps_each} on 1 process ...", flush=True)
-    reference = [join([step]) for step in trace_steps(build(check.reference, 0, 1), check.steps)]
+    reference = [join_traces([step]) for step in trace_steps(build_trainer(check.reference, 0, 1), check.steps)]
     print(f"layout: {steps_each} on {check.world_size} processes ...", flush=True)
     ranks = launch(check.layout, check.world_size, check.steps)
-    steps = [join(step) for step in zip(*ranks)]
+    steps = [join_traces(step) for step in zip(*ranks)]
     dtype, lr = check.layout.precision.params_dtype, check.layout.optimizer.lr
     print(f"{'step':>4}  {'loss':>20}  {'error':>8}  {'grad norm':>12}  {'error':>8}  largest error of a gradient")
     for i, (got, ref) in enumerate(zip(steps, reference, strict=True)):
-        found = [d for d in differences(i + 1, got, ref, FLOOR[dtype], lr) if d.kind != "weight"]
-        print(row(got, found))
+        found = [d for d in differences(i + 1, got, ref, GRADIENT_FLOOR[dtype], lr) if d.kind != "weight"]
+        print(table_row(got, found))
         bad = [d for d in found if d.error > TOLERANCE[dtype]]
         if bad or got.drifted:
-            print(verdict(bad, got.drifted, TOLERANCE[dtype]))
+            print(describe_difference(bad, got.drifted, TOLERANCE[dtype]))
             return 1
     print(f"equal: {len(reference[0].grads)} gradients agree to {TOLERANCE[dtype]:g}, copies to the bit")
     return 0
 
 
-def described(parallel: ParallelConfig, world_size: int) -> str:
+def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
     """Describe a layout, as ``PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel``."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     chunks = f" x VPP {vpp}" if vpp > 1 else ""
@@ -222,7 +222,7 @@ def described(parallel: ParallelConfig, world_size: int) -> str:
     return f"{pipeline}DP {dp} x TP {parallel.tensor_model_parallel_size}{sharing}"
 
 
-def row(got: StepTrace, found: Sequence[Difference]) -> str:
+def table_row(got: StepTrace, found: Sequence[StepDeviation]) -> str:
     """Format a row of the table."""
     loss, norm, *gradients = found
     worst = max(gradients, key=lambda d: d.error)
@@ -232,7 +232,7 @@ def row(got: StepTrace, found: Sequence[Difference]) -> str:
     )
 
 
-def verdict(bad: Sequence[Difference], drifted: Sequence[str], tolerance: float) -> str:
+def describe_difference(bad: Sequence[StepDeviation], drifted: Sequence[str], tolerance: float) -> str:
     """Describe the first difference, in the order in which the forward pass uses the parameters."""
     lines = []
     if bad:
@@ -248,7 +248,7 @@ def verdict(bad: Sequence[Difference], drifted: Sequence[str], tolerance: float)
 def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[RankTrace]]:
     """Run each rank in its own process and return the traces in rank order."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["megatron.training.verify", "torch._dynamo"])
+    context.set_forkserver_preload(["tools.lib.verify_parallel", "torch._dynamo"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -264,17 +264,17 @@ def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: in
     """Run one rank; closes its connections if it fails, so that the other ranks fail too."""
     import torch
 
-    from megatron.parallel.mesh import leave_distributed
-    from megatron.training.setup import build, join
-    from megatron.training.verify import trace_steps
+    from megatron.distributed.mesh import destroy_distributed
+    from megatron.training.build import build_trainer, join_distributed
+    from tools.lib.verify_parallel import trace_steps
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        return trace_steps(build(config, *join(config)), steps)
+        return trace_steps(build_trainer(config, *join_distributed(config)), steps)
     finally:
-        leave_distributed()
+        destroy_distributed()
 
 
 if __name__ == "__main__":

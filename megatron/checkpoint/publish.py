@@ -1,16 +1,17 @@
-"""Publish checkpoints on disk atomically: write to a staging path, rename when complete, then delete the replaced one.
+"""Publish checkpoints atomically, on disk by renames, in an object store by the marker.
 
-``X.tmp`` is being written. ``X.replaced`` is the previous ``X`` until the new one is published. ``X.gone`` is being
-deleted. The first two are checkpoints if and only if they contain the marker; there is a valid one at every moment.
+On disk, ``X.tmp`` is being written. ``X.replaced`` is the previous ``X`` until the new one is published. ``X.gone``
+is being deleted. The first two are checkpoints if and only if they contain the marker; there is a valid one at every
+moment. These paths lie in a staging folder: the one of the start that holds the lease (see
+:mod:`megatron.checkpoint.lease`), or the checkpoint folder itself for tools that write without a lease. A published
+name changes only by a rename out of or into the staging folder. So a start whose staging folder was taken away cannot
+change anything, at any point. Each path may be a symbolic link, for example to a checkpoint of another run: it is
+read through, but only the link is renamed or deleted.
 
-These paths lie in a staging folder: the one of the start that holds the lease (see :mod:`megatron.checkpoint.folder`),
-or the checkpoint folder itself for tools that write without a lease. A published name changes only by a rename out of
-or into the staging folder. So a start whose staging folder was taken away cannot change anything, at any point.
-
-Each path may be a symbolic link, for example to a checkpoint of another run: it is read through, but only the link is
-renamed or deleted.
-
-Object stores cannot rename: see :mod:`megatron.checkpoint.attempts`.
+In an object store nothing can be renamed. Every save uploads its files under a new unique name,
+``iter_0000100/attempt-5f3a90c1d2e4/``. The marker ``iter_0000100/COMPLETE`` is written last, as one object: it names
+the upload and holds the checksum of its manifest. Writing it publishes the checkpoint, and replaces an older one of
+the same step, atomically.
 """
 
 from __future__ import annotations
@@ -18,37 +19,89 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.attempts import delete_remote
-from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.files import make_folder, sync_folder, write_file
-from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER, marker
-from megatron.checkpoint.remote import Location, RemotePath
+from megatron.checkpoint.durable_files import CheckpointError, StorageError, make_folder, sync_folder, write_file
+from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content
+from megatron.checkpoint.object_store import Location, RemotePath
 
-BUILDING, OLD, GONE = ".tmp", ".replaced", ".gone"
+UPLOAD_PREFIX = "attempt-"
 
-PREFIX = ".epoch-"
-WORKSHOP = re.compile(rf"{re.escape(PREFIX)}\d+")
+
+def new_upload(final: RemotePath) -> RemotePath:
+    """Return a new unique folder for the files of the checkpoint ``final``."""
+    return final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
+
+
+def publish_upload(upload: RemotePath, manifest: bytes) -> None:
+    """Write the manifest and the marker of a complete upload.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    (upload / MANIFEST).write_bytes(manifest)
+    (upload.parent / MARKER).write_bytes(marker_content(manifest, upload.name))
+
+
+def discard_upload(upload: RemotePath) -> None:
+    """Delete the files of a failed upload, as far as possible.
+
+    Kept once it has a manifest: the marker may have been written by a request whose answer was lost.
+    """
+    with suppress(OSError):
+        if not (upload / MANIFEST).exists():
+            upload.remove_all()
+
+
+def stale_uploads(path: RemotePath) -> list[RemotePath]:
+    """Return interrupted and replaced uploads in the folder of a checkpoint, or the folder itself if it has no marker.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    if not (path / MARKER).exists():
+        return [path]
+    try:
+        inside = Manifest.described(path).inside
+    except CheckpointError:  # damaged: the published upload is unknown
+        return []
+    return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]
+
+
+def delete_remote(path: RemotePath) -> None:
+    """Delete a checkpoint or a leftover; the marker first, so that an interruption leaves no checkpoint.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    (path / MARKER).remove()
+    path.remove_all()
+
+
+STAGED_SUFFIX, REPLACED_SUFFIX, DELETED_SUFFIX = ".tmp", ".replaced", ".gone"
+
+STAGING_PREFIX = ".epoch-"
+STAGING_NAME = re.compile(rf"{re.escape(STAGING_PREFIX)}\d+")
 """The name of a start's staging folder: the prefix and the epoch, a number that increases with every start."""
 
 
-def building(final: Path, staging: Path | None = None) -> Path:
+def staged_path(final: Path, staging: Path | None = None) -> Path:
     """Return the path where the checkpoint ``final`` is written before it is published."""
-    return (staging or final.parent) / (final.name + BUILDING)
+    return (staging or final.parent) / (final.name + STAGED_SUFFIX)
 
 
-def set_aside(final: Path, staging: Path | None = None) -> Path:
+def replaced_path(final: Path, staging: Path | None = None) -> Path:
     """Return the path of the older checkpoint of the same name while it is being replaced."""
-    return (staging or final.parent) / (final.name + OLD)
+    return (staging or final.parent) / (final.name + REPLACED_SUFFIX)
 
 
-def home(path: Location) -> Location:
+def checkpoint_folder_of(path: Location) -> Location:
     """Return the checkpoint folder that ``path`` belongs to, even if it lies in a staging folder."""
     folder = path.parent
-    while WORKSHOP.fullmatch(folder.name):
+    while STAGING_NAME.fullmatch(folder.name):
         folder = folder.parent
     return folder
 
@@ -58,7 +111,7 @@ def is_complete(path: Location) -> bool:
     return (path / MARKER).exists()
 
 
-def begin(final: Path, staging: Path | None = None) -> Path:
+def create_staged(final: Path, staging: Path | None = None) -> Path:
     """Create an empty staging path for ``final``.
 
     Raises:
@@ -67,15 +120,15 @@ def begin(final: Path, staging: Path | None = None) -> Path:
     """
     if staging is None:
         make_folder(final.parent)
-    settle(final, staging)
+    recover(final, staging)
     if _exists(final) and not _is_replaceable(final):
         raise StorageError(
             f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
             f"mv {final} {final}.other",
             "--save A_NEW_FOLDER",
         )
-    os.mkdir(building(final, staging))
-    return building(final, staging)
+    os.mkdir(staged_path(final, staging))
+    return staged_path(final, staging)
 
 
 def write_marker(folder: Path, manifest: bytes) -> None:
@@ -84,22 +137,22 @@ def write_marker(folder: Path, manifest: bytes) -> None:
     Raises:
         OSError: if the disk fails.
     """
-    write_file(folder / f"{MARKER}.part", marker(manifest))
+    write_file(folder / f"{MARKER}.part", marker_content(manifest))
     os.rename(folder / f"{MARKER}.part", folder / MARKER)  # a partly written marker must not count
     sync_folder(folder)
 
 
-def publish(final: Path, staging: Path | None = None) -> None:
+def publish_staged(final: Path, staging: Path | None = None) -> None:
     """Rename the complete checkpoint that was staged for ``final``, and delete the one it replaces.
 
     Raises:
         OSError: if the disk fails; then nothing is published.
     """
-    built, old = building(final, staging), set_aside(final, staging)
+    built, old = staged_path(final, staging), replaced_path(final, staging)
     if is_complete(final):
-        remove(old, staging)
+        delete_checkpoint(old, staging)
     if _exists(final) and _exists(old):  # the old one is complete, ``final`` is not
-        remove(final, staging)
+        delete_checkpoint(final, staging)
     elif _exists(final):
         os.rename(final, old)
     os.rename(built, final)
@@ -109,22 +162,22 @@ def publish(final: Path, staging: Path | None = None) -> None:
         os.rename(final, built)
         raise
     with suppress(OSError):  # published; the next recovery deletes what is left of the old one
-        remove(old, staging)
+        delete_checkpoint(old, staging)
 
 
-def abandon(final: Path, staging: Path | None = None) -> None:
+def discard_staged(final: Path, staging: Path | None = None) -> None:
     """Clean up a failed save as far as possible: delete the staged checkpoint and restore the replaced one."""
-    old = set_aside(final, staging)
+    old = replaced_path(final, staging)
     with suppress(OSError):
         if is_complete(old) and not _exists(final):
             os.rename(old, final)
-    built = building(final, staging)
+    built = staged_path(final, staging)
     with suppress(OSError):  # the marker first, which invalidates the checkpoint; a rename may fail
         (built / MARKER).unlink(missing_ok=True)
         _delete(built)
 
 
-def settle(final: Path, staging: Path | None = None) -> None:
+def recover(final: Path, staging: Path | None = None) -> None:
     """Recover from a crash: publish a complete staged checkpoint, delete incomplete ones.
 
     Raises:
@@ -132,26 +185,26 @@ def settle(final: Path, staging: Path | None = None) -> None:
     """
     if _exists(final) and not _is_replaceable(final):
         return
-    built, old = building(final, staging), set_aside(final, staging)
+    built, old = staged_path(final, staging), replaced_path(final, staging)
     for path in (built, final, old):
         _delete(_deletion_path(path, staging))
     if is_complete(built):
-        publish(final, staging)
+        publish_staged(final, staging)
     else:
-        remove(built, staging)
+        delete_checkpoint(built, staging)
     if is_complete(final):
-        remove(old, staging)
+        delete_checkpoint(old, staging)
     elif is_complete(old) and not _exists(final):
         os.rename(old, final)
         sync_folder(final.parent)
 
 
-def is_cut_off(path: Location) -> bool:
+def is_interrupted(path: Location) -> bool:
     """Return True if ``path`` is named like a checkpoint but is the remainder of an interrupted save."""
-    return (path.suffix == BUILDING or isinstance(path, RemotePath)) and not is_complete(path)
+    return (path.suffix == STAGED_SUFFIX or isinstance(path, RemotePath)) and not is_complete(path)
 
 
-def remove(path: Location, staging: Path | None = None) -> None:
+def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
     """Delete a checkpoint or a remainder; renamed first, so that a crash never leaves a partial checkpoint.
 
     Of a symbolic link only the link is deleted.
@@ -173,7 +226,7 @@ def remove(path: Location, staging: Path | None = None) -> None:
 
 def _deletion_path(path: Path, staging: Path | None) -> Path:
     """Return the path of a folder or link while it is being deleted."""
-    return (staging or path.parent) / (path.name + GONE)
+    return (staging or path.parent) / (path.name + DELETED_SUFFIX)
 
 
 def _delete(path: Path) -> None:

@@ -1,42 +1,53 @@
-"""Verify every byte of a checkpoint against its checksums."""
+"""Verify every byte of a checkpoint, and summarise or compare its tensors.
+
+All functions work chunk by chunk, so the layouts that wrote the checkpoints do not matter and little memory is
+needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from megatron.checkpoint.chunks import ChunkReader
-from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.manifest import Chunk, Manifest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.format import Manifest, TensorChunk, split_box
+from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.tensor_file import ChunkReader
+from megatron.distributed.sharding import Box
 
 
-def damage(manifest: Manifest) -> Iterator[str]:
+def list_damage(manifest: Manifest) -> Iterator[str]:
     """Yield one message per damaged place of a checkpoint; reads all of it, one block at a time."""
     reader = ChunkReader(manifest)
     for name in manifest.tensors:
         try:
             manifest.prove(name)
-        except DamagedError as error:
+        except DamagedCheckpointError as error:
             yield str(error)
-    chunks: dict[str, list[tuple[str, Chunk]]] = {file: [] for file in manifest.files}
+    chunks: dict[str, list[tuple[str, TensorChunk]]] = {file: [] for file in manifest.files}
     for name, record in manifest.tensors.items():
         for chunk in record.chunks:
             chunks[chunk.file].append((name, chunk))
     for file in manifest.files:
         try:
-            reader.prove_head(file)
-        except DamagedError as error:
+            reader.verify_head(file)
+        except DamagedCheckpointError as error:
             yield str(error)
         inside = sorted(chunks[file], key=lambda item: item[1].offset)
         yield from _uncovered(manifest, file, [chunk for _, chunk in inside])
         for name, chunk in inside:
             try:
                 reader.prove(name, chunk)
-            except DamagedError as error:
+            except DamagedCheckpointError as error:
                 yield str(error)
     reader.close()
 
 
-def _uncovered(manifest: Manifest, file: str, chunks: list[Chunk]) -> Iterator[str]:
+def _uncovered(manifest: Manifest, file: str, chunks: list[TensorChunk]) -> Iterator[str]:
     """Yield the byte ranges of a file that no checksum, or more than one, covers."""
     record = manifest.files[file]
     starts = [*(chunk.offset for chunk in chunks), record.bytes]
@@ -44,3 +55,74 @@ def _uncovered(manifest: Manifest, file: str, chunks: list[Chunk]) -> Iterator[s
     for end, start in zip(ends, starts):
         if end != start:
             yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
+
+
+COMPARE_ELEMENTS = 1 << 20
+"""Elements computed with at a time, in addition to the chunk in memory."""
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """Statistics of a tensor; NaN if any element is."""
+
+    minimum: float
+    maximum: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Difference between two tensors."""
+
+    identical: bool  # same type and bitwise equal
+    largest: float  # maximum absolute difference of two elements
+    relative: float  # norm of the difference over the norm of the first tensor
+
+
+def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
+    """Summarise a tensor of at least one element.
+
+    Raises:
+        DamagedError: if it is missing or a checksum differs.
+    """
+    minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
+    for box in _small_boxes(reader, name):
+        values = reader.read(name, box).double()
+        low, high = values.aminmax()
+        minimum, maximum = _extreme(min, minimum, low), _extreme(max, maximum, high)
+        squares, count = squares + float(values.square().sum()), count + values.numel()
+    return TensorSummary(minimum, maximum, math.sqrt(squares / count) if count else 0.0)
+
+
+def _extreme(choose: Callable[[float, float], float], a: float, b: Tensor) -> float:
+    """Apply min or max and propagate NaN, which Python's own do depending on the order of arguments."""
+    return math.nan if math.isnan(a) or bool(b.isnan()) else choose(a, float(b))
+
+
+def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference:
+    """Compare a tensor that has the same shape and view in both checkpoints.
+
+    Raises:
+        DamagedError: if it is missing or a checksum differs in one of them.
+    """
+    identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
+    for box in _small_boxes(a, name):
+        x, y = a.read(name, box), b.read(name, box)
+        reference += float(x.double().square().sum())
+        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+            continue
+        identical = False
+        delta = x.double() - y.double()
+        largest = _extreme(max, largest, delta.abs().max())
+        squares += float(delta.square().sum())
+    return TensorDifference(identical, largest, math.sqrt(squares / reference) if reference else math.sqrt(squares))
+
+
+def _small_boxes(reader: CheckpointReader, name: str) -> Iterator[Box]:
+    """Yield boxes that partition a tensor, grouped by chunk so that each chunk is read once."""
+    for chunk in reader.manifest.tensors[name].chunks:
+        yield from split_box(chunk.box, COMPARE_ELEMENTS)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)

@@ -1,40 +1,50 @@
-"""Global batch size as a pure function of the consumed samples."""
+"""Global batch size and schedule lengths as pure functions of the consumed samples.
+
+Nothing here has state: the batch size of a step follows from the samples consumed before it, including during a
+batch-size ramp, so a run resumes at any point with the same batches. `schedule_lengths` converts the lengths of warm-
+up
+and decay, given in steps, samples or as a fraction, to samples.
+"""
 
 from __future__ import annotations
 
-from megatron.config.run import TrainingConfig
+from typing import NamedTuple
+
+from megatron.config.run import RunConfig, TrainingConfig
 
 
-def global_batch(config: TrainingConfig, data_parallel_size: int) -> int:
+def full_global_batch_size(config: TrainingConfig, data_parallel_size: int) -> int:
     """Return the samples per step after any batch-size ramp."""
     return config.global_batch_size or config.micro_batch_size * data_parallel_size
 
 
-def microbatches(config: TrainingConfig, data_parallel_size: int, batch: int | None = None) -> int:
+def get_num_microbatches(config: TrainingConfig, data_parallel_size: int, batch: int | None = None) -> int:
     """Return the micro-batches per data-parallel rank of a global batch (default: the full one).
 
     With ``--pad-global-batch`` the last one may be padded.
     """
-    samples = global_batch(config, data_parallel_size) if batch is None else batch
+    samples = full_global_batch_size(config, data_parallel_size) if batch is None else batch
     unit = config.micro_batch_size * data_parallel_size
     return -(-samples // unit) if config.pad_global_batch else samples // unit
 
 
-def padding(config: TrainingConfig, data_parallel_size: int, batch: int) -> int:
+def padding_samples(config: TrainingConfig, data_parallel_size: int, batch: int) -> int:
     """Return the number of samples that ``--pad-global-batch`` adds to a global batch; the loss excludes them."""
     if not config.pad_global_batch:
         return 0
-    return microbatches(config, data_parallel_size, batch) * config.micro_batch_size * data_parallel_size - batch
+    return (
+        get_num_microbatches(config, data_parallel_size, batch) * config.micro_batch_size * data_parallel_size - batch
+    )
 
 
-def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
+def rampup_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
     """Return the batch-size ramp as ``[(first sample, batch size), ...]``; one entry without a ramp.
 
     The batch size rises ``n = (full - start) / increment`` times, evenly over the samples of the ramp: the i-th size
     holds for every step that starts in the i-th of ``n`` equal parts. A step belongs to one stage only, and a stage
     that would begin within the last step of the previous stage is left out.
     """
-    full = global_batch(config, data_parallel_size)
+    full = full_global_batch_size(config, data_parallel_size)
     if config.rampup_batch_size is None:
         return [(0, full)]
     start, increment, samples = config.rampup_batch_size
@@ -50,22 +60,22 @@ def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[
     return [*stages, (first_sample, full)]
 
 
-def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
+def global_batch_size_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
     """Return the global batch size of the step that starts after ``consumed_samples``."""
-    stages = batch_stages(config, data_parallel_size)
+    stages = rampup_stages(config, data_parallel_size)
     return next(size for first_sample, size in reversed(stages) if first_sample <= consumed_samples)
 
 
-def in_full_batches(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
+def samples_without_rampup(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
     """Return the samples that the steps up to ``consumed_samples`` would have consumed without a ramp."""
-    stages = batch_stages(config, data_parallel_size)
+    stages = rampup_stages(config, data_parallel_size)
     ends = [*(first_sample for first_sample, _ in stages[1:]), consumed_samples]
     full = stages[-1][1]
     used = [(max(0, min(consumed_samples, end) - start), size) for (start, size), end in zip(stages, ends)]
     return sum(samples * full // size for samples, size in used)
 
 
-def total_samples(
+def planned_samples(
     config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
 ) -> int:
     """Return the planned length of the run: ``train_samples``, or the samples of ``train_iters`` steps.
@@ -76,23 +86,25 @@ def total_samples(
         iteration: steps taken before the run continued with ``config``, possibly with other batch sizes.
         consumed_samples: samples consumed by those steps.
     """
-    return config.train_samples or trained_samples(config, data_parallel_size, iteration, consumed_samples)
+    return config.train_samples or final_consumed_samples(config, data_parallel_size, iteration, consumed_samples)
 
 
-def trained_samples(
+def final_consumed_samples(
     config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
 ) -> int:
     """Return the samples consumed at the end of the run, up to a batch fewer than ``train_samples``.
 
-    Arguments as for :func:`total_samples`.
+    Arguments as for :func:`planned_samples`.
     """
     return _end(config, data_parallel_size, iteration, consumed_samples)[1]
 
 
-def total_steps(config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0) -> int:
+def final_iteration(
+    config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
+) -> int:
     """Return the steps taken at the end of the run. An incomplete last batch is not trained on.
 
-    Arguments as for :func:`total_samples`.
+    Arguments as for :func:`planned_samples`.
     """
     return _end(config, data_parallel_size, iteration, consumed_samples)[0]
 
@@ -101,9 +113,9 @@ def _end(config: TrainingConfig, data_parallel_size: int, iteration: int, consum
     """Return steps and samples at the end of a run that continues after ``iteration`` steps, ``consumed`` samples.
 
     The start need not be a point that a run with this ramp would have reached. The step that crosses into the next
-    stage is taken completely, as in :func:`batch_at`.
+    stage is taken completely, as in :func:`global_batch_size_at`.
     """
-    stages = batch_stages(config, data_parallel_size)
+    stages = rampup_stages(config, data_parallel_size)
     ends = [first_sample for first_sample, _ in stages[1:]]
     for i, (_, size) in enumerate(stages):
         if config.train_samples is None:
@@ -116,3 +128,48 @@ def _end(config: TrainingConfig, data_parallel_size: int, iteration: int, consum
         iteration += steps
         consumed += steps * size
     return iteration, consumed
+
+
+class ScheduleLengths(NamedTuple):
+    """Lengths of the learning-rate schedule, in samples from the start of the run."""
+
+    warmup: float  # end of the warm-up
+    decay: float  # end of the decay
+    final: float | None  # length of WSD's final decay; None if not set
+    total: int  # end of the run
+
+
+def schedule_lengths(
+    config: RunConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
+) -> ScheduleLengths:
+    """Return the schedule lengths of a run. Lengths in steps are converted at the full global batch size.
+
+    Args:
+        config: the run's options.
+        data_parallel_size: replicas of the model.
+        iteration: steps taken before the run had its present batch size. Each counts as many samples as these steps
+            consumed on average, so that a warm-up or decay that has ended stays ended.
+        consumed_samples: samples consumed by those steps.
+    """
+    optimizer = config.optimizer
+    samples_per_step = full_global_batch_size(config.training, data_parallel_size)
+    consumed = samples_without_rampup(config.training, data_parallel_size, consumed_samples)
+
+    def end(samples: int | None, steps: int | None) -> int | None:
+        if samples is not None or steps is None:
+            return samples
+        if steps >= iteration:
+            return consumed + (steps - iteration) * samples_per_step
+        return consumed * steps // iteration
+
+    total = planned_samples(config.training, data_parallel_size, iteration, consumed_samples)
+    decay = end(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
+    if decay is None:
+        decay = total
+    warmup = end(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
+    final = optimizer.lr_wsd_decay_samples
+    if final is None and optimizer.lr_wsd_decay_iters is not None:
+        final = optimizer.lr_wsd_decay_iters * samples_per_step
+    return ScheduleLengths(
+        warmup if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * decay, decay, final, total
+    )

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.names import APART, unique_names
-from megatron.config.problems import Problem, UserError, did_you_mean
+from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.text import NAME_SEPARATORS, unique_names
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -33,7 +33,7 @@ SOURCE_OPTIONS: tuple[tuple[str, ...], ...] = (
 )
 """Groups of fields that give the source of tokens. A run uses one group."""
 
-MOST_SOURCES = 32766
+MAX_BLEND_DATASETS = 32766
 """The index of a blend stores each sample's dataset in 16 bits; Megatron-LM does not use the largest value."""
 
 NUMBER = r"\d+(\.\d*)?|\.\d+"
@@ -53,7 +53,7 @@ class Blend:
 
 
 @dataclass(frozen=True)
-class Source:
+class SplitSource:
     """Where the samples of a split come from."""
 
     blend: Blend
@@ -84,7 +84,7 @@ class DataPathArgs:
         return (f"write in {self.file}: " + (f'"{self.key}": "{text}"' if self.key else text),)
 
 
-def data_sources(data: DataConfig) -> dict[str, Source]:
+def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     """Return the sources of each split's samples.
 
     Returns:
@@ -103,7 +103,7 @@ def data_sources(data: DataConfig) -> dict[str, Source]:
     found += name_problems(data, lists)
     if found:
         raise UserError(found)
-    sources: dict[str, Source] = {}
+    sources: dict[str, SplitSource] = {}
     for split in SPLITS:
         paths, cut = _list_of_split(split, lists, data)
         if paths is None:
@@ -111,11 +111,11 @@ def data_sources(data: DataConfig) -> dict[str, Source]:
         blend = read_blend(paths.words)
         if split == "valid" and data.multiple_validation_sets:
             names = data.validation_set_names or unique_names(blend.prefixes)
-            sources |= {f"valid:{n}": Source(Blend((p,)), cut) for n, p in zip(names, blend.prefixes, strict=True)}
+            sources |= {f"valid:{n}": SplitSource(Blend((p,)), cut) for n, p in zip(names, blend.prefixes, strict=True)}
         elif cut is None and len(blend.prefixes) == 1:
-            sources[split] = Source(Blend(blend.prefixes))  # the only dataset: its weight does not matter
+            sources[split] = SplitSource(Blend(blend.prefixes))  # the only dataset: its weight does not matter
         else:
-            sources[split] = Source(blend, cut)
+            sources[split] = SplitSource(blend, cut)
     return sources
 
 
@@ -130,7 +130,7 @@ def _list_of_split(
     return (lists["all"] if weight > 0 else None), text
 
 
-def flag_of_files(data: DataConfig) -> str | None:
+def train_data_flag(data: DataConfig) -> str | None:
     """Return the flag that names the files to train on; None for generated tokens."""
     names = (name for group in SOURCE_OPTIONS for name in group if name != "mock_data")
     return next((SETTINGS[name].flag for name in names if getattr(data, name)), None)
@@ -272,8 +272,8 @@ def blend_problems(paths: DataPathArgs) -> Iterator[Problem]:
     if not all(blend.prefixes):
         rest = paths.replace_with(_without(paths, {i for i, prefix in enumerate(blend.prefixes) if not prefix}))
         yield Problem("E502", f"{where} has an empty prefix; is a shell variable unset?", rest)
-    if len(blend.prefixes) > MOST_SOURCES:
-        sentence = f"{where} has {len(blend.prefixes):,} prefixes; a blend holds at most {MOST_SOURCES:,}"
+    if len(blend.prefixes) > MAX_BLEND_DATASETS:
+        sentence = f"{where} has {len(blend.prefixes):,} prefixes; a blend holds at most {MAX_BLEND_DATASETS:,}"
         yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
     if blend.weights is not None:
         yield from _weight_problems(paths, blend.prefixes, blend.weights)
@@ -358,7 +358,7 @@ def name_problems(data: DataConfig, lists: Mapping[str, DataPathArgs]) -> Iterat
     yield from (
         Problem("E506", f"{name!r} cannot name a validation set: a name is one word without ':' and '/'", fixes)
         for name in dict.fromkeys(names)
-        if not name or re.search(APART, name)
+        if not name or re.search(NAME_SEPARATORS, name)
     )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

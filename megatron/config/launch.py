@@ -1,4 +1,9 @@
-"""The launcher's environment variables, of torchrun or srun: ranks, restarts, the address of rank 0."""
+"""The launcher's environment variables, of torchrun or srun: ranks, restarts, the address of rank 0.
+
+``Launch`` describes this process among the ranks; ``JobStart`` orders restarts of a job, so that a later start can
+take
+over the checkpoint folder from an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from megatron.config.problems import Problem
+from megatron.config.errors import Problem
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm counts the steps of a job from 0; larger numbers denote a batch script, an interactive shell and so on."""
@@ -21,7 +26,7 @@ DEFAULT_RDZV_ID = "none"
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """Which start of which job a process belongs to. A later start takes over the run's checkpoint folder."""
 
     job: str | None = None  # number of the Slurm job
@@ -32,7 +37,7 @@ class Start:
     attempt: int = 0  # number of times that torchrun restarted its processes
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Start:
+    def read(cls, environ: Mapping[str, str]) -> JobStart:
         """Read the environment."""
         job = environ.get("SLURM_JOB_ID") or None
         group = environ.get("TORCHELASTIC_RUN_ID") or None
@@ -45,7 +50,7 @@ class Start:
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if group else 0,
         )
 
-    def follows(self, other: Start) -> bool:
+    def follows(self, other: JobStart) -> bool:
         """Return True if this is a later start of the same job as ``other``.
 
         Within one Slurm step, and outside of Slurm, torchrun restarts processes: with the same ``--rdzv-id`` and an
@@ -68,7 +73,7 @@ class Start:
         return ", ".join(words)
 
 
-def restart_remarks(environ: Mapping[str, str]) -> list[str]:
+def restart_notes(environ: Mapping[str, str]) -> list[str]:
     """Return a note if torchrun's restarts may fail: new ranks would find keys of dead ones in the agents' store."""
     if not _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
@@ -142,7 +147,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End the process without Python's own shutdown; after a success, exit handlers are run.
 
     A thread of torch that returns to Python during the shutdown would abort the process. After a failure,

@@ -1,4 +1,7 @@
-"""Model architecture as independent options; there are no model families."""
+"""Model architecture as independent options; there are no model families.
+
+`ModelConfig` also has the closed formula for the number of parameters, of the whole model and of a pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -196,9 +199,9 @@ class ModelConfig:
             active: count only the experts that one token uses.
         """
         inactive = self.layer_parameters() - self.layer_parameters(active)
-        return self.part_parameters(self.num_layers, first=True, last=True) - self.num_layers * inactive
+        return self.stage_parameters(self.num_layers, first=True, last=True) - self.num_layers * inactive
 
-    def part_parameters(self, layers: int, first: bool, last: bool) -> int:
+    def stage_parameters(self, layers: int, first: bool, last: bool) -> int:
         """Return the number of parameters of a pipeline stage.
 
         Args:

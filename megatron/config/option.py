@@ -1,4 +1,8 @@
-"""The helper that declares a dataclass field as a command-line flag."""
+"""The helper that declares a dataclass field as a command-line flag.
+
+``option`` attaches help text, choices, limits and aliases to a field; flags, YAML keys, ``--help``, docs/flags.md and
+validation are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.numbers import text
+from megatron.config.text import format_number
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Limits:
             ("at most", self.at_most),
             ("below", self.below),
         )
-        return " and ".join(f"{words} {text(bound)}" for words, bound in bounds if bound is not None)
+        return " and ".join(f"{words} {format_number(bound)}" for words, bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True)

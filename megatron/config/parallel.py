@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.option import option
 from megatron.pipeline.schedules import SCHEDULES
 
-STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
+ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
 
 
@@ -72,7 +72,7 @@ class ParallelConfig:
         None,
         "What is sharded over data-parallel ranks: no_shard (nothing), optim (main params and moments, ZeRO-1), or "
         "optim_grads (gradients too, ZeRO-2). Default: no_shard, or optim with use_distributed_optimizer.",
-        choices=tuple(STAGES),
+        choices=tuple(ZERO_STAGES),
     )
     num_distributed_optimizer_instances: int = option(
         1, "Groups of data-parallel ranks that each hold a complete copy of the sharded state.", at_least=1
@@ -83,7 +83,7 @@ class ParallelConfig:
     def zero_stage(self) -> int:
         """ZeRO stage: 0 shards nothing, 1 main params and moments, 2 gradients too."""
         default = "optim" if self.use_distributed_optimizer else "no_shard"
-        return STAGES[self.data_parallel_sharding_strategy or default]
+        return ZERO_STAGES[self.data_parallel_sharding_strategy or default]
 
     @property
     def optimizer_instances(self) -> int | None:

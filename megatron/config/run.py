@@ -1,13 +1,66 @@
-"""Options of a training run, in groups. These dataclasses are the only source of the flags."""
+"""Options of a training run, in groups, and the two small languages that occur in them.
+
+`RunConfig` collects the dataclasses of all groups. Their fields are the only source of the flags, YAML keys,
+``--help``
+and docs/flags.md. `kernel_choices` parses ``--kernels``, `parse_factor` parses ``PATTERN=FACTOR``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
+from megatron.config.errors import Problem, did_you_mean
 from megatron.config.model import ModelConfig
 from megatron.config.option import option
 from megatron.config.parallel import ParallelConfig
-from megatron.config.reporting import LoggingConfig, ProfilingConfig
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Console output, metric files and experiment trackers."""
+
+    log_interval: int = option(
+        10, "Steps between log lines. The loss is the mean over them, the gradient norm that of the last.", at_least=1
+    )
+    run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl, plots and profiles.")
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard files.")
+    wandb_project: str | None = option(None, "Weights & Biases project. WANDB_MODE=offline keeps the data on disk.")
+    wandb_exp_name: str | None = option(None, "Name of the Weights & Biases run. Default: the name of run_dir.")
+    wandb_save_dir: str | None = option(
+        None, "Folder for files of Weights & Biases. Default: run_dir, or the current folder."
+    )
+    wandb_entity: str | None = option(None, "Weights & Biases user or team. Default: that of the login.")
+    timing_log_level: int = option(
+        0, "Timers logged: 0 for the whole step, 1 also its phases, 2 also their parts.", at_least=0, at_most=2
+    )
+    timing_log_option: str = option(
+        "minmax", "Values logged of each timer over all ranks.", choices=("max", "minmax", "all")
+    )
+    log_health_interval: int | None = option(
+        None,
+        "Steps between reports on gradients, updates and activations of every layer. Default: never.",
+        at_least=1,
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "Steps between checks that data-parallel replicas have bitwise equal weights. Default: never.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Profiles of selected steps, written to run_dir. docs/operations.md explains how to profile a running job."""
+
+    profile: bool = option(False, "Record a PyTorch profile (Chrome trace) of the selected steps.")
+    profile_memory: bool = option(False, "Record memory allocations in those steps: a snapshot on GPU, a curve on CPU.")
+    profile_pipeline: bool = option(False, "Record the time of every pipeline action in those steps, on all ranks.")
+    profile_step_start: int = option(10, "First recorded step.", at_least=1)
+    profile_step_end: int = option(12, "Step before which recording ends.", at_least=2)
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks that record.", at_least=0)
+    pytorch_profiler_collect_shapes: bool = option(False, "Record the shapes of operator inputs.")
+    pytorch_profiler_collect_callstack: bool = option(False, "Record Python call stacks.")
 
 
 @dataclass(frozen=True)
@@ -114,7 +167,7 @@ class ComputeConfig:
     )
 
 
-MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
+MOMENTS_PER_PARAMETER = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
 """State tensors per parameter of each update rule."""
 
 
@@ -122,7 +175,7 @@ MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
-    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS))
+    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS_PER_PARAMETER))
     lr: float = option(1e-4, "Peak learning rate.", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: str = option(
@@ -219,7 +272,7 @@ TOKENIZER_TYPES = (
 )
 """Supported tokenizers, by their names in Megatron-LM."""
 
-OTHER_TOKENIZERS = {
+UNSUPPORTED_TOKENIZER_TYPES = {
     "BertWordPieceLowerCase": "serves BERT",
     "BertWordPieceCase": "serves BERT",
     "MultimodalTokenizer": "serves models of text and images",
@@ -231,8 +284,8 @@ OTHER_TOKENIZERS = {
 
 def _tokenizer_type(text: str) -> str:
     """Return the tokenizer type; raise ValueError for unsupported types of Megatron-LM."""
-    if text in OTHER_TOKENIZERS:
-        raise ValueError(f"{text} of Megatron-LM is not supported: it {OTHER_TOKENIZERS[text]}")
+    if text in UNSUPPORTED_TOKENIZER_TYPES:
+        raise ValueError(f"{text} of Megatron-LM is not supported: it {UNSUPPORTED_TOKENIZER_TYPES[text]}")
     return text
 
 
@@ -289,10 +342,10 @@ class DataConfig:
     )
 
 
-AFTER_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Data options that take effect at the end of a document."""
 
-HUGGING_FACE = "hf:"
+HUGGING_FACE_PREFIX = "hf:"
 """Prefix of ``load`` for a folder with a Hugging Face model."""
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
@@ -356,3 +409,92 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+
+KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "norm": ("apex", "compiled", "torch"),
+    "add_norm": ("compiled", "torch"),
+    "rotary": ("compiled", "torch"),
+    "activation": ("compiled", "torch"),
+    "dropout": ("compiled", "torch"),
+    "cross_entropy": ("compiled", "torch"),
+    "attention": ("flash_attn", "cudnn", "torch"),
+    "weight_gradient": ("apex", "addmm", "torch"),
+    "adam": ("apex", "torch"),
+}
+"""Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
+
+GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")
+"""Choices that apply to every operation."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Implementation chosen for an operation."""
+
+    # name of an implementation, or auto
+    name: str = "auto"
+    # chosen as OPERATION=NAME: the run is refused if the implementation is unavailable
+    alone: bool = False
+
+
+def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
+    """Return the choice for each operation from valid ``--kernels`` arguments. Later ones win."""
+    choices = dict.fromkeys(KERNEL_CANDIDATES, KernelChoice())
+    for word in words:
+        operation, equals, name = word.partition("=")
+        if equals:
+            choices[operation] = KernelChoice(name, alone=name != "auto")
+        else:
+            choices = {
+                op: KernelChoice(word if word in (*names, "auto") else "torch")
+                for op, names in KERNEL_CANDIDATES.items()
+            }
+    return choices
+
+
+def kernel_problems(words: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for every argument with an unknown operation or implementation."""
+    if not words:
+        yield Problem("E901", "--kernels has no value", ("--kernels auto",))
+    for word in words:
+        operation, equals, name = word.partition("=")
+        names = (*KERNEL_CANDIDATES.get(operation, ()), "auto")
+        if equals and operation in KERNEL_CANDIDATES and name not in names:
+            sentence = f"--kernels {word}: implementations of {operation} are {', '.join(names)}"
+            yield Problem("E901", sentence, (f"--kernels {operation}={did_you_mean(name, names) or 'auto'}",))
+        elif equals and operation not in KERNEL_CANDIDATES:
+            guess = did_you_mean(operation, KERNEL_CANDIDATES)
+            sentence = f"--kernels {word}: no operation {operation}; operations are {', '.join(KERNEL_CANDIDATES)}"
+            yield Problem("E901", sentence, (f"--kernels {guess}={name}" if guess else "--kernels auto",))
+        elif not equals and word not in GLOBAL_KERNEL_CHOICES:
+            sentence = f"--kernels {word}: not one of {', '.join(GLOBAL_KERNEL_CHOICES)}, nor OPERATION=NAME"
+            fix = f"{word}=torch" if word in KERNEL_CANDIDATES else did_you_mean(word, GLOBAL_KERNEL_CHOICES) or "auto"
+            yield Problem("E901", sentence, (f"--kernels {fix}",))
+
+
+def parse_factor(text: str) -> tuple[str, float]:
+    """Parse a text such as ``layers.*.bias=0.5`` into pattern and factor.
+
+    Raises:
+        ValueError: with a message that completes a sentence that begins with the text.
+    """
+    pattern, equals, number = text.rpartition("=")
+    if not (equals and pattern):
+        raise ValueError("has no '=' between a pattern of parameter names and a factor")
+    try:
+        factor = float(number)
+    except ValueError:
+        raise ValueError(f"ends with '{number}', which is not a number") from None
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ValueError(f"has the factor {number}, which must be finite and at least 0")
+    return pattern, factor
+
+
+def matching_factor(name: str, factors: Iterable[tuple[str, float]], default: float) -> float:
+    """Return the factor of the last shell pattern that matches a parameter's name, or the default."""
+    found = default
+    for pattern, factor in factors:
+        if fnmatchcase(name, pattern):
+            found = factor
+    return found

@@ -1,4 +1,8 @@
-"""All config fields as one flat table, and the conversion of text into their values."""
+"""All config fields as one flat table, and the conversion of text into their values.
+
+``SETTINGS`` maps field names to settings, ``SPELLINGS`` maps flags to settings. A setting parses words of the command
+line and YAML values, and spells a value as a flag for use in a fix.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron.config.numbers import text
 from megatron.config.option import Option
 from megatron.config.run import RunConfig
+from megatron.config.text import format_number
 
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)"}
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldType:
     """The type of a config field."""
 
     scalar: type  # of the value, or of each item
@@ -32,7 +36,7 @@ class Kind:
         return self.many and self.length is None
 
     @classmethod
-    def of(cls, hint: Any) -> Kind:
+    def of(cls, hint: Any) -> FieldType:
         """Parse an annotation: a scalar, ``tuple[int, int]`` or ``tuple[str, ...]``, each optionally ``| None``."""
         optional = isinstance(hint, UnionType)
         if optional:
@@ -49,7 +53,7 @@ class Setting:
 
     group: str  # field of RunConfig
     name: str  # unique over all groups
-    kind: Kind
+    kind: FieldType
     default: Any
     option: Option
 
@@ -81,7 +85,7 @@ class Setting:
         if isinstance(value, bool):
             return self.flag if value else self.negative
         items = value if isinstance(value, tuple) else (value,)
-        words = (text(item) if isinstance(item, float) else shlex.quote(str(item)) for item in items)
+        words = (format_number(item) if isinstance(item, float) else shlex.quote(str(item)) for item in items)
         return " ".join([self.flag, *words])
 
     def from_words(self, words: Sequence[str]) -> Any:
@@ -163,7 +167,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def in_flags(sentence: str) -> str:
+def replace_by_flags(sentence: str) -> str:
     """Replace the field names in a sentence by their flags.
 
     A name of one word is replaced only at the beginning; elsewhere it is probably an ordinary word.
@@ -181,7 +185,7 @@ def _all_settings() -> dict[str, Setting]:
     for group, cls in get_type_hints(RunConfig).items():
         hints = get_type_hints(cls)
         for f in fields(cls):
-            table[f.name] = Setting(group, f.name, Kind.of(hints[f.name]), f.default, f.metadata["option"])
+            table[f.name] = Setting(group, f.name, FieldType.of(hints[f.name]), f.default, f.metadata["option"])
     return table
 
 

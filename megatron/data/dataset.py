@@ -1,7 +1,15 @@
-"""The interface of a data set: samples by number."""
+"""The interface of a data set, and what all data sets share.
+
+`Dataset` gives samples by number: sample ``i`` is the same on every rank and at every call. `MockDataset` generates
+them. `sample_digest` hashes which samples were read: each place of the stream contributes 64 bits mixed from the
+place and its sample's identity, added modulo 2**64, so that ranks can sum what each of them read in any order. A
+checkpoint stores the sum, which proves on resume that the data are the same. Splits are named ``train``; ``valid``,
+or ``valid:NAME`` for each of several validation sets; ``test``.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +28,7 @@ class Sample(NamedTuple):
         return cls(text[:-1], text[1:])
 
 
-class Reading(NamedTuple):
+class SourceUsage(NamedTuple):
     """How much of one source a number of samples reads."""
 
     source: str  # name
@@ -45,7 +53,7 @@ class Dataset(Protocol):
 
     def __getitem__(self, i: int) -> Sample: ...
 
-    def readings(self, samples: int) -> tuple[Reading, ...]:
+    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
     @property
@@ -62,3 +70,116 @@ class Dataset(Protocol):
     def epochs(self, samples: int) -> float:
         """Return how often the first ``samples`` samples read the most-read source; 0.0 for generated data."""
         return max((reading.epochs for reading in self.readings(samples)), default=0.0)
+
+
+DIGEST_BLOCK = 1 << 14  # so that intermediate arrays stay in the CPU cache
+
+
+def fingerprint(*facts: object) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a list of facts."""
+    return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply a bijection on 64-bit integers in which every output bit depends on every input bit.
+
+    Source: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), with the constants of D. Stafford's
+    variant 13.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_digest(places: NDArray[np.int64], identities: NDArray[np.uint64], salt: int) -> int:
+    """Return the sum modulo 2**64 of a hash of each place ``[n]``, its sample's identity ``[n]`` and ``salt``."""
+    keys = splitmix64(places.astype(np.uint64) ^ np.uint64(salt))
+    return int(splitmix64(keys ^ identities).sum(dtype=np.uint64))
+
+
+SPLIT_LABELS = {"train": "training", "valid": "validation", "test": "test"}
+
+
+def split_kind(split: str) -> str:
+    """Return ``train``, ``valid`` or ``test`` for the name of a split."""
+    return split.partition(":")[0]
+
+
+def validation_set_name(split: str) -> str:
+    """Return NAME of ``valid:NAME``, else an empty string."""
+    return split.partition(":")[2]
+
+
+def split_label(split: str) -> str:
+    """Return a split's name for messages: ``training``, ``validation``, ``validation (wiki)``."""
+    kind, name = SPLIT_LABELS[split_kind(split)], validation_set_name(split)
+    return f"{kind} ({name})" if name else kind
+
+
+def split_heading(split: str) -> str:
+    """Return the start of a summary line: the split's kind padded to eleven characters, then its NAME, if any."""
+    name = validation_set_name(split)
+    return f"{split_kind(split):<11}" + (f"{name}: " if name else "")
+
+
+MOCK_ALPHABET_SIZE = 256
+MOCK_JUMP_PROBABILITY = 1 / 8
+
+
+class MockDataset(Dataset):
+    """A Markov chain over at most 256 ids drawn from the whole vocabulary.
+
+    Each id has one successor, followed with probability 7/8; otherwise the chain jumps to a random id of the alphabet.
+    A model's loss starts at log(vocab_size), falls to log(256) = 5.5 nats once it knows the alphabet, and to the
+    entropy of the chain, about 1.1 nats per token, once it knows the successors.
+
+    Sample ``i`` of a stream depends on ``(seed, stream, i)`` only. The alphabet and the successors depend on ``seed``
+    only, so that training and validation are different text in the same language.
+    """
+
+    def __init__(
+        self, vocab_size: int, seq_length: int, num_samples: int, seed: int, stream: int = 0, first: int = 0
+    ) -> None:
+        """Serve samples ``first .. first + num_samples - 1`` of a stream as samples 0, 1, ... of this dataset."""
+        # int64 ids, each followed by its successor, the last by the first
+        self.alphabet = _random(seed).permutation(vocab_size)[:MOCK_ALPHABET_SIZE].astype(np.int64)
+        self.seq_length = seq_length
+        self._vocab_size = vocab_size
+        self._num_samples = num_samples
+        self._first = first
+        self._key = (seed, stream)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def describe(self, tokens: int) -> str:
+        """Describe the data in one line."""
+        return f"{tokens:,} generated tokens over {len(self.alphabet)} ids"
+
+    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+        """Return an empty tuple: generated data have no sources."""
+        return ()
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of vocabulary size, sequence length, seed and stream."""
+        return fingerprint("mock", self._vocab_size, self.seq_length, *self._key)
+
+    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the samples' positions in the stream."""
+        return (places + self._first).astype(np.uint64)
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < self._num_samples:
+            raise IndexError(f"sample {i} of a mock dataset of {self._num_samples}")
+        random = _random(*self._key, self._first + i)
+        length, letters = self.seq_length + 1, len(self.alphabet)
+        jumps = random.random_sample(length) < MOCK_JUMP_PROBABILITY
+        steps = np.where(jumps, random.randint(letters, size=length), 1)
+        steps[0] = random.randint(letters)
+        return Sample.of(self.alphabet[np.cumsum(steps) % letters])
+
+
+def _random(*key: int) -> np.random.RandomState:
+    # RandomState, whose stream numpy keeps the same in every version
+    return np.random.RandomState(np.array(key, dtype=np.uint32))

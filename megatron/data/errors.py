@@ -1,6 +1,22 @@
-"""The error type of the data package."""
+"""Errors of the data package, and the command-line conventions of the data tools.
+
+`DataError` holds what is wrong and how to fix it. `ToolParser` reports all unknown flags at once; `run_tool` turns
+data errors, disk errors and signals into a message and an exit status.
+"""
 
 from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megatron.config.errors import did_you_mean
 
 
 class DataError(ValueError):
@@ -10,3 +26,100 @@ class DataError(ValueError):
         self.seen = seen  # what is wrong
         self.fixes = fixes  # what to do about it, one alternative each
         super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
+
+
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class ToolParser(argparse.ArgumentParser):
+    """Argument parser that reports all unknown flags at once, with the nearest known ones."""
+
+    def __init__(self, prog: str, description: str, epilog: str) -> None:
+        super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse the flags; exit with status 2 if they are invalid."""
+        known = self._option_string_actions
+        args = argv[: argv.index("--")] if "--" in argv else argv
+        flags = (arg.split("=")[0] for arg in args if arg.startswith("--"))
+        unknown = [flag for flag in dict.fromkeys(flags) if flag not in known]
+        if unknown:
+            guesses = {flag: did_you_mean(flag, known) for flag in unknown}
+            names = [f"{flag} (did you mean {guess}?)" if guess else flag for flag, guess in guesses.items()]
+            self.error(f"there is no {', no '.join(names)}")
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and a line that points to ``--help``."""
+        self.exit(2, f"{Path(self.prog).stem}: {message}\n  help: python tools/{self.prog} --help\n")
+
+
+class StoppedError(BaseException):
+    """Raised by SIGTERM and SIGINT inside `raise_on_signals`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def status(self) -> int:
+        """The exit status for this signal, 128 plus its number."""
+        return 128 + self.number
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Raise `StoppedError` on SIGTERM and SIGINT inside the block."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_tool(run: Callable[[], None], fail: Callable[[object, int], int], output: str | Path, flag: str) -> int:
+    """Run a tool's work and return its exit status.
+
+    Args:
+        run: the work.
+        fail: prints an error and returns the exit status it is given.
+        output: path that the tool writes.
+        flag: the flag that sets ``output``.
+    """
+    try:
+        with raise_on_signals():
+            run()
+    except DataError as error:
+        return fail(error, 1)
+    except OSError as error:
+        return fail(disk_error(error, output, flag), 1)
+    except StoppedError as stop:
+        return fail(f"stopped by {stop}; nothing was written under {output}", stop.status)
+    return 0
+
+
+def disk_error(error: OSError, output: str | Path, flag: str) -> DataError:
+    """Turn an OSError into a DataError that names the ``output`` (set by ``flag``) or the input it concerns."""
+    why = error.strerror or str(error)
+    if error.filename is not None and not _belongs(os.fspath(error.filename), str(output)):
+        return DataError(f"{error.filename} cannot be read: {why}")
+    free_space = ("make room on that disk",) if error.errno in DISK_FULL_ERRNOS else ()
+    return DataError(f"{output} cannot be written: {why}", *free_space, f"another {flag}")
+
+
+def _belongs(file: str, output: str) -> bool:
+    """Return True if a file is the output, one of its temporary files, or a folder above it."""
+    file, output = os.path.abspath(file), os.path.abspath(output)
+    in_same_folder = os.path.dirname(file) == os.path.dirname(output)
+    is_temporary = in_same_folder and os.path.basename(file).startswith(("tmp", ".partial"))
+    return file.startswith(output) or output.startswith(file + os.sep) or is_temporary
+
+
+def pluralize(number: int, things: str) -> str:
+    """Format a count with its noun: ``1 document``, ``2 documents``."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"

@@ -1,9 +1,9 @@
 """Documents cut into samples of equal length, in Megatron-LM's exact order.
 
-The documents of a split are concatenated ``epochs`` times, each epoch shuffled. The resulting token stream is cut every
-``seq_length`` tokens (consecutive samples share one token: the last label of one is the first input of the next), and
-the samples are shuffled. Three tables hold this order (`SampleOrder`). `build_sample_order` builds them; `GPTDataset`
-reads samples through them from the memory-mapped files.
+The documents of a split are concatenated ``epochs`` times, each epoch shuffled. The resulting token stream is cut
+every ``seq_length`` tokens (consecutive samples share one token: the last label of one is the first input of the
+next), and the samples are shuffled. Three tables hold this order (`SampleOrder`). `build_sample_order` builds them;
+`GPTDataset` reads samples through them from the memory-mapped files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Dataset, Reading, Sample
-from megatron.data.digest import fingerprint, mix
+from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset
 
-SEPARATE_BELOW = 0.80  # share of an epoch below which a partial last epoch is shuffled separately, as Megatron-LM does
+SEPARATE_LAST_EPOCH_BELOW = (
+    0.80  # share of an epoch below which a partial last epoch is shuffled separately, as Megatron-LM does
+)
 PLACES_IN_32_BITS = 2**31
 SEQUENCES_AT_ONCE = 1 << 16  # so that intermediate arrays stay in the CPU cache
 
@@ -67,9 +68,9 @@ class GPTDataset(Dataset):
     def __len__(self) -> int:
         return len(self.order.shuffle)
 
-    def readings(self, samples: int) -> tuple[Reading, ...]:
+    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read."""
-        return (Reading(self.source, samples * self.seq_length, self.order.tokens),)
+        return (SourceUsage(self.source, samples * self.seq_length, self.order.tokens),)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -83,7 +84,7 @@ class GPTDataset(Dataset):
         end = self.order.samples.take(rows + 1, axis=0)
         first = self.order.documents.take(begin[:, 0]).astype(np.uint64)
         last = self.order.documents.take(end[:, 0]).astype(np.uint64)
-        return mix(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
+        return splitmix64(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
@@ -112,7 +113,7 @@ def split_ranges(split: str, sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in zip(ends, ends[1:])]
 
 
-def build_order(
+def build_sample_order(
     lengths: NDArray[np.int32], part: range, num_samples: int | None, seq_length: int, seed: int
 ) -> SampleOrder:
     """Build the tables of at least ``num_samples`` samples, or of one epoch.
@@ -154,7 +155,7 @@ def _samples_before_last_epoch(tokens: int, epochs: int, num_samples: int | None
         return None
     before = ((epochs - 1) * tokens - 1) // seq_length
     per_epoch = (tokens - 1) // seq_length
-    return before if num_samples - before < int(SEPARATE_BELOW * per_epoch) else None
+    return before if num_samples - before < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch) else None
 
 
 def _document_index(part: range, epochs: int, separate: bool, random: np.random.RandomState) -> NDArray[np.int32]:

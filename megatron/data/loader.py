@@ -1,7 +1,8 @@
 """From the configuration to the micro-batches of a step.
 
-Every rank reads its own samples from memory-mapped files; nothing is broadcast. The samples of a step are a function of
-the samples consumed before it, so there is no loader state to restore on resume.
+Every rank reads its own samples from memory-mapped files; nothing is broadcast. The samples of a step are a function
+of the samples consumed before it (`rank_micro_batches`), so there is no loader state to restore on resume.
+`build_data` builds the splits; `DataSource.micro_batch` reads samples, applies the masks and returns a `MicroBatch`.
 """
 
 from __future__ import annotations
@@ -13,27 +14,66 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
+from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
 from megatron.config.data_paths import SPLITS, data_sources
-from megatron.config.run import AFTER_DOCUMENTS, DataConfig, TrainingConfig
-from megatron.data.cache import Cache
-from megatron.data.dataset import Dataset, Sample
-from megatron.data.digest import PLACES_PER_BLOCK, digest
+from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
+from megatron.data.build import build_split, file_segment_builders, mock_segment_builders
+from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
+from megatron.data.dataset_info import (
+    TokenizerInfo,
+    check_vocab_size,
+    find_eod_id,
+    find_tokenizer_info,
+    note_missing_records,
+    note_unused_entries,
+)
 from megatron.data.errors import DataError
-from megatron.data.files.open_files import allow_many
-from megatron.data.masks import Masks, document_boundaries
-from megatron.data.sampler import micro_batches
-from megatron.data.splits import kind_of, spoken, titled
-from megatron.data.stretches import generators, lay_out, readers
-from megatron.data.vocabulary import Known, end_of_document, fitting, known_tokenizer, unrecorded, unused_entries
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import raise_open_file_limit
+from megatron.data.masks import MaskBuilder, document_boundaries
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.parallel.microbatch import MicroBatch
+    from megatron.distributed.micro_batch import MicroBatch
+
+
+def rank_micro_batches(
+    consumed_samples: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int, padded: bool = False
+) -> list[range]:
+    """Return the places in the sample stream of each of this rank's micro-batches, in the order of computation.
+
+    The global batch is the next ``global_batch`` places. It is cut into groups of ``micro_batch * dp_size``; of each
+    group, data-parallel rank ``r`` computes places ``[r * micro_batch, (r + 1) * micro_batch)`` (Megatron-LM's "single"
+    order), so a growing batch size never moves a sample to another place.
+
+    Args:
+        consumed_samples: samples read before this batch.
+        global_batch: samples in the global batch.
+        micro_batch: samples in a micro-batch.
+        dp_rank: this rank's data-parallel index.
+        dp_size: number of data-parallel ranks.
+        padded: allow a last group that is not full. Its micro-batches are then shorter, or empty ranges at the end of
+            the global batch; all ranks have equally many.
+
+    Raises:
+        ValueError: when the groups do not fill the global batch and ``padded`` is False, or ``dp_rank`` is out of
+            range.
+    """
+    group = micro_batch * dp_size
+    if group <= 0 or global_batch <= 0 or (global_batch % group and not padded):
+        raise ValueError(
+            f"a global batch of {global_batch} is not a multiple of micro-batch {micro_batch} x DP {dp_size} = {group}"
+        )
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"data-parallel rank {dp_rank} of {dp_size} does not exist")
+    end = consumed_samples + global_batch
+    starts = (first + dp_rank * micro_batch for first in range(consumed_samples, end, group))
+    return [range(min(start, end), min(start + micro_batch, end)) for start in starts]
+
 
 MAX_SUMMARY_SOURCES = 10
-FEW_EPOCHS = 4  # up to here repeated text is almost as good as new text (Muennighoff et al., arXiv 2305.16264)
+MAX_USEFUL_EPOCHS = 4  # up to here repeated text is almost as good as new text (Muennighoff et al., arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
@@ -48,7 +88,7 @@ class DataSource:
     seq_length: int  # tokens per sample
     micro_batch_size: int  # samples per micro-batch
     vocab_size: int  # size of the model's vocabulary; larger ids are errors
-    masks: Masks = field(default_factory=Masks)
+    masks: MaskBuilder = field(default_factory=MaskBuilder)
     padded: bool = False  # whether a global batch may leave micro-batches partly filled
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
@@ -62,7 +102,7 @@ class DataSource:
 
     def _summary_of(self, name: str, count: int) -> list[str]:
         """Describe a split in one line; with several sources, in a line for each of the most-read ones."""
-        title, dataset = f"{titled(name)}{count:,} samples", self.datasets[name]
+        title, dataset = f"{split_heading(name)}{count:,} samples", self.datasets[name]
         readings = sorted(dataset.readings(count), key=lambda reading: -reading.tokens)
         if len(readings) <= 1:
             return [f"{title}, {dataset.describe(count * self.seq_length)}"]
@@ -84,11 +124,11 @@ class DataSource:
         Raises:
             DataError: when the split has no such samples.
         """
-        starts = range(first, stop, PLACES_PER_BLOCK)
-        return self.digest_places(split, (range(at, min(at + PLACES_PER_BLOCK, stop)) for at in starts))
+        starts = range(first, stop, DIGEST_BLOCK)
+        return self.digest_places(split, (range(at, min(at + DIGEST_BLOCK, stop)) for at in starts))
 
     def digest_places(self, split: str, groups: Iterable[range]) -> int:
-        """Return the `digest` of all places in ``groups``, such as those returned by `share`.
+        """Return the `sample_digest` of all places in ``groups``, such as those returned by `share`.
 
         Raises:
             DataError: when the split has no such samples.
@@ -97,7 +137,7 @@ class DataSource:
         for places in groups:
             dataset = self._dataset(split, places)
             numbers = np.arange(places.start, places.stop, places.step)
-            total += digest(numbers, dataset.identities(numbers), int(dataset.fingerprint, 16))
+            total += sample_digest(numbers, dataset.identities(numbers), int(dataset.fingerprint, 16))
         return total % 2**64
 
     def share(self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int) -> list[range]:
@@ -117,7 +157,7 @@ class DataSource:
             DataError: when the split has no such samples.
         """
         self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
-        return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
+        return rank_micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
 
     def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
         """Read the samples at ``places`` as a micro-batch of step ``step``, padded to the micro-batch size.
@@ -131,7 +171,7 @@ class DataSource:
         self._dataset(split, places)
         import torch  # here, so that tools that only build the index do not wait for the import
 
-        from megatron.parallel.microbatch import MicroBatch
+        from megatron.distributed.micro_batch import MicroBatch
 
         def tensor(column: NDArray[Any]) -> torch.Tensor:
             host = torch.from_numpy(column)
@@ -158,12 +198,12 @@ class DataSource:
     def _dataset(self, split: str, places: range) -> Dataset:
         """Return the dataset of a split after checking that it has ``places``."""
         if split not in self.datasets:
-            has = " and ".join(map(spoken, self.datasets))
-            raise DataError(f"there are no {spoken(split)} samples in this run: it has {has or 'none'}")
+            has = " and ".join(map(split_label, self.datasets))
+            raise DataError(f"there are no {split_label(split)} samples in this run: it has {has or 'none'}")
         dataset = self.datasets[split]
         if places and (places[0] < 0 or places[-1] >= len(dataset)):
             outside = places[0] if places[0] < 0 else places[-1]
-            raise DataError(f"{spoken(split)} sample {outside} is out of range: this run has {len(dataset)}")
+            raise DataError(f"{split_label(split)} sample {outside} is out of range: this run has {len(dataset)}")
         return dataset
 
     def _sample(self, split: str, i: int) -> Sample:
@@ -171,16 +211,16 @@ class DataSource:
         sample = self.datasets[split][i]
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
-            source = source_of(self.datasets[split], i)
+            source = find_source(self.datasets[split], i)
             raise DataError(
-                f"{spoken(split)} sample {i} holds id {low if low < 0 else high}, "
+                f"{split_label(split)} sample {i} holds id {low if low < 0 else high}, "
                 f"but the vocabulary has ids 0..{self.vocab_size - 1}" + (f"; it is from {source}" if source else ""),
                 f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
             )
         return sample
 
 
-def source_of(dataset: Dataset, i: int) -> str | None:
+def find_source(dataset: Dataset, i: int) -> str | None:
     """Return the source that sample ``i`` is read from; None for generated data."""
     pairs = zip(dataset.readings(i), dataset.readings(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
@@ -191,20 +231,20 @@ def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, 
 
     ``begin`` is (steps taken, samples consumed) where the run begins.
     """
-    evaluation = training.eval_iters * global_batch(training, dp_size)
-    steps = total_steps(training, dp_size, *begin)
+    evaluation = training.eval_iters * full_global_batch_size(training, dp_size)
+    steps = final_iteration(training, dp_size, *begin)
     evaluations = steps // training.eval_interval + 1 if training.eval_interval else 1
-    train = total_samples(training, dp_size, *begin)
+    train = planned_samples(training, dp_size, *begin)
     return {"train": train, "valid": evaluations * evaluation, "test": evaluation}
 
 
 def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
     """Return the samples per kind of split that the run reads; every evaluation reads the same ones."""
-    evaluation = training.eval_iters * global_batch(training, dp_size)
-    return {"train": trained_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
+    evaluation = training.eval_iters * full_global_batch_size(training, dp_size)
+    return {"train": final_consumed_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
 
 
-def samples_read(
+def split_sample_counts(
     data: DataConfig,
     training: TrainingConfig,
     dp_size: int,
@@ -214,7 +254,7 @@ def samples_read(
     """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
     requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
     names = split_names(data, training.eval_iters > 0) if splits is None else splits
-    return {name: used[kind_of(name)] for name in names if requested[kind_of(name)] > 0}
+    return {name: used[split_kind(name)] for name in names if requested[split_kind(name)] > 0}
 
 
 def build_data(
@@ -241,27 +281,31 @@ def build_data(
         DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
         UserError: when the data path options are invalid.
     """
-    allow_many()
-    known = known_tokenizer(data, vocab_size)
-    fitting(known, vocab_size)
-    masks = masks_of(data, known, vocab_size)
+    raise_open_file_limit()
+    known = find_tokenizer_info(data, vocab_size)
+    check_vocab_size(known, vocab_size)
+    masks = build_masks(data, known, vocab_size)
     requested = requested_samples(training, dp_size, begin)
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
-    used = samples_read(data, training, dp_size, begin, splits)
-    cache = None if data.data_cache_path is None else Cache(data.data_cache_path)
-    builders, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, used, training, cache)
+    used = split_sample_counts(data, training, dp_size, begin, splits)
+    cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
+    builders, notes = (
+        (mock_segment_builders(training, vocab_size), [])
+        if data.mock_data
+        else file_segment_builders(data, used, training, cache)
+    )
     used = {name: count for name, count in used.items() if name in builders}
     datasets: dict[str, Dataset] = {}
     segments: dict[str, tuple[int, ...]] = {}
     for name, count in used.items():
-        planned = frozen.get(name) or (requested[kind_of(name)],)
-        datasets[name], segments[name] = lay_out(name, builders[name], planned, count)
+        planned = frozen.get(name) or (requested[split_kind(name)],)
+        datasets[name], segments[name] = build_split(name, builders[name], planned, count)
     all_notes = (
-        repeated(datasets, used),
-        unused_entries(known, vocab_size),
-        unrecorded(data),
+        note_repeated_data(datasets, used),
+        note_unused_entries(known, vocab_size),
+        note_missing_records(data),
         *notes,
-        *(extended(name, frozen[name], segments[name]) for name in used if name in frozen),
+        *(note_extended_data(name, frozen[name], segments[name]) for name in used if name in frozen),
         *(() if cache is None else cache.notes),
     )
     return DataSource(
@@ -281,20 +325,20 @@ def split_names(data: DataConfig, evaluates: bool) -> list[str]:
     """Return the splits of a run: those with data, and those it requires."""
     has = list(SPLITS) if data.mock_data else list(data_sources(data))
     needs = ("train", "valid") if evaluates else ("train",)
-    missing = [kind for kind in needs if kind not in map(kind_of, has)]
-    return sorted([*has, *missing], key=lambda name: SPLITS.index(kind_of(name)))
+    missing = [kind for kind in needs if kind not in map(split_kind, has)]
+    return sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
 
 
-def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
+def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> MaskBuilder:
     """Return the masks of a run.
 
     Raises:
         DataError: when the end-of-document id is needed and unknown, or ``--eod-id`` is invalid.
     """
     if data.mock_data:
-        return Masks()
-    wanted = [flag for flag in AFTER_DOCUMENTS if getattr(data, flag)]
-    eod = end_of_document(data, known, vocab_size)
+        return MaskBuilder()
+    wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
+    eod = find_eod_id(data, known, vocab_size)
     if wanted and eod is None:
         flag = f"--{wanted[0].replace('_', '-')}"
         raise DataError(
@@ -303,26 +347,29 @@ def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         )
     pad = None if known is None else known.pad
-    return Masks(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return MaskBuilder(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
-def repeated(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
+def note_repeated_data(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
     """Return a note if training reads a source more than a few times."""
     readings = datasets["train"].readings(used["train"]) if "train" in datasets else ()
     most = max(readings, key=lambda reading: reading.epochs, default=None)
-    return None if most is None else many_epochs(most.source, most.epochs)
+    return None if most is None else note_many_epochs(most.source, most.epochs)
 
 
-def many_epochs(source: str, epochs: float) -> str | None:
+def note_many_epochs(source: str, epochs: float) -> str | None:
     """Return a note if ``epochs`` of a source are more than a few."""
-    if epochs <= FEW_EPOCHS:
+    if epochs <= MAX_USEFUL_EPOCHS:
         return None
-    return f"training reads {source} {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
+    return (
+        f"training reads {source} {epochs:,.1f} times; "
+        f"beyond {MAX_USEFUL_EPOCHS}, more text is worth more than more epochs"
+    )
 
 
-def extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
+def note_extended_data(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
     """Return a note if a resumed run added segments to a split."""
     if len(after) == len(before):
         return None
     planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
-    return f"the {spoken(split)} data were planned for {planned} samples; {more} more follow"
+    return f"the {split_label(split)} data were planned for {planned} samples; {more} more follow"

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BLANK = 0  # replaces the padding id in tokens and labels
+PAD_REPLACEMENT = 0  # replaces the padding id in tokens and labels
 
 
-class Columns(NamedTuple):
+class BatchArrays(NamedTuple):
     """A micro-batch as arrays."""
 
     tokens: NDArray[np.int64]  # int64 [b, s], the model's inputs
@@ -26,17 +26,17 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Masks:
+class MaskBuilder:
     """Which masks a run derives from the special ids in its samples."""
 
     eod: int | None = None  # the id that ends a document; None if no mask needs it
     pad: int | None = None  # the padding id; None if there is none, or if it has another meaning too
     reset_positions: bool = False  # restart positions in every document
     reset_attention: bool = False  # no attention across documents
-    drop_eod: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
+    mask_eod_loss: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
 
     def __post_init__(self) -> None:
-        if self.eod is None and (self.reset_positions or self.reset_attention or self.drop_eod):
+        if self.eod is None and (self.reset_positions or self.reset_attention or self.mask_eod_loss):
             raise ValueError("document masks need the end-of-document id")
 
     def describe(self) -> str | None:
@@ -44,23 +44,23 @@ class Masks:
         effects = (
             (self.reset_attention, "no attention across documents"),
             (self.reset_positions, "positions restart in each"),
-            (self.drop_eod, "no loss on the first token of each"),
+            (self.mask_eod_loss, "no loss on the first token of each"),
         )
         active = [text for flag, text in effects if flag]
         return f"end with id {self.eod}: {', '.join(active)}" if active else None
 
-    def columns(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> Columns:
+    def columns(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
         positions = documents = None
         if self.eod is not None:
             positions = document_positions(tokens, self.eod) if self.reset_positions else None
             documents = document_ids(tokens, self.eod) if self.reset_attention else None
-            loss_mask[(tokens == self.eod) & self.drop_eod] = 0.0
+            loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
-            tokens, labels = (np.where(ids == self.pad, BLANK, ids) for ids in (tokens, labels))
-        return Columns(tokens, labels, loss_mask, positions, documents)
+            tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
+        return BatchArrays(tokens, labels, loss_mask, positions, documents)
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:

@@ -1,4 +1,7 @@
-"""Autoregressive generation with a key/value cache.
+"""Autoregressive generation with a key/value cache, and sampling of the next token.
+
+A continuation depends on the prompt, its index and the seed only: random numbers are a hash of these and the
+position, so the batch and the number of tensor-parallel ranks do not change the text.
 
 Shapes: S tokens, B prompts, V vocabulary size.
 """
@@ -6,16 +9,96 @@ Shapes: S tokens, B prompts, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.inference.errors import InferenceError
-from megatron.inference.sampling import Sampling, draw, sample
-from megatron.layers.cache import KVCache
+from megatron.distributed.random import stable_hash
+from megatron.inference.text import InferenceError
+from megatron.layers.kv_cache import KVCache
 from megatron.model.gpt import GPTChunk
 
-OnToken = Callable[[int, int, bool], None]
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters. Invalid values raise InferenceError."""
+
+    temperature: float = 1.0  # divides the logits; 0 is greedy decoding
+    top_k: int | None = None  # keep the k most likely tokens and ties with the k-th; None for all
+    top_p: float | None = None  # keep the fewest most likely tokens with this total probability; None for all
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InferenceError(f"temperature {self.temperature}: must be at least 0", "--temperature 0.8", "--greedy")
+        if self.top_k is not None and self.top_k < 1:
+            raise InferenceError(f"top-k {self.top_k}: must be at least 1", "--top-k 50")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise InferenceError(f"top-p {self.top_p}: must be above 0 and at most 1", "--top-p 0.95")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def sample_tokens(logits_BV: Tensor, sampling: SamplingParams, draws_B: Tensor) -> Tensor:
+    """Sample one token per prompt, int64 ``[B]``.
+
+    Args:
+        logits_BV: logits of the next token.
+        sampling: sampling parameters.
+        draws_B: fp64 numbers in [0, 1); the token is the first whose cumulative probability exceeds the number.
+
+    Raises:
+        InferenceError: if the logits are not finite.
+
+    """
+    if not logits_BV.isfinite().all():
+        raise InferenceError(
+            "the model's logits are not finite: its weights are NaN or infinite, or overflow in 16 bits"
+        )
+    if sampling.greedy:
+        return logits_BV.argmax(-1)
+    cumulative_BV = filter_logits(logits_BV, sampling).softmax(-1).cumsum(-1)
+    cumulative_BV /= cumulative_BV[:, -1:].clone()  # the last entry is exactly 1, above every draw
+    return torch.searchsorted(cumulative_BV, draws_B.unsqueeze(1), right=True).squeeze(1)
+
+
+def filter_logits(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
+    """Scale logits by the temperature and set filtered tokens to -inf; fp64, the largest logit is 0.
+
+    Top-k is applied before top-p. The order and the treatment of ties under top-k are those of `transformers`.
+    """
+    logits_BV = logits_BV.double()
+    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # before dividing, so that the largest logit stays 0
+    # a tensor, because CUDA replaces the division by a Python number with a multiplication by its reciprocal
+    logits_BV = shifted_BV / shifted_BV.new_tensor(sampling.temperature)
+    if sampling.top_k is not None:
+        kth_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        logits_BV = _filter_top_p(logits_BV, sampling.top_p)
+    return logits_BV
+
+
+def _filter_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
+    """Apply nucleus sampling (Holtzman et al. 2020): keep tokens if all more likely ones sum to less than ``top_p``."""
+    sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
+    probabilities_BV = sorted_BV.softmax(-1)
+    likelier_BV = probabilities_BV.cumsum(-1) - probabilities_BV
+    likelier_BV = torch.empty_like(likelier_BV).scatter_(1, order_BV, likelier_BV)  # back to the order of IDs
+    return logits_BV.masked_fill(likelier_BV >= top_p, float("-inf"))
+
+
+def uniform_draw(seed: int, prompt: int, position: int) -> float:
+    """Return a uniform number in [0, 1) that depends only on seed, prompt index and token position."""
+    return (stable_hash("sample", seed, prompt, position) >> 10) * 2.0**-53
+
+
+TokenCallback = Callable[[int, int, bool], None]
 """Called with the prompt's index, the token, and whether it is the prompt's last."""
 
 
@@ -23,9 +106,9 @@ def generate(
     chunk: GPTChunk,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     stop_ids: Collection[int] = (),
-    on_token: OnToken | None = None,
+    on_token: TokenCallback | None = None,
     batch_size: int = 8,
 ) -> list[list[int]]:
     """Generate a continuation of each prompt. Collective over the tensor-parallel ranks; the result is equal on all.
@@ -48,7 +131,7 @@ def generate(
         InferenceError: if the model cannot continue the prompts, or its logits are not finite.
 
     """
-    check(chunk.config, prompts, max_new_tokens)
+    check_prompts(chunk.config, prompts, max_new_tokens)
     chunk.eval()
     new: list[list[int]] = [[] for _ in prompts]
 
@@ -70,7 +153,7 @@ def _generate_batch(
     prompts: Sequence[Sequence[int]],
     first: int,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     add_token: Callable[[int, int], bool],
 ) -> None:
     """Continue the prompts from index ``first`` together until ``add_token`` has returned True for each."""
@@ -83,9 +166,9 @@ def _generate_batch(
     unfinished = set(range(len(prompts)))
     while unfinished:
         logits_BV = chunk.logits(tokens_BS, cache, last=1)[0]
-        draws = [draw(sampling.seed, first + index, position) for index, position in enumerate(lengths)]
+        draws = [uniform_draw(sampling.seed, first + index, position) for index, position in enumerate(lengths)]
         draws_B = torch.tensor(draws, dtype=torch.float64).to(device)
-        chosen_B = sample(logits_BV, sampling, draws_B)
+        chosen_B = sample_tokens(logits_BV, sampling, draws_B)
         for index, token in enumerate(chosen_B.tolist()):
             if index in unfinished and add_token(first + index, token):
                 unfinished.discard(index)
@@ -93,7 +176,7 @@ def _generate_batch(
         lengths = [length + 1 for length in lengths]
 
 
-def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Check that the model can continue the prompts.
 
     Raises:

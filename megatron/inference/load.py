@@ -1,4 +1,8 @@
-"""Load a trained model from a checkpoint or a Hugging Face folder for inference."""
+"""Load a trained model from a checkpoint or a Hugging Face folder for inference.
+
+`open_pretrained` reads the model, tokenizer and stop tokens; `PretrainedModel.build` builds the model on this rank
+and reads its shards of the weights.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +13,45 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.remote import Location, location
-from megatron.config.checks import layout
-from megatron.config.hf import CONFIG
+from megatron.arguments.checks import parallel
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.object_store import Location, parse_location
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import HUGGING_FACE, RunConfig, TrainingConfig
-from megatron.convert.checkpoint import (
-    GENERATION,
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
+from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights, read_model_config
+from megatron.convert.saved_model import (
+    GENERATION_CONFIG_FILE,
     SavedModel,
-    by_their_names,
-    carried_by,
-    carried_files,
+    by_huggingface_names,
+    find_tokenizer_files,
     open_checkpoint,
+    saved_tokenizer_files,
 )
-from megatron.convert.hf_folder import HFSource, read_model
-from megatron.inference.errors import InferenceError
-from megatron.inference.text import Codec, open_codec
-from megatron.model.fill import Source, fill
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.inference.text import Codec, InferenceError, open_codec
+from megatron.layers.build import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.parallel.build import DTYPES, BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class PretrainedModel:
     """A model on disk."""
 
     model: ModelConfig
     dtype: torch.dtype  # of training, or of the stored weights
-    source: Source  # of the weights
+    source: WeightSource  # of the weights
     codec: Codec
     stop_ids: frozenset[int]  # tokens that end a text
     notes: tuple[str, ...] = ()  # which checkpoint was chosen, and which were skipped
 
     def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
         """Build the model and read this rank's shards of the weights."""
-        context = BuildContext(mesh, GradSink(), dtype, device, initialised=False)
+        context = BuildContext(mesh, GradAccumulator(), dtype, device, initialised=False)
         chunk = build_gpt(self.model, TrainingConfig(), context)
-        fill(chunk.specs, chunk.params, self.source)
+        fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()
 
     def encode(self, text: str) -> list[int]:
@@ -58,7 +60,7 @@ class Pretrained:
         return ids if ids or self.codec.end is None else [self.codec.end]
 
 
-def open_pretrained(load: str, step: int | None = None, average: bool = False) -> Pretrained:
+def open_pretrained(load: str, step: int | None = None, average: bool = False) -> PretrainedModel:
     """Open the model of ``--load``.
 
     Args:
@@ -72,35 +74,37 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
         UserError: if the configuration of a Hugging Face folder is not supported.
 
     """
-    if load in ("", HUGGING_FACE):
-        raise InferenceError(f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE}DIR")
-    if not load.startswith(HUGGING_FACE):
-        return _open_checkpoint(location(load), step, average)
+    if load in ("", HUGGING_FACE_PREFIX):
+        raise InferenceError(
+            f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE_PREFIX}DIR"
+        )
+    if not load.startswith(HUGGING_FACE_PREFIX):
+        return _open_checkpoint(parse_location(load), step, average)
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
         raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
-    folder = Path(load.removeprefix(HUGGING_FACE))
-    model = read_model(folder)
-    source = HFSource(folder, model)
-    files = by_their_names({**carried_files(folder), CONFIG: folder / CONFIG})
+    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
+    model = read_model_config(folder)
+    source = HuggingFaceWeights(folder, model)
+    files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
     codec = open_codec(files)
-    return Pretrained(model, source.dtype, source, codec, stop_ids(files, codec))
+    return PretrainedModel(model, source.dtype, source, codec, stop_ids(files, codec))
 
 
-def _open_checkpoint(path: Location, step: int | None, average: bool) -> Pretrained:
-    if (path / CONFIG).is_file() and not Checkpoints(path).named():
+def _open_checkpoint(path: Location, step: int | None, average: bool) -> PretrainedModel:
+    if (path / CONFIG_FILE).is_file() and not CheckpointFolder(path).named():
         seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
-        raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")
+        raise InferenceError(seen, f"--load {HUGGING_FACE_PREFIX}{path}")
     manifest, notes = open_checkpoint(path, step)
-    saved, files = SavedModel(manifest, average), by_their_names(carried_by(manifest))
+    saved, files = SavedModel(manifest, average), by_huggingface_names(saved_tokenizer_files(manifest))
     codec = open_codec(files)
-    return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
+    return PretrainedModel(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 
 
 def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
     """Return the tokens that end a text, from generation_config.json, else config.json, else the tokenizer."""
-    for name in (GENERATION, CONFIG):
+    for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
             named = json.loads(files.get(name, b"{}")).get("eos_token_id")
             ids = named if isinstance(named, list) else [named]
@@ -111,7 +115,7 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
     return frozenset() if codec.end is None else frozenset({codec.end})
 
 
-def check_layout(model: ModelConfig, tp: int, world_size: int) -> None:
+def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:
     """Raise InferenceError unless the model can be sharded over ``tp`` ranks, which must be all ranks."""
     if tp != world_size:
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"
@@ -125,4 +129,8 @@ def check_layout(model: ModelConfig, tp: int, world_size: int) -> None:
 
 def _layout_errors(model: ModelConfig, tp: int) -> list[str]:
     config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-    return [problem.sentence for check in (layout.heads, layout.widths) for problem in check(config, tp)]
+    return [
+        problem.sentence
+        for check in (parallel.check_heads_divide, parallel.check_mlp_divides)
+        for problem in check(config, tp)
+    ]

@@ -1,15 +1,26 @@
-"""Encode prompts, decode token IDs, and decode incrementally while tokens are generated."""
+"""Encode prompts, decode tokens incrementally while they are generated, and print continuations in order.
+
+`open_codec` returns the model's tokenizer, or a codec of decimal IDs if it has none. `ContinuationPrinter` prints
+several continuations one after the other although they are generated together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, TextIO
 
 from tokenizers import Tokenizer
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.huggingface import TOKENIZER, end_of_text
-from megatron.inference.errors import InferenceError
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id
+
+
+class InferenceError(ValueError):
+    """A request that cannot be fulfilled; the message states the problem and fixes."""
+
+    def __init__(self, seen: str, *fixes: str) -> None:
+        super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
+
 
 REPLACEMENT = "\ufffd"
 
@@ -32,13 +43,13 @@ class TextCodec:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Read the tokenizer from its files, given by name."""
         try:
-            self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+            self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER_JSON])
         except Exception as error:  # the library raises plain Exception
-            raise InferenceError(f"{TOKENIZER} cannot be read: {error}") from error
+            raise InferenceError(f"{TOKENIZER_JSON} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         try:
-            self.end = end_of_text(files, self._tokenizer.get_vocab(with_added_tokens=True))
+            self.end = find_eod_id(files, self._tokenizer.get_vocab(with_added_tokens=True))
         except DataError as error:
             raise InferenceError(str(error)) from error
 
@@ -74,10 +85,10 @@ class IdCodec:
 
 def open_codec(files: Mapping[str, bytes]) -> Codec:
     """Return the codec of the tokenizer in a model's ``files``, or of decimal IDs without a tokenizer."""
-    return TextCodec(files) if TOKENIZER in files else IdCodec()
+    return TextCodec(files) if TOKENIZER_JSON in files else IdCodec()
 
 
-class TextStream:
+class IncrementalDecoder:
     """Decodes tokens one by one; a character is returned once all its bytes are there.
 
     The concatenated results of :meth:`push` and :meth:`flush` are the text of all IDs after the prompt.
@@ -110,3 +121,66 @@ class TextStream:
             self._context_start = self._returned
             self._returned = len(self._ids)
         return text
+
+
+class ContinuationPrinter:
+    """Writes prompts and continuations in order; the first unfinished continuation is printed as it grows.
+
+    Args:
+        out: output stream.
+        codec: decodes the tokens.
+        texts: texts of the prompts.
+        prompts: token IDs of the prompts.
+        hidden: tokens that are not printed.
+        live: whether to print text before its continuation is complete.
+
+    """
+
+    def __init__(
+        self,
+        out: TextIO,
+        codec: Codec,
+        texts: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        hidden: Collection[int],
+        live: bool,
+    ) -> None:
+        self._out = out
+        self._texts = texts
+        self._hidden = hidden
+        self._live = live
+        self._streams = [IncrementalDecoder(codec, prompt) for prompt in prompts]
+        self._unwritten = ["" for _ in texts]
+        self._complete = [False for _ in texts]
+        self._current = 0
+        self._write_prompt()
+
+    def token(self, prompt: int, token: int, last: bool) -> None:
+        """Add the next token of a prompt."""
+        stream = self._streams[prompt]
+        self._unwritten[prompt] += "" if token in self._hidden else stream.push(token)
+        if last:
+            self._unwritten[prompt] += stream.flush()
+            self._complete[prompt] = True
+        self._write()
+
+    def _write(self) -> None:
+        while self._current < len(self._texts):
+            complete = self._complete[self._current]
+            if complete or self._live:
+                self._out.write(self._unwritten[self._current] + "\n" * complete)
+                self._unwritten[self._current] = ""
+            if not complete:
+                break
+            self._current += 1
+            self._write_prompt()
+        self._out.flush()
+
+    def _write_prompt(self) -> None:
+        """Write the current prompt, with its number if there are several."""
+        if self._current == len(self._texts):
+            return
+        if len(self._texts) > 1:
+            self._out.write("\n" * (self._current > 0) + f"--- {self._current + 1} of {len(self._texts)}\n")
+        self._out.write(self._texts[self._current])
+        self._out.flush()

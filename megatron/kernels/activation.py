@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-Activation = Callable[[Tensor, str], Tensor]
+ActivationKernel = Callable[[Tensor, str], Tensor]
 """``activation(x, name) -> y``, ``name`` one of :data:`ACTIVATIONS`."""
 
 
@@ -35,15 +35,15 @@ def activation(x: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](x)
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     x = 2.0 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def trial(name: str) -> Trial:
-        return Trial(lambda f, t: (f(t[0], name),), (x,))
+    def trial(name: str) -> KernelCheck:
+        return KernelCheck(lambda f, t: (f(t[0], name),), (x,))
 
     return [trial(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind, because each takes time to compile
 
 
 ACTIVATION = Operation(
-    {"compiled": Candidate(compiled(activation), no_compiler), "torch": Candidate(lambda: activation)}, _trials
+    {"compiled": Candidate(compiled(activation), compiler_missing), "torch": Candidate(lambda: activation)}, _trials
 )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
+from megatron.kernels.operation import Candidate, KernelCheck, Operation, missing_modules
 
-CHUNK = 1 << 16
+APEX_CHUNK = 1 << 16
 """Elements per block of apex's kernel; the size that apex itself uses."""
 
 
@@ -39,7 +39,7 @@ class AdamSettings:
     eps: float
 
 
-Adam = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor], None]
+AdamKernel = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor], None]
 """``adam(state, grads, settings, lr, weight_decay, skip)``: AdamW, bias-corrected (Loshchilov & Hutter 2019).
 
 ``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is 1 nothing changes, including
@@ -78,10 +78,10 @@ def adam(
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "apex needs fp32 weights on a GPU"
-    return not_installed("amp_C")
+    return missing_modules("amp_C")
 
 
-def _apex() -> Adam:
+def _apex() -> AdamKernel:
     """Load apex's ``multi_tensor_adam_capturable``, which reads learning rate, count and skip from the device."""
     kernels: Any = importlib.import_module("amp_C")
 
@@ -96,7 +96,7 @@ def _apex() -> Adam:
         rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=skip.device)
         torch._foreach_add_(state.step_counts, 1.0 - skip)
         kernels.multi_tensor_adam_capturable(
-            CHUNK,
+            APEX_CHUNK,
             skip.to(torch.int32).view(1),
             [list(grads), state.params, state.exp_avgs, state.exp_avg_sqs],
             rate.view(1),
@@ -113,13 +113,13 @@ def _apex() -> Adam:
     return apex_adam
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     """Compare moments, counts and the change of the weights (more sensitive than the weights) after three steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((7, 5), (3,))
     params, *grads = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4))
 
-    def run(f: Adam, t: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(f: AdamKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
         tensors = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in t]
         before, grads = tensors[:2], tensors[2:]
         after = [p.clone() for p in before]
@@ -132,7 +132,7 @@ def _trials() -> Sequence[Trial]:
         changes = [a - b for a, b in zip(after, before)]
         return [*changes, *moments[0], *moments[1], *counts]
 
-    return [Trial(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
+    return [KernelCheck(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
 
 
 ADAM = Operation({"apex": Candidate(_apex, _apex_missing), "torch": Candidate(lambda: adam)}, _trials)

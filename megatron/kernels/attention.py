@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.operation import HALF, Candidate, Operation, Trial, half_on_gpu, not_installed
+from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 
-def attention_mask(
+def make_attention_mask(
     seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
 ) -> Tensor:
     """Return a boolean mask ``[B or 1, 1, S, T]``: causal, within the sliding window, within the document.
@@ -37,7 +37,7 @@ def attention_mask(
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Causal attention mask, optionally limited to a sliding window and to documents.
 
     Kernels that need no explicit mask read the fields; the others take :attr:`dense`.
@@ -60,7 +60,7 @@ class Sight:
         """The mask as a boolean tensor, or None for a plain causal mask. Made on first use: it may be large."""
         if self.window is None and self.documents is None and self.first_query == 0:
             return None
-        return attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
+        return make_attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
 
     @cached_property
     def boundaries(self) -> Tensor:
@@ -78,15 +78,15 @@ class Sight:
         return torch.cat((starts_BS.flatten().nonzero().flatten(), end)).int()
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, Sight], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 """``attention(q_SBND, k_TBGD, v_TBGD, mask) -> y_SBND``."""
 
 
-def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
     """Compute attention with SDPA, which picks among PyTorch's kernels."""
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
-    if queries > 1 and q_SBND.is_cuda and not (mask.dense is None and q_SBND.dtype in HALF):
+    if queries > 1 and q_SBND.is_cuda and not (mask.dense is None and q_SBND.dtype in HALF_DTYPES):
         # CUDA's kernel for masks and fp32 lacks GQA; without copies torch would store the full score matrix.
         k_BGTD, v_BGTD = (t.repeat_interleave(queries, dim=1) for t in (k_BGTD, v_BGTD))
     grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
@@ -96,7 +96,7 @@ def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
     return y_BNSD.permute(2, 0, 1, 3)
 
 
-def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
     """Compute attention with cuDNN where it supports the inputs; dense masks go to :func:`sdpa`."""
     if mask.dense is not None:
         return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
@@ -117,14 +117,14 @@ def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 def _flash_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if not half_on_gpu(device, dtype):
         return "flash-attn needs bf16 or fp16 on a GPU"
-    return not_installed("flash_attn")
+    return missing_modules("flash_attn")
 
 
-def _flash() -> Attention:
+def _flash() -> AttentionKernel:
     """Load the flash-attn package (version 2); documents become separate sequences."""
     package: Any = importlib.import_module("flash_attn")
 
-    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
         if mask.first_query > 0:
             return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
@@ -144,18 +144,18 @@ def _flash() -> Attention:
     return flash_attn
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(32, 2, 4, 64, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 32, 2, 2, 64, generator=generator, dtype=torch.float64)
     documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
 
-    def trial(window: int | None, documents: Tensor | None) -> Trial:
-        def run(f: Attention, t: Sequence[Tensor]) -> Sequence[Tensor]:
+    def trial(window: int | None, documents: Tensor | None) -> KernelCheck:
+        def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
-            return (f(t[0], t[1], t[2], Sight(32, t[0].device, window, parts)),)
+            return (f(t[0], t[1], t[2], AttentionMask(32, t[0].device, window, parts)),)
 
-        return Trial(run, (q, k, v))
+        return KernelCheck(run, (q, k, v))
 
     return [trial(window, parts) for parts in (None, documents) for window in (None, 7)]
 

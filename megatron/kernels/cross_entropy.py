@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropyKernel:
     """Three passes over the logits. Each may overwrite its input ``work_CV``, which is passed on to the next."""
 
     # (logits_CV, held) -> (work_CV, top_C): the largest of the first ``held`` logits, in at least fp32; the rest is
@@ -56,7 +56,7 @@ def _gradient(
     return work_CV.scatter_add_(1, row_C.unsqueeze(1), (-mask_C).where(mine_C, 0.0).unsqueeze(1)).to(dtype)
 
 
-IN_PLACE = CrossEntropy(_top, _sums, _gradient)
+EAGER_CROSS_ENTROPY = CrossEntropyKernel(_top, _sums, _gradient)
 """Eager implementation: one fp32 copy of the logits becomes the exponentials and then the gradient in place."""
 
 
@@ -89,7 +89,7 @@ def _streamed_gradient(
     logits_CV.copy_(d_CV)
 
 
-def _streamed() -> CrossEntropy:
+def _streamed() -> CrossEntropyKernel:
     """Compile the passes: logits stay in the dtype of the matrix product, and exponentials are never stored.
 
     The logits are read three times, and overwritten once by the gradient.
@@ -109,25 +109,25 @@ def _streamed() -> CrossEntropy:
         gradient(work_CV, top_C, scale_C, mask_C, row_C, mine_C, held)
         return work_CV
 
-    return CrossEntropy(lambda logits_CV, held: (logits_CV, top(logits_CV, held)), sums, gradient_in_place)
+    return CrossEntropyKernel(lambda logits_CV, held: (logits_CV, top(logits_CV, held)), sums, gradient_in_place)
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(7, 24, generator=generator, dtype=torch.float64)
     scale, mask = torch.rand(2, 7, generator=generator, dtype=torch.float64)
     row = torch.randint(0, 21, (7,), generator=generator)
 
-    def run(f: CrossEntropy, t: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(f: CrossEntropyKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
         logits, scale, mask, row, mine = t
         wide = torch.promote_types(logits.dtype, torch.float32)
         work, top = f.top(logits, 21)
         sums = f.sums(work, top, row, mine > 0, 21)
         return top, sums, f.gradient(work, top, scale.to(wide), mask.to(wide), row, mine > 0, 21, logits.dtype)
 
-    return [Trial(run, (logits, scale, mask, row, (torch.arange(7) % 3 > 0).long()), differentiated=False)]
+    return [KernelCheck(run, (logits, scale, mask, row, (torch.arange(7) % 3 > 0).long()), differentiated=False)]
 
 
 CROSS_ENTROPY = Operation(
-    {"compiled": Candidate(_streamed, no_compiler), "torch": Candidate(lambda: IN_PLACE)}, _trials
+    {"compiled": Candidate(_streamed, compiler_missing), "torch": Candidate(lambda: EAGER_CROSS_ENTROPY)}, _trials
 )

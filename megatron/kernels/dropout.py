@@ -1,4 +1,7 @@
-"""Counter-based dropout: the mask is a hash of global coordinates, equal in every layout and implementation."""
+"""Counter-based dropout, and the stateless random bits behind it.
+
+The mask is a hash of global coordinates, equal in every layout and implementation, and under recomputation.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,47 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.hashing import MASK, mix
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-Dropout = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
+MASK = 0xFFFFFFFF
+
+
+def mix(x: Tensor) -> Tensor:
+    """Hash 32-bit integers, stored in int64, bijectively; every input bit affects all output bits."""
+    x = x & MASK
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & MASK
+    return (x >> 16) ^ x
+
+
+def random_bits(key: int, step: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return 32 random bits per row and column, a pure function of key, step, row and column.
+
+    Args:
+        key: 63 bits, a hash of the purpose.
+        step: int64 scalar on the device of the others.
+        rows: int64 ``[R]``.
+        columns: int64 ``[C]``.
+
+    Returns:
+        int32 ``[R, C]``.
+
+    """
+    low = mix(step ^ (key & MASK))
+    high = mix(low ^ (key >> 32))
+    heads = mix(mix((rows & MASK) ^ low) ^ (rows >> 32) ^ high)
+    return _mix_in_place(heads.to(torch.int32).unsqueeze(1) ^ columns.to(torch.int32))
+
+
+def _mix_in_place(x: Tensor) -> Tensor:
+    """Compute :func:`mix` of int32 values, whose products wrap around; takes a quarter of its time."""
+    for _ in range(2):
+        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x45D9F3B)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+DropoutKernel = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
 """``dropout(x_SBH, probability, key, samples_B, first_row) -> y_SBH``."""
 
 
@@ -49,12 +88,12 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
     return mix(rows ^ mix(channels + 1)) >= int(probability * (MASK + 1))
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     key, samples = torch.tensor(0x1234_5678_9ABC_DEF0), torch.tensor([7, 3_000_000_000])
-    return [Trial(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
+    return [KernelCheck(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
 
 
 DROPOUT = Operation(
-    {"compiled": Candidate(compiled(dropout), no_compiler), "torch": Candidate(lambda: dropout)}, _trials
+    {"compiled": Candidate(compiled(dropout), compiler_missing), "torch": Candidate(lambda: dropout)}, _trials
 )

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import HALF, Candidate, Operation, Trial, not_installed
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 
-Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32."""
 
-AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+AddNormKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 """``add_norm(x_RW, y_RW, weight_W, bias_W, eps) -> (x + y, norm(x + y))``."""
 
 
@@ -30,7 +30,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
-    if x.dtype in HALF and x.device.type == "cpu":
+    if x.dtype in HALF_DTYPES and x.device.type == "cpu":
         # torch's CPU kernel would sum the gradients of weight and bias over rows in 16 bits.
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -45,10 +45,10 @@ def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: flo
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "apex needs fp32, bf16 or fp16 on a GPU"
-    return not_installed("apex", "fused_layer_norm_cuda")
+    return missing_modules("apex", "fused_layer_norm_cuda")
 
 
-def _apex() -> Norm:
+def _apex() -> NormKernel:
     """Load apex's fused norms."""
     fused: Any = importlib.import_module("apex.normalization.fused_layer_norm")
 
@@ -63,32 +63,32 @@ def _apex() -> Norm:
     return apex_norm
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 6, 3, 64, generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
     return [
-        Trial(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
-        Trial(lambda f, t: (f(t[0], t[1], t[2], 1e-5),), (y, weight, bias)),
+        KernelCheck(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
+        KernelCheck(lambda f, t: (f(t[0], t[1], t[2], 1e-5),), (y, weight, bias)),
     ]
 
 
-def _sum_trials() -> Sequence[Trial]:
+def _sum_trials() -> Sequence[KernelCheck]:
     (x, weight), (y, _, bias) = (trial.inputs for trial in _trials())
     return [
-        Trial(lambda f, t: f(t[0], t[1], t[2], None, 1e-5), (x, y, weight)),
-        Trial(lambda f, t: f(t[0], t[1], t[2], t[3], 1e-5), (x, y, weight, bias)),
+        KernelCheck(lambda f, t: f(t[0], t[1], t[2], None, 1e-5), (x, y, weight)),
+        KernelCheck(lambda f, t: f(t[0], t[1], t[2], t[3], 1e-5), (x, y, weight, bias)),
     ]
 
 
 NORM = Operation(
     {
         "apex": Candidate(_apex, _apex_missing, deterministic=False),
-        "compiled": Candidate(compiled(norm), no_compiler),
+        "compiled": Candidate(compiled(norm), compiler_missing),
         "torch": Candidate(lambda: norm),
     },
     _trials,
 )
 ADD_NORM = Operation(
-    {"compiled": Candidate(compiled(add_norm), no_compiler), "torch": Candidate(lambda: add_norm)}, _sum_trials
+    {"compiled": Candidate(compiled(add_norm), compiler_missing), "torch": Candidate(lambda: add_norm)}, _sum_trials
 )

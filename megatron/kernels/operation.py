@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def runs_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
+def always_available(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return None: the implementation has no requirements."""
     return None
 
 
 def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True for bf16 and fp16 on a GPU, which most fused kernels require."""
-    return device.type == "cuda" and dtype in HALF
+    return device.type == "cuda" and dtype in HALF_DTYPES
 
 
-def not_installed(*modules: str) -> str | None:
+def missing_modules(*modules: str) -> str | None:
     """Return which modules are not installed, or None; does not import them."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} cannot be imported" if absent else None
@@ -36,13 +36,13 @@ class Candidate:
     # Imports what it needs and returns the implementation.
     make: Callable[[], Any]
     # Returns why it cannot run on a device with a dtype, or None. Cheap.
-    missing: Callable[[torch.device, torch.dtype], str | None] = runs_anywhere
+    missing: Callable[[torch.device, torch.dtype], str | None] = always_available
     # Forward and backward are bitwise reproducible, at least under ``torch.use_deterministic_algorithms``.
     deterministic: bool = True
 
 
 @dataclass(frozen=True)
-class Trial:
+class KernelCheck:
     """A small call on which an implementation is compared with PyTorch."""
 
     # Calls an implementation on copies of the inputs and returns the outputs. May modify the inputs in place if not
@@ -75,10 +75,10 @@ class Operation:
     """Implementations by name, ``torch`` last, and the calls on which they are compared with it."""
 
     candidates: Mapping[str, Candidate]
-    trials: Callable[[], Sequence[Trial]]
+    trials: Callable[[], Sequence[KernelCheck]]
 
 
-def disproof(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+def check_kernel(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Check an implementation; return what is wrong with it, or None.
 
     Outputs and gradients must be as close to those of ``torch`` in fp64 as those of ``torch`` in ``dtype`` are, up to a
@@ -92,7 +92,7 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
         try:
             found = trial.outcome(implementation, device, dtype, dtype)
         except Exception as failure:  # of any kind: the run can use another implementation
-            return f"failed ({first_line(failure)})"
+            return f"failed ({error_summary(failure)})"
         if [t.shape for t in found] != [t.shape for t in usual]:
             return f"gave shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in usual]}"
         for ours, theirs, right in zip(found, usual, exact):
@@ -103,7 +103,7 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
     return None
 
 
-def first_line(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Return an error's class and first line; compilers write pages."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 

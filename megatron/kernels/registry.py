@@ -8,32 +8,32 @@ from typing import Any
 
 import torch
 
-from megatron.config.kernels import CANDIDATES, Wish, wishes
-from megatron.config.problems import Problem, UserError
-from megatron.kernels.activation import ACTIVATION, Activation, activation
-from megatron.kernels.adam import ADAM, Adam, adam
-from megatron.kernels.attention import ATTENTION, Attention, sdpa
-from megatron.kernels.cross_entropy import CROSS_ENTROPY, IN_PLACE, CrossEntropy
-from megatron.kernels.dropout import DROPOUT, Dropout, dropout
-from megatron.kernels.norm import ADD_NORM, NORM, AddNorm, Norm, add_norm, norm
-from megatron.kernels.operation import Candidate, Operation, disproof, first_line
-from megatron.kernels.rotary import ROTARY, Rotary, rotary
-from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, WeightGradient, add_outer
+from megatron.config.errors import Problem, UserError
+from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices
+from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
+from megatron.kernels.adam import ADAM, AdamKernel, adam
+from megatron.kernels.attention import ATTENTION, AttentionKernel, sdpa
+from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
+from megatron.kernels.linear import WEIGHT_GRADIENT, WeightGradientKernel, accumulate_wgrad
+from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
+from megatron.kernels.operation import Candidate, Operation, check_kernel, error_summary
+from megatron.kernels.rotary import ROTARY, RotaryKernel, rotary
 
 
 @dataclass(frozen=True)
 class Kernels:
     """One implementation per operation; by default PyTorch's."""
 
-    norm: Norm = norm
-    add_norm: AddNorm = add_norm
-    rotary: Rotary = rotary
-    activation: Activation = activation
-    dropout: Dropout = dropout
-    cross_entropy: CrossEntropy = IN_PLACE
-    attention: Attention = sdpa
-    weight_gradient: WeightGradient = add_outer
-    adam: Adam = adam
+    norm: NormKernel = norm
+    add_norm: AddNormKernel = add_norm
+    rotary: RotaryKernel = rotary
+    activation: ActivationKernel = activation
+    dropout: DropoutKernel = dropout
+    cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
+    attention: AttentionKernel = sdpa
+    weight_gradient: WeightGradientKernel = accumulate_wgrad
+    adam: AdamKernel = adam
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -50,7 +50,7 @@ OPERATIONS: dict[str, Operation] = {
 """Operations by the field names of :class:`Kernels`, with the candidates that ``config.kernels.CANDIDATES`` lists."""
 
 
-def choose(
+def select_kernels(
     words: Sequence[str], device: torch.device, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
@@ -72,7 +72,7 @@ def choose(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    for operation, choice in wishes(words).items():
+    for operation, choice in kernel_choices(words).items():
         for name in _candidates(operation, choice, device):
             implementation, refusal = _try(OPERATIONS[operation], name, device, dtype, deterministic)
             if refusal is None:
@@ -97,12 +97,12 @@ class _Refusal:
     code: str = "E903"
 
 
-def _candidates(operation: str, choice: Wish, device: torch.device) -> Sequence[str]:
+def _candidates(operation: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
     """Return the candidates to try, best first; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
-        return CANDIDATES[operation] if device.type == "cuda" else ("torch",)
+        return KERNEL_CANDIDATES[operation] if device.type == "cuda" else ("torch",)
     return (choice.name,) if choice.alone or choice.name == "torch" else (choice.name, "torch")
 
 
@@ -120,8 +120,8 @@ def _try(
     try:
         implementation = candidate.make()
     except Exception as error:  # an installed package may still fail to load, in any way
-        return None, _Refusal(f"it cannot be loaded ({first_line(error)})")
-    wrong = disproof(operation, implementation, device, dtype)
+        return None, _Refusal(f"it cannot be loaded ({error_summary(error)})")
+    wrong = check_kernel(operation, implementation, device, dtype)
     return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
 
 

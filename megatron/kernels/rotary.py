@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-Rotary = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+RotaryKernel = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """``rotary(q_SBND, k_SBGD, cos, sin, interleaved) -> (q, k)``, rotated."""
 
 
@@ -39,18 +39,20 @@ def rotary(q_SBND: Tensor, k_SBGD: Tensor, cos: Tensor, sin: Tensor, interleaved
     return rotate(q_SBND, cos, sin, interleaved), rotate(k_SBGD, cos, sin, interleaved)
 
 
-def _trials() -> Sequence[Trial]:
+def _trials() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     angles = 6.0 * torch.rand(5, 1, 1, 8, generator=generator, dtype=torch.float64)
     q = torch.randn(5, 2, 4, 12, generator=generator, dtype=torch.float64)
 
-    def trial(interleaved: bool) -> Trial:
+    def trial(interleaved: bool) -> KernelCheck:
         # Cosines and sines are constants of a model, so they are computed here and have no gradient.
-        return Trial(
+        return KernelCheck(
             lambda f, t: f(t[0], t[1], angles.cos().to(t[0]), angles.sin().to(t[0]), interleaved), (q, q[:, :, :2])
         )
 
     return [trial(False), trial(True)]
 
 
-ROTARY = Operation({"compiled": Candidate(compiled(rotary), no_compiler), "torch": Candidate(lambda: rotary)}, _trials)
+ROTARY = Operation(
+    {"compiled": Candidate(compiled(rotary), compiler_missing), "torch": Candidate(lambda: rotary)}, _trials
+)

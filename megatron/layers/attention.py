@@ -1,5 +1,7 @@
 """Self-attention with any number of key/value heads (MHA, GQA, MQA).
 
+Also the largest attention logit, a sign of instability that fused kernels do not expose.
+
 Shapes: S sequence, T cached tokens plus the sequence, B batch, H hidden, G this rank's key/value heads, N this rank's
 query heads, X query heads per key/value head plus its key and value, D channels of a head.
 """
@@ -12,26 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import Sight, attention_mask
-from megatron.layers.cache import KVCache
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.sharding import Init
+from megatron.kernels.attention import AttentionMask, make_attention_mask
+from megatron.layers.build import BuildContext
 from megatron.layers.dropout import dropout_attention
-from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.layers.kv_cache import KVCache
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
-from megatron.layers.rotary import Rotation
-from megatron.parallel.build import BuildContext
-from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.shard import Init
+from megatron.layers.rotary import RotaryCosSin
 
 
 @dataclass(frozen=True)
-class Scene:
+class ForwardContext:
     """Inputs of a forward pass that all blocks share."""
 
     batch: MicroBatch
     # None without rotary position embeddings.
-    rotary: Rotation | None
-    mask: Sight
+    rotary: RotaryCosSin | None
+    mask: AttentionMask
     # Keys and values of earlier tokens; None outside generation, where T is S.
     cache: KVCache | None = None
 
@@ -55,7 +57,7 @@ class CoreAttention(nn.Module):
         self.site = context.name("attention_dropout")
         self.first_head = context.tp.rank * groups * queries
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: Scene) -> Tensor:
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
         if self.training and self.config.attention_dropout > 0.0:
             y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, ctx)
@@ -63,13 +65,13 @@ class CoreAttention(nn.Module):
             y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, ctx.mask)
         return y_SBND.flatten(2)
 
-    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: Scene) -> Tensor:
+    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute unfused attention: the dropout of fused kernels depends on the layout."""
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
         mask = ctx.mask.dense
         if mask is None:
-            mask = attention_mask(q_BNSD.shape[2], None, None, q_BNSD.device)
+            mask = make_attention_mask(q_BNSD.shape[2], None, None, q_BNSD.device)
         scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
@@ -90,9 +92,9 @@ class SelfAttention(nn.Module):
         shape = (config.kv_groups, config.heads_per_group)
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
         bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
-        self.linear_qkv = ColumnLinear(context.at("linear_qkv"), weight, bias)
+        self.linear_qkv = ColumnParallelLinear(context.at("linear_qkv"), weight, bias)
         heads, h = config.num_attention_heads * d, config.hidden_size
-        self.linear_proj = RowLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
@@ -101,7 +103,7 @@ class SelfAttention(nn.Module):
         self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 
-    def forward(self, x_SBH: Tensor, ctx: Scene) -> Tensor:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample."""
         qkv = self.linear_qkv(x_SBH)
         s, b, _ = qkv.shape
@@ -120,3 +122,35 @@ class SelfAttention(nn.Module):
         else:
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)
+
+
+LOGITS_PER_BLOCK = 1 << 25
+"""Logits computed at a time: 128 MiB of fp32."""
+
+
+@torch.no_grad()
+def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_BS: Tensor | None) -> Tensor:
+    """Return the largest ``q k / sqrt(D)`` over all pairs that the mask permits, 0-d, in at least fp32.
+
+    Works on blocks of queries, so the S x S matrix is never stored.
+
+    Args:
+        q_SBND: queries.
+        k_SBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` attend to key head ``i``.
+        window: tokens that a query attends to, itself included; None for all before it.
+        documents_BS: as in :class:`~megatron.distributed.micro_batch.MicroBatch`.
+    """
+    s, b, n, d = q_SBND.shape
+    dtype = torch.promote_types(q_SBND.dtype, torch.float32)
+    q_BGXSD = q_SBND.unflatten(2, (k_SBGD.shape[2], -1)).permute(1, 2, 3, 0, 4)
+    k_BGDS = k_SBGD.permute(1, 2, 3, 0).to(dtype)
+    largest = torch.full((), -torch.inf, dtype=dtype, device=q_SBND.device)
+    step = max(1, LOGITS_PER_BLOCK // (b * n * s))
+    for start in range(0, s, step):
+        stop = min(start + step, s)
+        documents = None if documents_BS is None else documents_BS[:, :stop]
+        mask = make_attention_mask(stop, window, documents, q_SBND.device, first_query=start)
+        rows = q_BGXSD[..., start:stop, :].to(dtype).flatten(2, 3)
+        logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
+        largest = torch.maximum(largest, logits.masked_fill_(~mask, -torch.inf).amax())
+    return largest * d**-0.5

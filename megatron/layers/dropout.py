@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kernels.dropout import Dropout, dropout, keep_mask
-from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.random import hash_of
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.random import stable_hash
+from megatron.kernels.dropout import DropoutKernel, dropout, keep_mask
 
 
 def dropout_rows(
@@ -17,7 +17,7 @@ def dropout_rows(
     seed: int,
     site: str,
     first_row: int,
-    kernel: Dropout = dropout,
+    kernel: DropoutKernel = dropout,
 ) -> Tensor:
     """Apply dropout to the residual stream.
 
@@ -33,7 +33,7 @@ def dropout_rows(
     """
     if probability == 0.0:
         return x_SBH
-    key = torch.full((), hash_of(seed, batch.step, site), device=x_SBH.device)
+    key = torch.full((), stable_hash(seed, batch.step, site), device=x_SBH.device)
     return kernel(x_SBH, probability, key, batch.sample_ids, first_row)
 
 
@@ -48,7 +48,7 @@ def dropout_attention(
     heads = torch.arange(first_head, first_head + n, device=device).view(-1, 1, 1)
     keep = keep_mask(
         probability,
-        hash_of(seed, batch.step, site),
+        stable_hash(seed, batch.step, site),
         batch.sample_ids.view(-1, 1, 1, 1),
         torch.arange(q, device=device).view(-1, 1),
         heads * k + torch.arange(k, device=device),

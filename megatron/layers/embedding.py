@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.parallel import collectives
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.shard import Init, ShardSpec
+from megatron.distributed import mappings
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.sharding import Init, ShardSpec
+from megatron.layers.build import BuildContext
 
 
 class _ShardedLookup(torch.autograd.Function):
     """``y[t] = W[ids[t]]`` where this rank holds the row, 0 elsewhere; backward adds ``dy`` to those rows."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, sink: GradSink, name: str) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, sink: GradAccumulator, name: str) -> Tensor:
         local = ids - first
         held = (local >= 0) & (local < weight.shape[0])
         local = local.where(held, 0)
@@ -34,10 +34,10 @@ class _ShardedLookup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, held = ctx.saved_tensors
         rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
-        return ctx.sink.add_rows(ctx.name, local.flatten(), rows), None, None, None, None
+        return ctx.sink.accumulate_rows(ctx.name, local.flatten(), rows), None, None, None, None
 
 
-class Table(nn.Module):
+class EmbeddingShard(nn.Module):
     """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank holds the row."""
 
     def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
@@ -66,16 +66,16 @@ class Embedding(nn.Module):
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
         init, shard = Init(config.init_method_std), context.shard
         words = vocabulary_spec(config, context)
-        self.word_embeddings = Table(context.at("word_embeddings"), words, self.tp.rank * words.local_view[0])
-        self.position_embeddings: Table | None = None
+        self.word_embeddings = EmbeddingShard(context.at("word_embeddings"), words, self.tp.rank * words.local_view[0])
+        self.position_embeddings: EmbeddingShard | None = None
         if config.position_embedding_type == "learned_absolute":
             shape = (config.max_position_embeddings or 0, config.hidden_size)
             positions = shard.replicate(shape, init, partial=self.sequence_parallel)
-            self.position_embeddings = Table(context.at("position_embeddings"), positions)
+            self.position_embeddings = EmbeddingShard(context.at("position_embeddings"), positions)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Embed tokens; positions default to 0..s-1."""
-        sum_over_tp = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
+        sum_over_tp = mappings.reduce_scatter_rows if self.sequence_parallel else mappings.reduce_from_region
         x_SBH = sum_over_tp(self.word_embeddings(tokens_BS.t()), self.tp)
         if self.position_embeddings is None:
             return x_SBH

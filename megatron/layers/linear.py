@@ -20,18 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel import comm
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink, Rows
-from megatron.parallel.shard import Init, ShardSpec
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.sharding import Init, ShardSpec
+from megatron.layers.build import BuildContext
 
 
 @dataclass(frozen=True)
 class _LinearSpec:
     """The layer's properties that its autograd function needs."""
 
-    sink: GradSink
+    sink: GradAccumulator
     weight: str
     bias: str
     tp: Group
@@ -71,7 +71,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
             pending = comm.start_reduce_scatter(dx, layer.tp)
         else:
             pending = comm.start_all_reduce(dx, layer.tp)
-        dw = layer.sink.add(layer.weight, wgrad_input, Rows(dy))
+        dw = layer.sink.add(layer.weight, wgrad_input, WgradOperand(dy))
         db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         return pending.wait(), dw, db, None
 
@@ -100,13 +100,13 @@ class _RowParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
-        full_dy = Rows(dy, layer.sequence_group).start()
+        full_dy = WgradOperand(dy, layer.sequence_group).start()
         db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         dw = layer.sink.add(layer.weight, layer.sink.recall(x, None), full_dy)
         return full_dy.wait().matmul(weight), dw, db, None
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes a part of the outputs."""
 
     def __init__(self, context: BuildContext, weight: ShardSpec, bias: ShardSpec | None) -> None:
@@ -121,7 +121,7 @@ class ColumnLinear(nn.Module):
         return y
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank holds a part of the inputs; outputs are summed over ranks."""
 
     def __init__(self, context: BuildContext, inputs: int, outputs: int, std: float, bias: bool) -> None:

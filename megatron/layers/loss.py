@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.cross_entropy import IN_PLACE, CrossEntropy
+from megatron.distributed import comm, mappings
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.layers.build import BuildContext
 from megatron.layers.embedding import vocabulary_spec
-from megatron.parallel import collectives, comm
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
-from megatron.parallel.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyShard:
     """This rank's shard of the vocabulary."""
 
     # Token id of row 0.
@@ -56,13 +56,13 @@ class OutputLayer(nn.Module):
         spec = vocabulary_spec(config, context)
         held = sum(piece.place.size[0] for piece in spec.pieces)
         self.entries = spec.shape[0]
-        self.vocabulary = Vocabulary(context.tp.rank * spec.local_view[0], held, context.tp)
+        self.vocabulary = VocabularyShard(context.tp.rank * spec.local_view[0], held, context.tp)
         owner = context.root.at("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return ``(objective, cross_entropy)`` of :func:`linear_cross_entropy`."""
-        gather = collectives.gather_rows if self.context.sequence_parallel else collectives.copy
+        gather = mappings.gather_rows if self.context.sequence_parallel else mappings.copy_to_region
         x_TH = gather(x_SBH, self.context.tp).flatten(0, 1)
         labels_T, mask_T = batch.labels.t().flatten(), batch.loss_mask.t().flatten()
         return linear_cross_entropy(
@@ -88,7 +88,7 @@ class OutputLayer(nn.Module):
             raise ValueError("logits are for inference, which runs without sequence parallelism")
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
         local_SBV = x_SBH.matmul(self.weight.t()).to(dtype)
-        parts_PSBV = collectives.gather_rows(local_SBV.unsqueeze(0), self.context.tp)
+        parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.context.tp)
         return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
 
 
@@ -97,11 +97,11 @@ def linear_cross_entropy(
     weight_VH: Tensor,
     labels_T: Tensor,
     mask_T: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyShard,
     config: LossConfig,
-    sink: GradSink,
+    sink: GradAccumulator,
     name: str,
-    kernel: CrossEntropy = IN_PLACE,
+    kernel: CrossEntropyKernel = EAGER_CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
     """Sum ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)`` over tokens, with ``Z = sum_v exp(logit_v)``.
 
@@ -127,11 +127,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VH: Tensor,
         labels_T: Tensor,
         mask_T: Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyShard,
         config: LossConfig,
-        sink: GradSink,
+        sink: GradAccumulator,
         name: str,
-        kernel: CrossEntropy,
+        kernel: CrossEntropyKernel,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
@@ -170,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _ChunkLoss:
     """Token losses of a chunk, and what their gradient needs. Tensors are ``[C]`` except ``work``."""
 
-    kernel: CrossEntropy
+    kernel: CrossEntropyKernel
     # Rows of the vocabulary shard that are tokens.
     held: int
     # [C, V]: what the kernel's last pass left in the place of the logits.
@@ -199,7 +199,7 @@ class _ChunkLoss:
 
 
 def _chunk_loss(
-    kernel: CrossEntropy, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: Vocabulary
+    kernel: CrossEntropyKernel, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: VocabularyShard
 ) -> _ChunkLoss:
     """Reduce this rank's logits over the vocabulary group to token losses; overwrites the logits."""
     local_C = labels_C - vocabulary.first

@@ -8,10 +8,10 @@ from math import prod
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.layers.linear import ColumnLinear, RowLinear
-from megatron.layers.recompute import feed
-from megatron.parallel.build import BuildContext
-from megatron.parallel.shard import Init
+from megatron.distributed.sharding import Init
+from megatron.layers.build import BuildContext
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.recompute import recompute_producer
 
 
 class MLP(nn.Module):
@@ -32,12 +32,12 @@ class MLP(nn.Module):
         rows, dim = prod(view), len(view) - 1
         weight = replace(shard.split((rows, h), dim, Init(config.init_method_std), (*view, h)), matrices=dim)
         bias = shard.split((rows,), dim, Init(), view) if config.add_bias_linear else None
-        self.linear_fc1 = ColumnLinear(context.at("linear_fc1"), weight, bias)
-        self.linear_fc2 = RowLinear(context.at("linear_fc2"), ffn, h, output_std, config.add_bias_linear)
+        self.linear_fc1 = ColumnParallelLinear(context.at("linear_fc1"), weight, bias)
+        self.linear_fc2 = RowParallelLinear(context.at("linear_fc2"), ffn, h, output_std, config.add_bias_linear)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP."""
-        return feed(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
+        return recompute_producer(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
 
     def _activate(self, x: Tensor) -> Tensor:
         return self.kernels.activation(x, self.activation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.build import BuildContext
-from megatron.parallel.shard import Init
+from megatron.distributed.sharding import Init
+from megatron.layers.build import BuildContext
 
 
 class Norm(nn.Module):
@@ -35,7 +35,7 @@ class Norm(nn.Module):
             return self.kernels.norm(x, self.weight, self.bias, self.eps)
         return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(x + y, norm(x + y))``."""
         total, normed = self(x, y)  # called as a module, so that its hooks run
         return total, normed

@@ -21,7 +21,9 @@ def recompute(function: Callable[..., T], *inputs: Any) -> T:
     return out
 
 
-def feed(producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T], drop: bool) -> T:
+def recompute_producer(
+    producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T], drop: bool
+) -> T:
     """Return ``consumer(producer(x))``; with ``drop``, the tensor between them is recomputed in backward.
 
     Checkpointing the producer alone would save nothing, because the consumer keeps the producer's output as its own

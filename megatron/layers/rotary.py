@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryCosSin:
     """Cosines and sines of the rotation angles, ``[S, B or 1, 1, rotary_dim]``."""
 
     cos: Tensor
@@ -21,7 +21,7 @@ class Rotation:
     interleaved: bool
 
 
-class Rotary:
+class RotaryEmbedding:
     """Rotary frequencies of a model; angles are computed in at least fp32, cosines and sines returned in ``dtype``."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,14 +30,14 @@ class Rotary:
         frequencies, self.magnitude = _frequencies(config)
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
-    def __call__(self, seq_length: int, positions_BS: Tensor | None) -> Rotation:
+    def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
         """Return cosines and sines of positions 0..seq_length-1, or of the given ones."""
         if positions_BS is None:
             positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
         angles = positions_BS.t()[..., None, None] * self.frequencies
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
-        return Rotation(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
+        return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:

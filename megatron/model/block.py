@@ -8,13 +8,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.layers.attention import Scene, SelfAttention
+from megatron.layers.attention import ForwardContext, SelfAttention
+from megatron.layers.build import BuildContext
 from megatron.layers.dropout import dropout_rows
-from megatron.layers.experts import MixtureOfExperts
 from megatron.layers.mlp import MLP
+from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norm import Norm
-from megatron.layers.recompute import feed, recompute
-from megatron.parallel.build import BuildContext
+from megatron.layers.recompute import recompute, recompute_producer
 
 
 class Block(nn.Module):
@@ -36,29 +36,31 @@ class Block(nn.Module):
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
         self.mlp = feed_forward(config, context.at("mlp"), output_std, drop_activation)
 
-    def forward(self, x_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""
         drop_norm = "layernorm" in self.recomputed
-        y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, ctx), drop_norm)
+        y = recompute_producer(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, ctx), drop_norm)
         y = self._dropout(y, ctx, "attention")
         if "mlp" in self.recomputed:
             x_SBH = x_SBH + y
             y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), ctx), x_SBH)
         elif drop_norm:
             x_SBH = x_SBH + y
-            y, losses = feed(self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, ctx), drop=True)
+            y, losses = recompute_producer(
+                self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, ctx), drop=True
+            )
         else:
-            x_SBH, n_SBH = self.pre_mlp_layernorm.of_sum(x_SBH, y)
+            x_SBH, n_SBH = self.pre_mlp_layernorm.forward_sum(x_SBH, y)
             y, losses = self._feed_forward(n_SBH, ctx)
         return x_SBH + self._dropout(y, ctx, "mlp"), losses
 
-    def _feed_forward(self, n_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
+    def _feed_forward(self, n_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.mlp, MixtureOfExperts):
             y, losses = self.mlp(n_SBH, ctx.batch)
             return y, losses
         return self.mlp(n_SBH), None
 
-    def _dropout(self, y_SBH: Tensor, ctx: Scene, site: str) -> Tensor:
+    def _dropout(self, y_SBH: Tensor, ctx: ForwardContext, site: str) -> Tensor:
         if not self.training:
             return y_SBH
         first_row = self.context.tp.rank * y_SBH.shape[0] if self.context.sequence_parallel else 0

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.kernels.attention import Sight
-from megatron.layers.attention import Scene
-from megatron.layers.cache import KVCache
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.attention import AttentionMask
+from megatron.layers.attention import ForwardContext
+from megatron.layers.build import BuildContext
 from megatron.layers.dropout import dropout_rows
 from megatron.layers.embedding import Embedding
+from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import LossConfig, OutputLayer
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
-from megatron.layers.rotary import Rotary
+from megatron.layers.rotary import RotaryEmbedding
 from megatron.model.block import Block
-from megatron.parallel.build import BuildContext
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.partition import StageLayers, stages_of
+from megatron.pipeline.partition import StageLayers, stages_from_counts
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputePlan:
     """Activation recomputation of a chunk."""
 
     # Modules recomputed inside every block (selective recomputation).
@@ -37,7 +37,7 @@ class Recompute:
     blocks: int = 0
 
     @classmethod
-    def from_config(cls, config: TrainingConfig, num_blocks: int) -> Recompute:
+    def from_config(cls, config: TrainingConfig, num_blocks: int) -> RecomputePlan:
         """Return the plan that the recompute flags give a chunk of ``num_blocks`` blocks."""
         match config.recompute_granularity, config.recompute_method:
             case "selective", _:
@@ -50,7 +50,7 @@ class Recompute:
 
 
 @dataclass
-class Sums:
+class LossSums:
     """Sums of a chunk's losses for reporting; device tensors, never read inside a step."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -86,10 +86,10 @@ class GPTChunk(nn.Module):
 
         """
         super().__init__()
-        self.config, self.context, self.sums = config, context, Sums()
+        self.config, self.context, self.sums = config, context, LossSums()
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
-        self.plan = Recompute.from_config(training, len(stage.layers))
+        self.plan = RecomputePlan.from_config(training, len(stage.layers))
         self.last = stage.last
         self.embedding = Embedding(config, context.at("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
@@ -102,7 +102,7 @@ class GPTChunk(nn.Module):
             self.final_layernorm = Norm(config, context.at("final_layernorm"), config.hidden_size, partial)
             loss = LossConfig(training.cross_entropy_chunk_size, config.z_loss_coeff)
             self.output_layer = OutputLayer(config, context.at("output_layer"), loss)
-        self.rotary = Rotary(config, context.dtype, context.device) if config.rotary_dim else None
+        self.rotary = RotaryEmbedding(config, context.dtype, context.device) if config.rotary_dim else None
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -144,12 +144,12 @@ class GPTChunk(nn.Module):
             cache.advance(tokens_BS.shape[1])
         return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
 
-    def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> Scene:
+    def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
         s, device = batch.tokens.shape[1], batch.tokens.device
         rotary = self.rotary(s, batch.positions) if self.rotary is not None else None
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        mask = Sight(cached + s, device, self.config.window_size, documents, cached, batch.boundaries)
-        return Scene(batch, rotary, mask, cache)
+        mask = AttentionMask(cached + s, device, self.config.window_size, documents, cached, batch.boundaries)
+        return ForwardContext(batch, rotary, mask, cache)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)
@@ -167,7 +167,7 @@ class GPTChunk(nn.Module):
         self.sums.add("lm loss", cross_entropy)
         return objective
 
-    def _run_blocks(self, x_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
+    def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
         blocks = list(self.layers.values())
 
@@ -191,7 +191,7 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
         RuntimeError: when the layers or parameters built differ from the configuration.
 
     """
-    return build_chunks(config, training, context, dict(enumerate(stages_of([config.num_layers]))))[0]
+    return build_chunks(config, training, context, dict(enumerate(stages_from_counts([config.num_layers]))))[0]
 
 
 def build_chunks(
@@ -207,7 +207,7 @@ def build_chunks(
     built = sum(len(chunk.layers) for chunk in chunks.values()), sum(spec.numel for spec in context.specs.values())
     layers = sum(len(stage.layers) for stage in stages.values())
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    expected = layers, config.part_parameters(layers, first, last)
+    expected = layers, config.stage_parameters(layers, first, last)
     if built != expected:
         raise RuntimeError("built {} layers and {:,} parameters, expected {} and {:,}".format(*built, *expected))
     return chunks

@@ -18,20 +18,20 @@ from typing import NamedTuple
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 """Forward; the whole backward; and its halves, the gradients of a stage's input and those of its weights."""
 
-COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
+COMPUTE_KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 """Kinds that a stage computes."""
 
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 """``2SEND_F0`` sends the output of stage 2, which ``3RECV_F0`` receives as the input of stage 3. ``3SEND_B0`` sends the
 gradient of that input back, which ``2RECV_B0`` receives."""
 
-COMMUNICATION = (SEND_F, RECV_F, SEND_B, RECV_B)
+COMMUNICATION_KINDS = (SEND_F, RECV_F, SEND_B, RECV_B)
 """Kinds that move tensors between ranks."""
 
-EVALUATION = (FORWARD, SEND_F, RECV_F)
+EVALUATION_KINDS = (FORWARD, SEND_F, RECV_F)
 """Kinds in the program of an evaluation."""
 
-_TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join((*COMMUNICATION, *COMPUTE))})([0-9]{{1,9}})")
+_TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join((*COMMUNICATION_KINDS, *COMPUTE_KINDS))})([0-9]{{1,9}})")
 
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 """PyTorch's notation for a forward and a backward computed at the same time: ``(0F3;3B1)OVERLAP_F_B``."""
@@ -54,7 +54,7 @@ class ScheduleError(ValueError):
         self.sentence, self.fixes = sentence, fixes
 
 
-class Size(NamedTuple):
+class ScheduleSize(NamedTuple):
     """Dimensions that a schedule is built for."""
 
     ranks: int  # of the pipeline
@@ -82,13 +82,13 @@ class Action(NamedTuple):
         """
         found = _TEXT.fullmatch(text.strip().upper())
         if found is None:
-            kinds = " or ".join(COMPUTE)
+            kinds = " or ".join(COMPUTE_KINDS)
             raise ScheduleError(f"'{text.strip()}' is not an action: an action is a stage, {kinds}, a micro-batch")
         stage, kind, microbatch = found.groups()
         return cls(int(stage), kind, int(microbatch))
 
 
-def read_cell(cell: str) -> list[Action]:
+def parse_cell(cell: str) -> list[Action]:
     """Parse a cell of a schedule file: no action if empty or ``None``, several if separated by semicolons.
 
     Raises:
@@ -108,7 +108,7 @@ def read_cell(cell: str) -> list[Action]:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Actions of every rank in order: ``COMPUTE_KINDS`` in a schedule, also ``COMMUNICATION_KINDS`` in a program."""
 
     name: str  # of the schedule, or of its file
@@ -143,9 +143,11 @@ class Schedule:
         """Number of micro-batches: one more than the largest index."""
         return 1 + max((action.microbatch for actions in self.ranks for action in actions), default=-1)
 
-    def only(self, kinds: Sequence[str]) -> Schedule:
+    def only(self, kinds: Sequence[str]) -> PipelineSchedule:
         """Return the schedule with only actions of ``kinds``."""
-        return Schedule(self.name, tuple(tuple(a for a in actions if a.kind in kinds) for actions in self.ranks))
+        return PipelineSchedule(
+            self.name, tuple(tuple(a for a in actions if a.kind in kinds) for actions in self.ranks)
+        )
 
     def save(self, path: Path) -> None:
         """Write one line per rank, actions separated by commas."""
@@ -155,7 +157,7 @@ class Schedule:
             )
 
     @classmethod
-    def load(cls, path: Path) -> Schedule:
+    def load(cls, path: Path) -> PipelineSchedule:
         """Read a file written by :meth:`save`, a spreadsheet or PyTorch's pipelining; empty cells are idle time.
 
         A pair that PyTorch computes at the same time becomes two actions in a row.
@@ -177,7 +179,7 @@ class Schedule:
         ranks = []
         for number, cells in enumerate(lines, start=1):
             try:
-                ranks.append(tuple(chain.from_iterable(map(read_cell, cells))))
+                ranks.append(tuple(chain.from_iterable(map(parse_cell, cells))))
             except ScheduleError as error:
                 raise ScheduleError(f"{path}, line {number}: {error.sentence}", *error.fixes) from None
             if not ranks[-1]:

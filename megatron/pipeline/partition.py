@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from megatron.config.numbers import beside, offers
+from megatron.config.text import flag_fixes, nearest
 from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"
 
-MOST_DIGITS = 5
+MAX_REPEAT_DIGITS = 5
 """Maximum digits of a repetition count in a layout."""
 
-MOST_LETTERS = 1_000_000
+MAX_LAYOUT_LETTERS = 1_000_000
 """Maximum letters that one repetition in a layout expands to."""
 
 
@@ -52,17 +52,17 @@ class LayerCosts:
         return stage.count * self.layer + self.embedding * stage.first + self.output * stage.last
 
 
-def counted(layers: int) -> str:
+def format_layers(layers: int) -> str:
     """Return ``1 layer`` or ``2 layers``."""
     return "1 layer" if layers == 1 else f"{layers} layers"
 
 
-def filling(layers: int) -> str:
+def do_not_fill(layers: int) -> str:
     """Return ``1 layer does not fill`` or ``2 layers do not fill``."""
-    return f"{counted(layers)} {'does' if layers == 1 else 'do'} not fill"
+    return f"{format_layers(layers)} {'does' if layers == 1 else 'do'} not fill"
 
 
-def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
+def stages_from_counts(counts: Sequence[int]) -> tuple[StageLayers, ...]:
     """Return stages with the given numbers of layers, in order.
 
     Raises:
@@ -76,7 +76,9 @@ def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
     return tuple(StageLayers(range(at, at + n), s == 0, s == last) for s, (at, n) in enumerate(zip(starts, counts)))
 
 
-def equal(layers: int, stages: int, embedding: bool = False, output: bool = False) -> tuple[StageLayers, ...] | None:
+def split_equally(
+    layers: int, stages: int, embedding: bool = False, output: bool = False
+) -> tuple[StageLayers, ...] | None:
     """Split layers equally over stages; None if they do not divide.
 
     Args:
@@ -89,10 +91,10 @@ def equal(layers: int, stages: int, embedding: bool = False, output: bool = Fals
     counts = [size] * stages
     counts[0] -= embedding
     counts[-1] -= output
-    return None if left or min(counts) < 0 else stages_of(counts)
+    return None if left or min(counts) < 0 else stages_from_counts(counts)
 
 
-def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[StageLayers, ...]:
+def split_by_cost(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[StageLayers, ...]:
     """Split layers to minimise the maximum cost of a rank; among such splits, choose the most even stages.
 
     Each layer goes to the rank that is cheapest with it, and there to the stage that is. As all layers cost the same
@@ -110,7 +112,7 @@ def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[
     """
     stages, ranks = len(placement), range(1 + max(placement))
     if stages > layers + 2:
-        sentence = f"{counted(layers)}, an embedding and an output layer do not fill {stages} stages"
+        sentence = f"{format_layers(layers)}, an embedding and an output layer do not fill {stages} stages"
         raise ScheduleError(sentence, f"--num-layers {stages - 2}")
     counts = [int(0 < stage < stages - 1) for stage in range(stages)]
     spent = [count * costs.layer for count in counts]
@@ -130,10 +132,12 @@ def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[
         counts[stage] += 1
         spent[stage] += costs.layer
         heapq.heapreplace(queue, next_on(placement[stage]))
-    return stages_of(counts)
+    return stages_from_counts(counts)
 
 
-def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> tuple[StageLayers, ...]:
+def split_by_rank(
+    layers: int, placement: Sequence[int], first: int | None, last: int | None
+) -> tuple[StageLayers, ...]:
     """Split with given numbers of layers on the first and last rank, and equally many on the others.
 
     The layers of a rank are split equally over its stages.
@@ -149,7 +153,7 @@ def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int 
     """
     counts = _counts_by_rank(layers, placement, first, last)
     if counts is not None:
-        return stages_of(counts)
+        return stages_from_counts(counts)
     ranks = 1 + max(placement)
     options = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
     given = [(flag, count) for flag, count in options if count is not None]
@@ -157,8 +161,8 @@ def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int 
     pairs = (((n, last) if first else (None, n)) for n in range(1, layers + 1))
     others = [n for n, pair in enumerate(pairs, start=1) if _counts_by_rank(layers, placement, *pair)]
     words = " and ".join(f"{flag} {value}" for flag, value in given)
-    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {words}"
-    raise ScheduleError(sentence, *offers(flag, beside(value, others)), f"drop {flag}")
+    sentence = f"{do_not_fill(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {words}"
+    raise ScheduleError(sentence, *flag_fixes(flag, nearest(value, others)), f"drop {flag}")
 
 
 def _counts_by_rank(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> list[int] | None:
@@ -176,7 +180,7 @@ def _counts_by_rank(layers: int, placement: Sequence[int], first: int | None, la
     return [count for count, _ in counts] if fits else None
 
 
-def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
+def parse_layout(layout: str, layers: int) -> tuple[StageLayers, ...]:
     """Parse a layout in Megatron-LM's notation.
 
     ``E`` is the embedding, ``t`` a layer, ``L`` the output layer and the loss, ``|`` separates stages; ``x*n`` repeats
@@ -195,7 +199,7 @@ def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
 
 
 def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
-    stages = spelled_out(layout).split("|")
+    stages = expand_layout(layout).split("|")
     for number, stage in enumerate(stages):
         if not stage:
             raise ScheduleError(f"{layout}: stage {number} is empty", AUTO)
@@ -205,9 +209,9 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
         raise ScheduleError(f"{layout} {_ends_problem(layout, parts)}: {rule}", AUTO)
     count = parts.count("t")
     if count != layers:
-        fixes = offers("--num-layers", [count] if count else [])
-        raise ScheduleError(f"{layout} has {counted(count)}, and the model {layers}", *fixes)
-    return stages_of([stage.count("t") for stage in stages])
+        fixes = flag_fixes("--num-layers", [count] if count else [])
+        raise ScheduleError(f"{layout} has {format_layers(count)}, and the model {layers}", *fixes)
+    return stages_from_counts([stage.count("t") for stage in stages])
 
 
 def _ends_problem(layout: str, parts: str) -> str:
@@ -221,7 +225,7 @@ def _ends_problem(layout: str, parts: str) -> str:
     return f"has more than one {letter}, at character {' and '.join(places[:2])}"
 
 
-LONGEST_MENDED = 1_000
+MAX_CORRECTED_LAYOUT = 1_000
 """Maximum characters of a layout for which a correction is searched."""
 
 
@@ -235,7 +239,7 @@ def _corrected(layout: str, layers: int) -> str | None:
         ends = [found.start() for found in re.finditer(r"\*|L$", text) if found.start() > open_at]
         spellings = [text[:end] + ")" + text[end:] for end in ends]
     meanings: dict[tuple[StageLayers, ...], str] = {}
-    for spelling in spellings if len(layout) <= LONGEST_MENDED else ():
+    for spelling in spellings if len(layout) <= MAX_CORRECTED_LAYOUT else ():
         with suppress(ScheduleError):
             meanings.setdefault(_read(spelling, layers), spelling)
     return next(iter(meanings.values())) if len(meanings) == 1 else None
@@ -254,7 +258,7 @@ def _unclosed(text: str) -> int | None:
     return opened[-1] if opened else None
 
 
-FAULTS = (
+LAYOUT_ERRORS = (
     (r"\[", "is not part of a layout: lists of names are not supported, only letters such as 'Et*3|t*4L'"),
     (r"m", "is multi-token prediction, which is not supported"),
     (r"[^EtL|()*0-9]", "is not part of a layout, which consists of E, t, L, |, *n and ()"),
@@ -266,7 +270,7 @@ FAULTS = (
 """What a layout without blanks and commas cannot contain, and why."""
 
 
-def spelled_out(layout: str) -> str:
+def expand_layout(layout: str) -> str:
     """Expand repetitions and parentheses, and drop commas and blanks: ``Et*2|L`` -> ``Ett|L``.
 
     Raises:
@@ -274,7 +278,7 @@ def spelled_out(layout: str) -> str:
     """
     places = [place for place, letter in enumerate(layout, start=1) if not re.match(r"[,\s]", letter)]
     text = "".join(layout[place - 1] for place in places)
-    for fault, why in FAULTS:
+    for fault, why in LAYOUT_ERRORS:
         found = re.search(fault, text)
         if found:
             raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
@@ -293,12 +297,12 @@ def _repeat(found: re.Match[str]) -> str:
     if times is None:
         return str(once)
     letters = str(group if letter is None else letter)
-    if len(times) > MOST_DIGITS or len(letters) * int(times) > MOST_LETTERS:
+    if len(times) > MAX_REPEAT_DIGITS or len(letters) * int(times) > MAX_LAYOUT_LETTERS:
         raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
     return letters * int(times)
 
 
-def notation(stages: Sequence[StageLayers]) -> str:
+def format_layout(stages: Sequence[StageLayers]) -> str:
     """Return the layout that :func:`parse_layout` parses to these stages."""
     counts = [stage.count for stage in stages]
     if len(counts) == 1:

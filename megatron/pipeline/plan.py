@@ -11,30 +11,30 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
+from megatron.config.errors import did_you_mean
 from megatron.config.model import ModelConfig
-from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import did_you_mean
 from megatron.config.settings import flag
-from megatron.pipeline.actions import FORWARD, Schedule, ScheduleError
-from megatron.pipeline.comms import add_communication
+from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
+from megatron.pipeline.actions import FORWARD, PipelineSchedule, ScheduleError
+from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
     LayerCosts,
     StageLayers,
-    balanced,
-    by_rank,
-    counted,
-    equal,
-    filling,
-    spelled_out,
-    written,
+    do_not_fill,
+    expand_layout,
+    format_layers,
+    parse_layout,
+    split_by_cost,
+    split_by_rank,
+    split_equally,
 )
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.search import search
-from megatron.pipeline.simulate import Costs, simulate
-from megatron.pipeline.validate import Peaks, validate
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.search import search_schedule
+from megatron.pipeline.simulate import StageCosts, simulate
+from megatron.pipeline.validate import PeakCounts, validate_program
 
-ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
+DEFAULT_SCHEDULE, DEFAULT_VIRTUAL_SCHEDULE = "1f1b", "interleaved"
 """Default schedules with one stage per rank, and with several."""
 
 SEARCHED = "searched"
@@ -43,16 +43,16 @@ SEARCHED = "searched"
 NAMES = (*SCHEDULES, SEARCHED)
 """Values of ``--pipeline-schedule`` besides files."""
 
-FILE = ".csv"
+SCHEDULE_SUFFIX = ".csv"
 """Suffix of a schedule file."""
 
-MOST_WORK = 1_000_000
+MAX_PLANNED_ACTIONS = 1_000_000
 """Maximum stages x micro-batches of a step to plan, which takes seconds; more is a typing error."""
 
 AUTO = "auto"
 """The layout that assigns layers by cost."""
 
-WAYS = (
+LAYER_SPLIT_OPTIONS = (
     ("pipeline_model_parallel_layout",),
     ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     (
@@ -79,9 +79,9 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         given[f"--num-layers-per-virtual-pipeline-stage {size}"] = _stages_of_size(size, model, parallel)
     if parallel.pipeline_model_parallel_layout not in (None, AUTO):
         layout = str(parallel.pipeline_model_parallel_layout)
-        stages = spelled_out(layout).count("|") + 1
+        stages = expand_layout(layout).count("|") + 1
         given[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
-    needed = stages_of_schedule(parallel)
+    needed = required_virtual_stages(parallel)
     if needed is not None:
         given[f"--pipeline-schedule {parallel.pipeline_schedule}"] = needed
     if len(set(given.values())) > 1:
@@ -105,8 +105,8 @@ def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> 
     if total % (ranks * size):
         name = flag("num_layers_per_virtual_pipeline_stage")
         fits = divisors(total // ranks) if total % ranks == 0 else []
-        sentence = f"{filling(total)} PP{ranks} with stages of {size}"
-        raise ScheduleError(sentence, *offers(name, beside(size, fits)), f"drop {name}")
+        sentence = f"{do_not_fill(total)} PP{ranks} with stages of {size}"
+        raise ScheduleError(sentence, *flag_fixes(name, nearest(size, fits)), f"drop {name}")
     return total // (ranks * size)
 
 
@@ -118,12 +118,12 @@ def _counted_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
 def _on_each_rank(name: str, stages: int, parallel: ParallelConfig) -> int:
     ranks = parallel.pipeline_model_parallel_size
     if stages % ranks:
-        sizes = offers("--pipeline-model-parallel-size", beside(ranks, divisors(stages)))
+        sizes = flag_fixes("--pipeline-model-parallel-size", nearest(ranks, divisors(stages)))
         raise ScheduleError(f"{name} has {_stages(stages)}, which PP{ranks} cannot share equally", *sizes)
     return stages // ranks
 
 
-def stages_of_schedule(parallel: ParallelConfig) -> int | None:
+def required_virtual_stages(parallel: ParallelConfig) -> int | None:
     """Return the stages per rank that the chosen schedule requires; None if none is chosen or it supports any number.
 
     Raises:
@@ -132,7 +132,7 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
     name = parallel.pipeline_schedule
     if name is None:
         return None
-    if name.endswith(FILE):
+    if name.endswith(SCHEDULE_SUFFIX):
         schedule = _from_file(name)
         if len(schedule.ranks) != parallel.pipeline_model_parallel_size:
             sentence = f"{name} is for {len(schedule.ranks)} ranks, not PP{parallel.pipeline_model_parallel_size}"
@@ -147,13 +147,15 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
     if name not in NAMES:
         guess = did_you_mean(name.lower(), NAMES)
         fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
-        raise ScheduleError(f"there is no pipeline schedule {name}; the name of a schedule file ends in {FILE}", *fixes)
+        raise ScheduleError(
+            f"there is no pipeline schedule {name}; the name of a schedule file ends in {SCHEDULE_SUFFIX}", *fixes
+        )
     return None if name == SEARCHED else SCHEDULES[name].chunks
 
 
 @lru_cache(maxsize=2)
-def _from_file(name: str) -> Schedule:
-    schedule = Schedule.load(Path(name))
+def _from_file(name: str) -> PipelineSchedule:
+    schedule = PipelineSchedule.load(Path(name))
     try:
         _ = schedule.placement
     except ScheduleError as error:
@@ -161,7 +163,7 @@ def _from_file(name: str) -> Schedule:
     return schedule
 
 
-def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
+def resolve_pipeline(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
     """Return the options with the number of stages per rank and the schedule filled in.
 
     Raises:
@@ -174,22 +176,22 @@ def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
 
 def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
     """Return the chosen schedule, by default 1F1B, or interleaved if a rank has several stages."""
-    return parallel.pipeline_schedule or (ONE_STAGE if stages_per_rank == 1 else SEVERAL_STAGES)
+    return parallel.pipeline_schedule or (DEFAULT_SCHEDULE if stages_per_rank == 1 else DEFAULT_VIRTUAL_SCHEDULE)
 
 
-def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
+def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
     """Return the rank of every stage, independent of the number of micro-batches.
 
     Raises:
         ScheduleError: if there is no such schedule.
     """
     name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size
-    if name.endswith(FILE):
+    if name.endswith(SCHEDULE_SUFFIX):
         return _from_file(name).placement
     if name == SEARCHED:
         there = tuple(range(ranks))
         return there + there[::-1] if stages_per_rank == 2 else there * stages_per_rank
-    return make(name, ranks, stages_per_rank, microbatches=1).placement
+    return make_schedule(name, ranks, stages_per_rank, microbatches=1).placement
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
@@ -203,21 +205,21 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     if stages > layers + 2:
         raise _unfilled(model, parallel, chunks)
-    if layers > MOST_WORK and stages > 1:
-        raise ScheduleError(f"{layers:,} layers are more than can be split", f"--num-layers {MOST_WORK}")
+    if layers > MAX_PLANNED_ACTIONS and stages > 1:
+        raise ScheduleError(f"{layers:,} layers are more than can be split", f"--num-layers {MAX_PLANNED_ACTIONS}")
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
-        return by_rank(layers, placement(parallel, chunks), first, last)
+        return split_by_rank(layers, stage_placement(parallel, chunks), first, last)
     if layout not in (None, AUTO):
-        return written(str(layout), layers)
+        return parse_layout(str(layout), layers)
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
-    even = equal(layers, stages, embedding, output) if layout is None else None
+    even = split_equally(layers, stages, embedding, output) if layout is None else None
     if even is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
-    return even or balanced(layers, placement(parallel, chunks), layer_costs(model))
+    return even or split_by_cost(layers, stage_placement(parallel, chunks), layer_costs(model))
 
 
-def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
+def is_split_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return True if the layers are split by cost, not equally or by an option.
 
     Raises:
@@ -233,7 +235,7 @@ def _split_flags(parallel: ParallelConfig) -> list[str]:
     Raises:
         ScheduleError: if flags of two lines are used.
     """
-    given = [[flag(name) for name in names if getattr(parallel, name)] for names in WAYS]
+    given = [[flag(name) for name in names if getattr(parallel, name)] for names in LAYER_SPLIT_OPTIONS]
     flags = [names[0] for names in given if names]
     if len(flags) > 1:
         sentence = f"{flags[0]} and {flags[1]} both determine the split of layers"
@@ -245,20 +247,20 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
     """Return the error for layers that neither divide over the stages nor may be split by cost."""
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
     stages, accounted = ranks * chunks, total - model.num_layers
-    what = filling(model.num_layers)
+    what = do_not_fill(model.num_layers)
     if accounted:
         counting = "1 that counts" if accounted == 1 else f"{accounted} that count"
-        what = f"{counted(model.num_layers)} and {counting} as one do not fill"
+        what = f"{format_layers(model.num_layers)} and {counting} as one do not fill"
     sentence = f"{what} PP{ranks} x VPP{chunks} ({stages} stages x {total / stages:.4g})"
     if accounted:
         fix = "--no-account-for-embedding-in-pipeline-split --no-account-for-loss-in-pipeline-split"
-        enough = [n - accounted for n in multiples_beside(total, stages) if n > accounted]
-        return ScheduleError(sentence, fix, *offers("--num-layers", enough))
+        enough = [n - accounted for n in nearest_multiples(total, stages) if n > accounted]
+        return ScheduleError(sentence, fix, *flag_fixes("--num-layers", enough))
     most = model.num_layers + 2
-    fewer = [min(chunks - 1, most // ranks)] if stages_of_schedule(parallel) is None else []
+    fewer = [min(chunks - 1, most // ranks)] if required_virtual_stages(parallel) is None else []
     shorter = [n for n in divisors(ranks) if n * chunks <= most]
-    fixes = offers("--num-virtual-stages-per-pipeline-rank", [n for n in fewer if n > 0])
-    fixes += offers("--pipeline-model-parallel-size", shorter[-1:])
+    fixes = flag_fixes("--num-virtual-stages-per-pipeline-rank", [n for n in fewer if n > 0])
+    fixes += flag_fixes("--pipeline-model-parallel-size", shorter[-1:])
     return ScheduleError(sentence, *fixes, f"--num-layers {stages - 2}")
 
 
@@ -277,7 +279,7 @@ def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[floa
     return tuple(costs.of(stage) for stage in stages)
 
 
-def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
+def build_schedule(parallel: ParallelConfig, microbatches: int) -> PipelineSchedule:
     """Return the schedule of a step with ``microbatches`` micro-batches on each data-parallel rank.
 
     Raises:
@@ -285,7 +287,7 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     """
     chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
     name, group = schedule_name(parallel, chunks or 1), parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if name.endswith(FILE):
+    if name.endswith(SCHEDULE_SUFFIX):
         schedule = _from_file(name)
         if schedule.microbatches != microbatches:
             raise ScheduleError(f"{name} is for {schedule.microbatches} micro-batches in a step, not {microbatches}")
@@ -293,64 +295,72 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     if microbatches > _most_microbatches(parallel):
         raise ScheduleError(f"{microbatches:,} micro-batches in a step are too many to plan for so many stages")
     if name == SEARCHED:
-        return _searched(placement(parallel, chunks or 1), ranks, microbatches)
-    return make(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
+        return _searched(stage_placement(parallel, chunks or 1), ranks, microbatches)
+    return make_schedule(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
 
 
 @cache
-def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> Schedule:
+def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> PipelineSchedule:
     stages = len(of_stages)
-    return search(ranks, stages // ranks, microbatches, Costs.uniform(stages), limit=stages, placement=of_stages)
+    return search_schedule(
+        ranks, stages // ranks, microbatches, StageCosts.uniform(stages), limit=stages, placement=of_stages
+    )
 
 
-def nearest_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
+def nearest_num_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
     """Return the nearest number of micro-batches per step that the schedule supports.
 
     Raises:
         ScheduleError: if its file does not exist.
     """
     name = schedule_name(parallel, 1)
-    return _from_file(name).microbatches if name.endswith(FILE) else min(microbatches, _most_microbatches(parallel))
+    return (
+        _from_file(name).microbatches
+        if name.endswith(SCHEDULE_SUFFIX)
+        else min(microbatches, _most_microbatches(parallel))
+    )
 
 
 def _most_microbatches(parallel: ParallelConfig) -> int:
     chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    return max(1, MOST_WORK // (chunks * parallel.pipeline_model_parallel_size))
+    return max(1, MAX_PLANNED_ACTIONS // (chunks * parallel.pipeline_model_parallel_size))
 
 
-def program_for(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> Schedule:
+def build_program(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> PipelineSchedule:
     """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` its forwards only.
 
     Raises:
         ScheduleError: if the proof fails.
     """
-    return proven(parallel, microbatches, evaluation)[0]
+    return validated_program(parallel, microbatches, evaluation)[0]
 
 
 @cache
-def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
+def peak_counts(parallel: ParallelConfig, microbatches: int) -> PeakCounts:
     """Return the maximum that each rank holds in such a step.
 
     Raises:
         ScheduleError: if the program is invalid.
     """
-    return proven(parallel, microbatches, False)[1]
+    return validated_program(parallel, microbatches, False)[1]
 
 
 @lru_cache(maxsize=4)
-def proven(parallel: ParallelConfig, microbatches: int, evaluation: bool) -> tuple[Schedule, Peaks]:
+def validated_program(
+    parallel: ParallelConfig, microbatches: int, evaluation: bool
+) -> tuple[PipelineSchedule, PeakCounts]:
     """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`.
 
     Raises:
         ScheduleError: if the program is invalid.
     """
-    schedule = schedule_for(parallel, microbatches)
+    schedule = build_schedule(parallel, microbatches)
     program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
-    return program, validate(program, evaluation=evaluation)
+    return program, validate_program(program, evaluation=evaluation)
 
 
 @cache
-def bubble_of(parallel: ParallelConfig, microbatches: int, costs: tuple[float, ...] | None = None) -> float:
+def simulated_bubble(parallel: ParallelConfig, microbatches: int, costs: tuple[float, ...] | None = None) -> float:
     """Return the simulated fraction of all ranks' time, 0 to 1, in which they are idle.
 
     Args:
@@ -362,6 +372,6 @@ def bubble_of(parallel: ParallelConfig, microbatches: int, costs: tuple[float, .
     Raises:
         ScheduleError: if there is no such program.
     """
-    program = program_for(parallel, microbatches)
+    program = build_program(parallel, microbatches)
     seconds = costs or (1,) * program.stages
-    return simulate(program, Costs(seconds, seconds, seconds)).bubble
+    return simulate(program, StageCosts(seconds, seconds, seconds)).bubble

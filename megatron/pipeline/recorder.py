@@ -1,6 +1,7 @@
 """Measure when each action of a pipeline ran, as a timeline in the simulator's form.
 
-On CPUs times are from the machine's clock, so ranks on different machines differ by their clocks' offset. On GPUs they
+On CPUs times are from the machine's clock, so ranks on different machines differ by their clocks' offset. On GPUs
+they
 are from events on the compute stream, relative to a barrier of the pipeline's ranks. (The GPU code has not been run.)
 """
 
@@ -12,15 +13,15 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Group
-from megatron.parallel.stopwatch import NOTHING, unmeasured
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.timing import NO_SPAN, no_clock
 from megatron.pipeline.actions import Action
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.simulate import Interval, Timeline
 
 
-class Recorder:
+class PipelineRecorder:
     """Records start and end of this rank's actions; :meth:`timeline` gathers all ranks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class Recorder:
         """Return a context that records when its body runs; a stream in capture is not recorded."""
         if not self._cuda:
             return self._on_host(action)
-        return NOTHING if torch.cuda.is_current_stream_capturing() else self._on_device(action)
+        return NO_SPAN if torch.cuda.is_current_stream_capturing() else self._on_device(action)
 
     @contextmanager
     def _on_host(self, action: Action) -> Iterator[None]:
@@ -82,7 +83,7 @@ def _record_event() -> torch.cuda.Event:
 
 
 @contextmanager
-def recording(pipeline: Pipeline, group: Group, device: torch.device) -> Iterator[Recorder]:
+def record_timeline(pipeline: Pipeline, group: Group, device: torch.device) -> Iterator[PipelineRecorder]:
     """Record the actions that ``pipeline`` runs inside the context.
 
     Args:
@@ -90,9 +91,9 @@ def recording(pipeline: Pipeline, group: Group, device: torch.device) -> Iterato
         group: the ranks of the pipeline, in its order.
         device: of this rank.
     """
-    recorder = Recorder(group, device)
+    recorder = PipelineRecorder(group, device)
     pipeline.record = recorder
     try:
         yield recorder
     finally:
-        pipeline.record = unmeasured
+        pipeline.record = no_clock

@@ -15,14 +15,13 @@ from itertools import islice, takewhile
 import torch
 from torch import Tensor
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Channel, Pending
-from megatron.parallel.grads import GradSink
-from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.ranges import span
-from megatron.parallel.stopwatch import Clock, unmeasured
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.timing import Clock, no_clock, profiler_range
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, RECV_B, RECV_F, SEND_B, SEND_F, WEIGHT, Action
-from megatron.pipeline.comms import channel_of
+from megatron.pipeline.communication import channel_of
 from megatron.pipeline.stage import Chunk, Stage
 
 Record = Callable[[Action], AbstractContextManager[object]]
@@ -39,7 +38,7 @@ class Pipeline:
         rank: int,
         channels: Mapping[tuple[int, int], Channel],
         buffers: Callable[[MicroBatch], Tensor],
-        sink: GradSink,
+        sink: GradAccumulator,
     ) -> None:
         """Create the pipeline.
 
@@ -55,7 +54,7 @@ class Pipeline:
         self._placement, self._rank, self._channels = tuple(placement), rank, channels
         self._buffers, self._sink = buffers, sink
         self.at: Action | None = None  # the current or failed action; None outside of a run
-        self.record: Record = unmeasured  # measures every computing action, without the time it waits for input
+        self.record: Record = no_clock  # measures every computing action, without the time it waits for input
         self._do: dict[str, Callable[[Action], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -72,7 +71,7 @@ class Pipeline:
         actions: Sequence[Action],
         batches: Sequence[MicroBatch],
         seed: Tensor | None,
-        clock: Clock = unmeasured,
+        clock: Clock = no_clock,
     ) -> None:
         """Run all actions and wait for all sends to complete.
 
@@ -93,7 +92,7 @@ class Pipeline:
             with torch.set_grad_enabled(seed is not None):
                 for action in actions:
                     self.at = action
-                    with span(str(action)):
+                    with profiler_range(str(action)):
                         self._do[action.kind](action)
             for sends in self._sends.values():
                 _complete(sends, sends)

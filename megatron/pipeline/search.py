@@ -17,10 +17,10 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
-from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, ScheduleError
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, PipelineSchedule, ScheduleError
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.simulate import StageCosts, simulate
 
 NAME = "searched"
 """Name of the list scheduler's schedules."""
@@ -32,14 +32,14 @@ _ROUNDING = 1e-9
 """Relative difference to tolerate between two sums of the same times."""
 
 
-def search(
+def search_schedule(
     ranks: int,
     chunks: int,
     microbatches: int,
-    costs: Costs,
+    costs: StageCosts,
     limit: float | None = None,
     placement: tuple[int, ...] | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     """Return the schedule that ends first among all candidates that fit; among equals, the one with the least memory.
 
     Stops early when a candidate reaches the lower bound on the makespan.
@@ -60,7 +60,7 @@ def search(
     best = _Best(costs, math.inf if limit is None else limit * (1 + _ROUNDING))
     for name, recipe in SCHEDULES.items():
         if recipe.chunks in (None, chunks):
-            schedule = make(name, ranks, chunks, microbatches)
+            schedule = make_schedule(name, ranks, chunks, microbatches)
             if placement in (None, schedule.placement):
                 best.consider(schedule)
     placements = _placements(ranks, chunks) if placement is None else [placement]
@@ -78,15 +78,15 @@ def search(
 class _Best:
     """The best schedule so far."""
 
-    def __init__(self, costs: Costs, limit: float) -> None:
-        self.schedule: Schedule | None = None  # None until one fits
+    def __init__(self, costs: StageCosts, limit: float) -> None:
+        self.schedule: PipelineSchedule | None = None  # None until one fits
         self.makespan = math.inf
         self.limit = limit  # of memory
         self.least = math.inf  # least memory of any candidate
         self._memory = math.inf
         self._costs = costs
 
-    def consider(self, schedule: Schedule) -> None:
+    def consider(self, schedule: PipelineSchedule) -> None:
         """Keep ``schedule`` if it fits and is better."""
         timeline = simulate(add_communication(schedule), self._costs)
         makespan, memory = timeline.makespan, max(timeline.peak_memory)
@@ -97,7 +97,7 @@ class _Best:
             self.schedule, self.makespan, self._memory = schedule, makespan, memory
 
 
-def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs: Costs, best: _Best) -> None:
+def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs: StageCosts, best: _Best) -> None:
     """Try all rules in all placements, within the limit and within twice the memory of 1F1B."""
     ranks, stages = 1 + max(placements[0]), len(placements[0])
     soonest = min(_makespan_bound(placement, microbatches, costs) for placement in placements)
@@ -109,10 +109,10 @@ def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs:
             tried += 3 * microbatches * stages
             actions = _ListScheduler(placement, microbatches, costs, rules, limit).run(best.makespan)
             if actions is not None:
-                best.consider(Schedule(NAME, actions))
+                best.consider(PipelineSchedule(NAME, actions))
 
 
-def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
+def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: StageCosts) -> float:
     """Return a lower bound on the makespan: some rank gets its first input and then has all its actions to do."""
     first_input: dict[int, float] = {}
     work: dict[int, float] = dict.fromkeys(placement, 0)
@@ -156,12 +156,12 @@ def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
         yield tuple(last + more * (ranks - 1 - rank) for rank in range(ranks))
 
 
-def _sizes(costs: Costs, stages: int) -> tuple[float, ...]:
+def _sizes(costs: StageCosts, stages: int) -> tuple[float, ...]:
     """Return the memory to reserve for an activation of each stage: no less than what its W needs."""
     return tuple(map(max, costs.activation or (1,) * stages, costs.weight_memory or (1,) * stages))
 
 
-def _least(placement: tuple[int, ...], costs: Costs) -> float:
+def _least(placement: tuple[int, ...], costs: StageCosts) -> float:
     """Return the smallest limit in which the list scheduler works: one micro-batch, on the rank where it is largest."""
     held = [0.0] * len(placement)
     for rank, size in zip(placement, _sizes(costs, len(placement))):
@@ -181,7 +181,7 @@ class _ListScheduler:
     """
 
     def __init__(
-        self, placement: tuple[int, ...], microbatches: int, costs: Costs, rules: _Rules, limit: float
+        self, placement: tuple[int, ...], microbatches: int, costs: StageCosts, rules: _Rules, limit: float
     ) -> None:
         stages, ranks = range(len(placement)), range(1 + max(placement))
         self._placement, self._microbatches, self._rules, self._limit = placement, microbatches, rules, limit

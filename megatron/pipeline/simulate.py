@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.actions import (
     BACKWARD,
-    COMPUTE,
+    COMPUTE_KINDS,
     FORWARD,
     INPUT,
     RECV_B,
@@ -27,14 +27,14 @@ from megatron.pipeline.actions import (
     SEND_F,
     WEIGHT,
     Action,
-    Schedule,
+    PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import channel_of, other_end
+from megatron.pipeline.communication import channel_of, peer_action
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Durations and memory of the stages of a pipeline."""
 
     forward: tuple[float, ...]  # seconds of F, by stage
@@ -55,7 +55,7 @@ class Costs:
         weight: float = 1,
         latency: float = 0,
         transfer: float = 0,
-    ) -> Costs:
+    ) -> StageCosts:
         """Return equal costs for ``stages`` stages."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, latency, transfer)
 
@@ -109,7 +109,7 @@ class Transfer(NamedTuple):
     end: float
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Memory of a rank from ``time`` on: ``activations`` for B and I, ``weights`` for W."""
 
     time: float
@@ -182,7 +182,7 @@ class Timeline:
         return tuple(sum(end - start for start, end in waits) for waits in self.exposed)
 
     @cached_property
-    def memory(self) -> tuple[tuple[Held, ...], ...]:
+    def memory(self) -> tuple[tuple[HeldMemory, ...], ...]:
         """Changes of memory, by rank."""
         return tuple(tuple(self._held(intervals)) for intervals in self.intervals)
 
@@ -201,7 +201,7 @@ class Timeline:
         """Maximum memory for W, by rank."""
         return tuple(max((held.weights for held in rank), default=0) for rank in self.memory)
 
-    def _held(self, intervals: tuple[Interval, ...]) -> Iterator[Held]:
+    def _held(self, intervals: tuple[Interval, ...]) -> Iterator[HeldMemory]:
         activations: float = 0
         weights: float = 0
         for (stage, kind, _), start, end in intervals:
@@ -209,7 +209,7 @@ class Timeline:
             weight = self.weight_memory[stage] if self.weight_memory else 1
             activations += {FORWARD: activation, WEIGHT: 0}.get(kind, -activation)
             weights += {INPUT: weight, WEIGHT: -weight}.get(kind, 0)
-            yield Held(start if kind == FORWARD else end, activations, weights)
+            yield HeldMemory(start if kind == FORWARD else end, activations, weights)
 
 
 def _idle(busy: float, whole: float) -> float:
@@ -237,7 +237,7 @@ def _exposed(
         free = interval.end
 
 
-def simulate(program: Schedule, costs: Costs) -> Timeline:
+def simulate(program: PipelineSchedule, costs: StageCosts) -> Timeline:
     """Return the timeline of ``program`` if every action and transfer starts as early as possible.
 
     Each rank is followed until it needs a tensor whose transfer cannot be timed yet, and resumed when it can. The
@@ -316,7 +316,7 @@ class _Network:
         start = max(sent, expected, free)
         end = start + self.seconds
         channel.transfers.append(Transfer(action, channel.source, channel.target, sent, start, end))
-        tensor = other_end(action)
+        tensor = peer_action(action)
         self.arrivals[tensor] = end
         rank = self.waiting.pop(tensor, None)
         if rank is not None:
@@ -328,11 +328,11 @@ _ActionCosts = dict[tuple[int, str], tuple[float, str | None, _Channel | None]]
 
 
 def _action_costs(
-    actions: tuple[Action, ...], placement: tuple[int, ...], costs: Costs, network: _Network
+    actions: tuple[Action, ...], placement: tuple[int, ...], costs: StageCosts, network: _Network
 ) -> _ActionCosts:
     costs_by_kind: _ActionCosts = {}
     for stage, kind in {(action.stage, action.kind) for action in actions}:
-        if kind in COMPUTE:
+        if kind in COMPUTE_KINDS:
             costs_by_kind[stage, kind] = costs.seconds(stage, kind), _required_receive(stage, kind, placement), None
         else:
             costs_by_kind[stage, kind] = 0, None, network.channel(*channel_of(Action(stage, kind, 0), placement))

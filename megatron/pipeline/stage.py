@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.parallel.microbatch import MicroBatch
+from megatron.distributed.micro_batch import MicroBatch
 
 Chunk = Callable[[Tensor | None, MicroBatch], tuple[Tensor, Tensor]]
 """``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None in the first stage, ``out`` the summed loss in the last."""

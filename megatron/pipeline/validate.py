@@ -1,6 +1,7 @@
 """Prove that a program runs to completion: complete, without duplicates, free of deadlock, within memory bounds.
 
-Communication follows the model of :mod:`megatron.pipeline.communication`. Three passes, linear in the program's length:
+Communication follows the model of :mod:`megatron.pipeline.communication`. Three passes, each linear in the program's
+length:
 
 1. Per rank: every action occurs once, on its stage's rank, after the actions of that rank that it depends on.
 2. Per channel: receives match the sends, in the same order. A rank posts in program order, so with equal orders both
@@ -20,8 +21,8 @@ from typing import NamedTuple
 
 from megatron.pipeline.actions import (
     BACKWARD,
-    COMMUNICATION,
-    EVALUATION,
+    COMMUNICATION_KINDS,
+    EVALUATION_KINDS,
     FORWARD,
     INPUT,
     RECV_B,
@@ -30,12 +31,12 @@ from megatron.pipeline.actions import (
     SEND_F,
     WEIGHT,
     Action,
-    Schedule,
+    PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import channel_of, channels, other_end
+from megatron.pipeline.communication import channel_of, channels, peer_action
 
-LEAVE_OUT = "leave SEND and RECV out of the file: they are added automatically"
+REMOVE_COMMUNICATION_FIX = "leave SEND and RECV out of the file: they are added automatically"
 SHOWN = 4
 """Ranks of a cycle named in a message."""
 
@@ -60,7 +61,7 @@ BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
 
 
 @dataclass(frozen=True)
-class Peaks:
+class PeakCounts:
     """Maximum that each rank holds at one time, in micro-batches of a stage; zero in an evaluation."""
 
     activations: tuple[int, ...]  # from F to B or I
@@ -82,12 +83,12 @@ _Rules = Sequence[Mapping[str, _Rule]]
 """By stage and kind; a communication without a channel has no rule."""
 
 
-def validate(
-    program: Schedule,
+def validate_program(
+    program: PipelineSchedule,
     most_activations: float | None = None,
     most_weights: float | None = None,
     evaluation: bool = False,
-) -> Peaks:
+) -> PeakCounts:
     """Prove that a program runs every micro-batch through every stage once and to completion.
 
     Takes time linear in the number of actions.
@@ -110,7 +111,7 @@ def validate(
     done = bytearray(len(placement) * program.microbatches)
     rules = _rules(placement, program.microbatches)
     if evaluation:
-        rules = [{kind: own[kind] for kind in EVALUATION if kind in own} for own in rules]
+        rules = [{kind: own[kind] for kind in EVALUATION_KINDS if kind in own} for own in rules]
     for rank in range(len(program.ranks)):
         _check_rank(program, rank, rules, done)
     _require_all_done(program, rules, done)
@@ -118,14 +119,14 @@ def validate(
     _check_progress(program, rules)
     if evaluation:
         nothing = (0,) * len(kinds)
-        return Peaks(nothing, nothing, nothing)
-    peaks = Peaks(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
+        return PeakCounts(nothing, nothing, nothing)
+    peaks = PeakCounts(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
     _check_bound(program, kinds, ACTIVATIONS, most_activations, "activations")
     _check_bound(program, kinds, WEIGHTS, most_weights, "weight gradients yet to be made")
     return peaks
 
 
-def _require_all_forwards(program: Schedule, kinds: Sequence[Sequence[str]]) -> None:
+def _require_all_forwards(program: PipelineSchedule, kinds: Sequence[Sequence[str]]) -> None:
     """Reject a rank without actions and missing forwards, before tables of stages x micro-batches are allocated."""
     for rank, actions in enumerate(program.ranks):
         if not actions:
@@ -163,7 +164,7 @@ def _rules(placement: Sequence[int], count: int) -> _Rules:
     return rules
 
 
-def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) -> None:
+def _check_rank(program: PipelineSchedule, rank: int, rules: _Rules, done: bytearray) -> None:
     """Check one rank's actions in order, recording in ``done`` what each does, by stage and micro-batch."""
     count = program.microbatches
     for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
@@ -178,9 +179,9 @@ def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) ->
         done[place] = seen | does
 
 
-def _no_rule_error(program: Schedule, rank: int, action: Action) -> ScheduleError:
+def _no_rule_error(program: PipelineSchedule, rank: int, action: Action) -> ScheduleError:
     """Return the error for an action for which its stage has no rule."""
-    if action.kind in COMMUNICATION:
+    if action.kind in COMMUNICATION_KINDS:
         try:
             channel_of(action, program.placement)
         except ScheduleError as error:
@@ -188,7 +189,7 @@ def _no_rule_error(program: Schedule, rank: int, action: Action) -> ScheduleErro
     return ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
 
 
-def _rule_error(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
+def _rule_error(program: PipelineSchedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
     """Return the error for the action at ``index`` of a rank, whose rule is violated."""
     actions = program.ranks[rank]
     action = actions[index]
@@ -210,17 +211,17 @@ def _rule_error(program: Schedule, rank: int, index: int, rule: _Rule, done: byt
     if kinds[0] == RECV_B and not _backward(program, stage + 1, microbatch):
         return _missing(program, stage + 1, microbatch, (BACKWARD, INPUT))
     names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-    fixes = (LEAVE_OUT,) if kinds[0] in (RECV_F, RECV_B) else ()
+    fixes = (REMOVE_COMMUNICATION_FIX,) if kinds[0] in (RECV_F, RECV_B) else ()
     return ScheduleError(f"rank {rank} has {action} but no {names}, whose result it needs", *fixes)
 
 
-def _backward(program: Schedule, stage: int, microbatch: int) -> bool:
+def _backward(program: PipelineSchedule, stage: int, microbatch: int) -> bool:
     """Return True if some rank computes the gradient of the stage's input."""
     wanted = (Action(stage, BACKWARD, microbatch), Action(stage, INPUT, microbatch))
     return any(action in actions for actions in program.ranks for action in wanted)
 
 
-def _require_all_done(program: Schedule, rules: _Rules, done: bytearray) -> None:
+def _require_all_done(program: PipelineSchedule, rules: _Rules, done: bytearray) -> None:
     """Reject a program in which some action is missing."""
     count = program.microbatches
     for stage, own in enumerate(rules):
@@ -235,9 +236,9 @@ def _require_all_done(program: Schedule, rules: _Rules, done: bytearray) -> None
         raise _missing(program, stage, microbatch, next(kinds for bit, kinds in _NAMES.items() if bit & lacking))
 
 
-def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
+def _missing(program: PipelineSchedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
     names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-    fixes = (LEAVE_OUT,) if kinds[0] in COMMUNICATION else ()
+    fixes = (REMOVE_COMMUNICATION_FIX,) if kinds[0] in COMMUNICATION_KINDS else ()
     return ScheduleError(
         f"rank {program.placement[stage]} has no {names}: stages 0 to {program.stages - 1} "
         f"each do micro-batches 0 to {program.microbatches - 1}",
@@ -245,7 +246,7 @@ def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str
     )
 
 
-def _check_orders(program: Schedule, rules: _Rules) -> None:
+def _check_orders(program: PipelineSchedule, rules: _Rules) -> None:
     """Reject a channel whose receives are not in the order of its sends; their numbers are equal."""
     placement, count = program.placement, program.microbatches
     sent: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
@@ -254,7 +255,7 @@ def _check_orders(program: Schedule, rules: _Rules) -> None:
     posts: list[dict[str, tuple[int, list[int]]]] = [{} for _ in rules]
     for stage, own in enumerate(rules):
         for kind in own:
-            if kind in COMMUNICATION:
+            if kind in COMMUNICATION_KINDS:
                 side = sent if kind in (SEND_F, SEND_B) else received
                 posts[stage][kind] = offsets[kind], side[channel_of(Action(stage, kind, 0), placement)]
     for actions in program.ranks:
@@ -270,8 +271,8 @@ def _check_orders(program: Schedule, rules: _Rules) -> None:
             expected, posted = _receive(order[number], count), _receive(found[number], count)
             raise ScheduleError(
                 f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
-                f"rank {target} is {other_end(expected)}, and receives must be in the order of the sends",
-                LEAVE_OUT,
+                f"rank {target} is {peer_action(expected)}, and receives must be in the order of the sends",
+                REMOVE_COMMUNICATION_FIX,
             )
 
 
@@ -291,7 +292,7 @@ def _receive(number: int, count: int) -> Action:
     return Action(stage, RECV_B if gradient else RECV_F, microbatch)
 
 
-def _check_progress(program: Schedule, rules: _Rules) -> None:
+def _check_progress(program: PipelineSchedule, rules: _Rules) -> None:
     """Advance all ranks as far as possible; reject a program that does not reach its end."""
     count, offsets = program.microbatches, _tensor_offsets(program.microbatches)
     waits = [{kind: offsets[kind] for kind, rule in own.items() if rule.needs & (_RECV_F | _RECV_B)} for own in rules]
@@ -319,7 +320,7 @@ def _check_progress(program: Schedule, rules: _Rules) -> None:
         raise _deadlock(program, {rank: (_receive(n, count), action) for n, (rank, action) in waiting.items()})
 
 
-def _deadlock(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
+def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
     """Return the error for a deadlock; ``waits`` has, by rank, the RECV and the action that waits for it."""
     sources = {rank: channel_of(receive, program.placement)[0] for rank, (receive, _) in waits.items()}
     seen: list[int] = []
@@ -334,9 +335,9 @@ def _deadlock(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> 
     return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
-def _waiting(program: Schedule, rank: int, source: int, receive: Action, action: Action) -> str:
+def _waiting(program: PipelineSchedule, rank: int, source: int, receive: Action, action: Action) -> str:
     sender = program.ranks[source]
-    before = sender[sender.index(other_end(receive)) - 1]
+    before = sender[sender.index(peer_action(receive)) - 1]
     return f"rank {rank} waits for {receive} before {action}, which rank {source} sends after {before}"
 
 
@@ -346,7 +347,7 @@ def _held(kinds: Sequence[str], counted: Mapping[str, int]) -> list[int]:
 
 
 def _check_bound(
-    program: Schedule, kinds: Sequence[Sequence[str]], counted: Mapping[str, int], most: float | None, what: str
+    program: PipelineSchedule, kinds: Sequence[Sequence[str]], counted: Mapping[str, int], most: float | None, what: str
 ) -> None:
     if most is None:
         return

@@ -1,8 +1,8 @@
 """Build one rank of a large run without allocating memory or communicating.
 
 Layout, groups, model, buckets and optimizer come from the code of a real run; tensors are on torch's ``meta`` device,
-and process groups use its ``fake`` backend. The other ranks of the same pipeline are built too, one after the other, so
-that the whole model is accounted for.
+and process groups use its ``fake`` backend. The other ranks of the same pipeline are built too, one after the other,
+so that the whole model is accounted for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.config.memory import rank_bytes, shown
 from megatron.config.run import RunConfig
-from megatron.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from megatron.parallel.mesh import Groups, pretended
-from megatron.parallel.stopwatch import Clock, Stopwatch, unmeasured
+from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
+from megatron.distributed.mesh import GroupInfo, fake_process_group
+from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
-from megatron.training.setup import Trainer, build
+from megatron.planner.memory import format_binary, rank_state_bytes
+from megatron.training.build import Trainer, build_trainer
 
-STATE = ("weights", "gradients", "masters", "moments", "average")
-"""The parts of :data:`megatron.config.memory.PARTS` that are counted."""
+STATE_PARTS = ("weights", "gradients", "masters", "moments", "average")
+"""The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
 
-OTHERS = "the rest of its pipeline"
+OTHER_RANKS = "the rest of its pipeline"
 """Name of the phase in which the other ranks are built."""
 
 
@@ -39,8 +39,8 @@ class BuiltRank:
     stages: Mapping[int, StageLayers]  # its layers, by stage number
     parameters: int  # elements of its parameters, vocabulary padding included
     whole: Mapping[str, int]  # elements of the same parameters over all ranks, without padding, by global name
-    state: Mapping[str, int]  # bytes by ``STATE``
-    groups: tuple[Groups, ...]  # process groups of the whole world
+    state: Mapping[str, int]  # bytes by ``STATE_PARTS``
+    groups: tuple[GroupInfo, ...]  # process groups of the whole world
 
     @property
     def layers(self) -> int:
@@ -95,7 +95,7 @@ class FakeWorld:
         cells = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
         for pp, built in enumerate(self.pipeline):
             stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
-            size = shown(sum(built.state.values()))
+            size = format_binary(sum(built.state.values()))
             cells.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
         yield from _table(cells)
         yield f"together {self.layers:,} layers and {self.parameters:,} parameters, each counted once: the model's"
@@ -121,7 +121,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
         watch.add("flags and imports", time.monotonic() - started)
     members = layout.group_of(rank, ("pp",))
     chosen = _build(config, world_size, rank, lambda name: watch.span(name, False))
-    with watch.span(OTHERS, False):
+    with watch.span(OTHER_RANKS, False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
     world = FakeWorld(layout, rank, tuple(pipeline), watch.take())
     layers, parameters = config.model.num_layers, config.model.num_parameters()
@@ -131,26 +131,26 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
     return world
 
 
-def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = unmeasured) -> BuiltRank:
-    with pretended(rank, world_size):
-        trainer = build(config, rank, world_size, fresh=False, device=torch.device("meta"), clock=clock)
+def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_clock) -> BuiltRank:
+    with fake_process_group(rank, world_size):
+        trainer = build_trainer(config, rank, world_size, fresh=False, device=torch.device("meta"), clock=clock)
         stages = dict(enumerate(stage_layers(config.model, config.parallel)))
         built = BuiltRank(
             rank,
             {number: stages[number] for number in trainer.chunks},
             sum(prod(spec.local_shape) for spec in trainer.specs.values()),
             {name: spec.numel for name, spec in trainer.specs.items()},
-            state_of(trainer),
+            built_state_bytes(trainer),
             tuple(trainer.mesh.created),
         )
-    predicted = {part: size for part, size in rank_bytes(config, world_size, rank).items() if part in STATE}
+    predicted = {part: size for part, size in rank_state_bytes(config, world_size, rank).items() if part in STATE_PARTS}
     if built.state != predicted:
         raise RuntimeError(f"rank {rank} holds {built.state} bytes, where {predicted} are predicted")
     return built
 
 
-def state_of(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of tensor storage by :data:`STATE`; storage shared by two parts counts for the first."""
+def built_state_bytes(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of tensor storage by :data:`STATE_PARTS`; storage shared by two parts counts for the first."""
     counted: set[int] = set()
     sizes = {}
     for part, tensors in _tensors(trainer).items():
@@ -161,7 +161,7 @@ def state_of(trainer: Trainer) -> dict[str, int]:
 
 
 def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
-    """Return the tensors of each part of :data:`STATE`; fp32 weights are their own main parameters."""
+    """Return the tensors of each part of :data:`STATE_PARTS`; fp32 weights are their own main parameters."""
     optimizer = trainer.optimizer
     masters = optimizer.masters
     remainders = masters.remainders
@@ -175,7 +175,7 @@ def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
     }
 
 
-def _group_rows(groups: tuple[Groups, ...]) -> Iterator[str]:
+def _group_rows(groups: tuple[GroupInfo, ...]) -> Iterator[str]:
     if not groups:
         yield "none: the rank is alone"
         return

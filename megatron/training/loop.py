@@ -1,30 +1,252 @@
-"""The training loop: steps, logging, evaluation, saving and stopping, in order. Meant to be edited."""
+"""The training loop: steps, logging, evaluation, saving and stopping, in order. Meant to be edited.
+
+``StopRequest`` stops all ranks after the same step, on a signal to any of them, a time limit, or a file. Requests for
+a profile travel in the same collective, so they cost nothing extra.
+
+``finished.json`` in the run's folder marks the end of training, for scripts that requeue a job. A launcher's exit
+status is not enough: it is lost with the node of the batch script, and a scheduler may report 0 itself. The file
+exists exactly if the last step has been taken and saved: it is written after the checkpoint, and a start with steps
+left, for example of a run that was extended, removes it before its first step.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import FrameType
 
 import torch
 
-from megatron.data.splits import kind_of
-from megatron.parallel import comm
-from megatron.training import finished
-from megatron.training.graphs import StepRunner
-from megatron.training.health import Vitals, watch
-from megatron.training.local_tier import save_on_nodes
-from megatron.training.logging import RunLog
-from megatron.training.metrics import StepMetrics, StepWindow
-from megatron.training.nonfinite import NonFiniteError, explain_nonfinite
-from megatron.training.profiling import Profiler
-from megatron.training.records import EvaluationRecord
-from megatron.training.replicas_check import check_replicas
-from megatron.training.saving import Saver
-from megatron.training.setup import Trainer
+from megatron.checkpoint.durable_files import (
+    DamagedCheckpointError,
+    StorageError,
+    describe_os_error,
+    sync_folder,
+    write_file,
+)
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.object_store import Location, parse_location
+from megatron.data.dataset import split_kind
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.training.build import Trainer
+from megatron.training.callbacks.health import (
+    HealthMonitor,
+    NonFiniteError,
+    check_weight_copies,
+    explain_nonfinite,
+    watch_next_step,
+)
+from megatron.training.callbacks.profiler import NO_REQUEST, Profiler, ProfileRequest, ProfileRequestListener
+from megatron.training.checkpointer import Checkpointer, run_on_rank0
+from megatron.training.cuda_graphs import StepRunner
+from megatron.training.local_checkpoints import save_local_checkpoint
+from megatron.training.loggers.base import EvaluationRecord
+from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.step import evaluate
-from megatron.training.stop import TIME_IS_UP, StopRequest, exit_status, reason
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+TIME_LIMIT = 124
+"""Exit status after ``exit_duration_in_mins``, the same as that of timeout(1)."""
+
+STOP_FILE_FOUND = 1
+"""Stop code if only the stop file stops the run; :func:`exit_status` maps it to 0."""
+
+ECHO_SECONDS = 2.0
+"""A second signal within this time is the same Ctrl-C: it reaches every process, and torchrun forwards it again."""
 
 
-def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
+class StopRequest:
+    """Record the first signal to this process, watch the time limit and the stop file; :meth:`poll` combines ranks.
+
+    A second signal has its default effect, so that an impatient user can end the process.
+    """
+
+    def __init__(
+        self,
+        world: Group,
+        device: torch.device,
+        minutes: float | None = None,
+        since: float | None = None,
+        profiles: ProfileRequestListener | None = None,
+        file: Path | None = None,
+    ) -> None:
+        """Install the signal handlers.
+
+        Args:
+            world: all ranks.
+            device: this rank's device.
+            minutes: time limit; None for none.
+            since: start of the time limit on the clock of ``time.monotonic()``; None for now.
+            profiles: profile requests to this rank; :meth:`restore` also restores their signal handler.
+            file: stops the run once it exists. Give it to one rank only: cluster file systems may be slow.
+
+        """
+        self.world = world
+        self.device = device
+        self.profiles = profiles
+        self.profile_request = NO_REQUEST  # the profile request of the last :meth:`poll`, the same on every rank
+        self._file = file
+        since = time.monotonic() if since is None else since
+        self._deadline = None if minutes is None else since + 60.0 * minutes
+        self._signal = 0  # the first one received
+        self._received = 0.0  # when
+        self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._signal:
+            self._signal = number
+            self._received = time.monotonic()
+        elif time.monotonic() - self._received > ECHO_SECONDS:
+            self.restore()
+            signal.raise_signal(number)
+
+    def poll(self) -> int:
+        """Return the stop code, or 0 to continue; the same on every rank. Collective.
+
+        128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
+        ``STOP_FILE_FOUND`` if any rank sees the file.
+        """
+        request = self.profiles.take() if self.profiles is not None else NO_REQUEST
+        if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
+            self.profile_request = request
+            return self._local_code()
+        mine = torch.tensor((self._local_code(), *request), device=self.device)
+        code, *requests = comm.all_reduce(mine, self.world, op="max").tolist()
+        self.profile_request = ProfileRequest(*requests)
+        return int(code)
+
+    def _local_code(self) -> int:
+        if self._signal:
+            return 128 + self._signal
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return TIME_LIMIT
+        return STOP_FILE_FOUND if self._file is not None and os.path.exists(self._file) else 0
+
+    def restore(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self.profiles is not None:
+            self.profiles.restore()
+
+
+def exit_status(stop_code: int) -> int:
+    """Return the exit status for a stop code: 0 for the stop file, because launchers restart on any other status."""
+    return 0 if stop_code == STOP_FILE_FOUND else stop_code
+
+
+def stop_reason(stop_code: int, file: str | None = None) -> str:
+    """Return the human-readable reason for a stop code; ``file`` is the stop file."""
+    if stop_code == STOP_FILE_FOUND:
+        return f"--stop-file {file}"
+    if stop_code == TIME_LIMIT:
+        return "--exit-duration-in-mins"
+    return f"signal {stop_code - 128} ({signal.Signals(stop_code - 128).name})"
+
+
+FINISHED_FILE = "finished.json"
+
+FinishedFacts = dict[str, str | int | float | None]
+
+
+def remove_finished_file(trainer: Trainer) -> None:
+    """Remove the file because there are steps left; collective.
+
+    Raises:
+        OSError: on every rank, if it cannot be removed.
+        SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
+    """
+    if folder := _folder(trainer):
+        run_on_rank0(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
+
+
+def write_finished_file(trainer: Trainer) -> None:
+    """Write the file after the last step has been saved; collective.
+
+    Raises:
+        StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
+        SupersededError: on every rank, if a later start owns the ``save`` folder.
+    """
+    if folder := _folder(trainer):
+        run_on_rank0(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
+
+
+def is_last_step_saved(trainer: Trainer) -> bool:
+    """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
+    return run_on_rank0(lambda: _checkpoint(trainer) is not None, trainer.mesh.world)
+
+
+def write_facts(folder: Path, facts: FinishedFacts) -> None:
+    """Write the file atomically and durably.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    path = folder / FINISHED_FILE
+    part = folder / f"{FINISHED_FILE}.part"
+    try:
+        part.unlink(missing_ok=True)
+        write_file(part, (json.dumps(facts, indent=2) + "\n").encode())
+        os.rename(part, path)
+        sync_folder(folder)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        sentence = f"{path}, which marks the end of training, cannot be written: {describe_os_error(error)}"
+        raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
+
+
+def _write_if_ours(trainer: Trainer, folder: Path) -> None:
+    if trainer.claims.save is not None:
+        trainer.claims.save.check()
+    write_facts(folder, _facts(trainer))
+
+
+def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
+    if trainer.claims.save is not None:
+        trainer.claims.save.check()
+    (folder / FINISHED_FILE).unlink(missing_ok=True)
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    run_dir = trainer.config.logging.run_dir
+    return Path(run_dir) if run_dir else None
+
+
+def _facts(trainer: Trainer) -> FinishedFacts:
+    checkpoint = _checkpoint(trainer)
+    return {
+        "iteration": trainer.iteration,
+        "consumed-samples": trainer.consumed_samples,
+        "run-id": trainer.run_id,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "time": time.time(),
+    }
+
+
+def _checkpoint(trainer: Trainer) -> Location | None:
+    """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
+    save = trainer.config.checkpoint.save
+    if save is None:
+        return None
+    path = CheckpointFolder(parse_location(save)).path(trainer.iteration)
+    try:
+        Manifest.open(path)
+    except DamagedCheckpointError:
+        return None
+    return path
+
+
+def train(trainer: Trainer, take_step: StepRunner, log: RunLogger, stop: StopRequest, profiler: Profiler) -> int:
     """Train until the last step or a request to stop; with ``skip_train`` only evaluate.
 
     Returns:
@@ -33,31 +255,31 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
 
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
-        StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
+        StorageError: if the last checkpoint, or ``loop.json``, cannot be written.
 
     """
     if trainer.config.training.skip_train:
         stop.restore()  # nothing has to be saved, so a signal may end the process at once
-        return evaluate_alone(trainer, log)
+        return evaluate_only(trainer, log)
     if trainer.iteration < trainer.total_steps:
-        finished.retract(trainer)
-    with Saver(trainer, log) as saver:
+        remove_finished_file(trainer)
+    with Checkpointer(trainer, log) as saver:
         status = _train(trainer, take_step, log, stop, profiler, saver)
     trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     if trainer.iteration >= trainer.total_steps:
-        finished.declare(trainer)
+        write_finished_file(trainer)
     return status
 
 
 def _train(
-    trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver
+    trainer: Trainer, take_step: StepRunner, log: RunLogger, stop: StopRequest, profiler: Profiler, saver: Checkpointer
 ) -> int:
     """Take the steps; see :func:`train`."""
     config = trainer.config.training
     logging = trainer.config.logging
-    if stop_code := begin(trainer, log, stop, profiler, saver):
+    if stop_code := finish_previous_start(trainer, log, stop, profiler, saver):
         return exit_status(stop_code)
-    window = window_of(trainer)
+    window = step_window(trainer)
     trainer.startup.enter("first step")
     while trainer.iteration < trainer.total_steps:
         rates = trainer.schedule.rates(trainer.consumed_samples)
@@ -65,7 +287,7 @@ def _train(
             with trainer.timers("batch-generator"):
                 samples = trainer.next_batch_size
                 batches = trainer.next_batches()
-            vitals = watch(trainer) if _every(logging.log_health_interval, trainer.iteration + 1) else None
+            vitals = watch_next_step(trainer) if _every(logging.log_health_interval, trainer.iteration + 1) else None
             metrics = take_step(batches, rates, eager=vitals is not None)
         if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
             trainer.prefetch()
@@ -79,10 +301,10 @@ def _train(
         window.add(metrics, samples)
         read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
         log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
-        examine(trainer, vitals, metrics, window, log)
+        log_health_and_check_replicas(trainer, vitals, metrics, window, log)
         saver.poll()
 
-        tell_start_up(trainer, log)
+        log_startup(trainer, log)
         stop_code = stop.poll()
         profiler.ask(iteration, stop.profile_request)
         last = iteration == trainer.total_steps
@@ -92,20 +314,24 @@ def _train(
         if last or not stop_code:  # a run that has to stop does not evaluate first
             for split in evaluations_due(trainer):
                 with window.paused():
-                    evaluate_on(trainer, split, log)
+                    evaluate_and_log(trainer, split, log)
         checkpoint = trainer.config.checkpoint
         if checkpoint.save is not None and (leave or _every(checkpoint.save_interval, iteration)):
             with window.paused():
                 saver.save(needed=bool(leave))
-        save_on_nodes(trainer, log, window)  # last: a start that finds the final step here has nothing left to save
+        save_local_checkpoint(
+            trainer, log, window
+        )  # last: a start that finds the final step here has nothing left to save
         if leave and not last:
-            cause = reason(stop_code, config.stop_file) if stop_code else f"--exit-interval {config.exit_interval}"
+            cause = stop_reason(stop_code, config.stop_file) if stop_code else f"--exit-interval {config.exit_interval}"
             log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
             return exit_status(stop_code)
     return 0
 
 
-def begin(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver) -> int:
+def finish_previous_start(
+    trainer: Trainer, log: RunLogger, stop: StopRequest, profiler: Profiler, saver: Checkpointer
+) -> int:
     """Run evaluations and saves that the previous start missed; collective.
 
     Returns:
@@ -116,37 +342,37 @@ def begin(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler, 
 
     """
     taken, total = trainer.iteration, trainer.total_steps
-    stop_code = 0 if taken >= total else told_meanwhile(trainer, stop, profiler)
+    stop_code = 0 if taken >= total else pending_stop(trainer, stop, profiler)
     if stop_code:
-        cause = reason(stop_code, trainer.config.training.stop_file)
+        cause = stop_reason(stop_code, trainer.config.training.stop_file)
         log.stopped(
             f"stopped by {cause} before the first step of this start: "
             f"{taken} of {total} are taken, and there is nothing new to save"
         )
         return stop_code
     for split in evaluations_due(trainer):  # missed because a signal stopped the run after this step
-        evaluate_on(trainer, split, log)
+        evaluate_and_log(trainer, split, log)
     if taken >= total:
         log.note(f"nothing to do: this run ends with step {total}, and {taken} are taken")
         save = trainer.config.checkpoint.save
-        if save is not None and not finished.is_saved(trainer):  # loaded from another run, or from a node's disk
+        if save is not None and not is_last_step_saved(trainer):  # loaded from another run, or from a node's disk
             saver.save(needed=True)
     return 0
 
 
-def told_meanwhile(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> int:
+def pending_stop(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> int:
     """Return the stop code of a request that came during the start, or 0; collective.
 
     An expired time limit does not count: a job that is requeued again and again would never take a step.
     """
     stop_code = stop.poll()
     profiler.ask(trainer.iteration, stop.profile_request)
-    return 0 if stop_code == TIME_IS_UP else stop_code
+    return 0 if stop_code == TIME_LIMIT else stop_code
 
 
-def window_of(trainer: Trainer) -> StepWindow:
+def step_window(trainer: Trainer) -> MetricsWindow:
     """Return the window that collects step metrics; its clock starts on all ranks together."""
-    return StepWindow(
+    return MetricsWindow(
         trainer.device,
         trainer.config.training.seq_length,
         world=trainer.mesh.world,
@@ -157,7 +383,7 @@ def window_of(trainer: Trainer) -> StepWindow:
     )
 
 
-def tell_start_up(trainer: Trainer, log: RunLog) -> None:
+def log_startup(trainer: Trainer, log: RunLogger) -> None:
     """Log, after the first step, the time of each phase of the start on this and the slowest rank; collective."""
     if not trainer.startup.running:
         return
@@ -171,7 +397,9 @@ def tell_start_up(trainer: Trainer, log: RunLog) -> None:
     log.start_up(mine, dict(zip(mine, longest)))
 
 
-def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, window: StepWindow, log: RunLog) -> None:
+def log_health_and_check_replicas(
+    trainer: Trainer, vitals: HealthMonitor | None, metrics: StepMetrics, window: MetricsWindow, log: RunLogger
+) -> None:
     """Log the health report if this step recorded one, and compare weight replicas if due; collective.
 
     Raises:
@@ -185,14 +413,14 @@ def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, windo
         if vitals is not None:
             log.health(vitals.report(metrics))
         if compare:
-            check_replicas(trainer)
+            check_weight_copies(trainer)
 
 
-def evaluate_alone(trainer: Trainer, log: RunLog) -> int:
+def evaluate_only(trainer: Trainer, log: RunLogger) -> int:
     """Evaluate the loaded weights on all validation and test data without training; return the exit status."""
     for split in trainer.data.used:
-        if kind_of(split) != "train":
-            evaluate_on(trainer, split, log)
+        if split_kind(split) != "train":
+            evaluate_and_log(trainer, split, log)
     trainer.optimizer.weights.wait()
     log.note(f"evaluated step {trainer.iteration}; no step is taken with --skip-train")
     return 0
@@ -204,10 +432,10 @@ def evaluations_due(trainer: Trainer) -> list[str]:
     last = iteration == trainer.total_steps
     due = {"valid": last or _every(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
     evaluated = trainer.evaluated
-    return [split for split in trainer.data.used if due[kind_of(split)] and evaluated.get(split, 0) < iteration]
+    return [split for split in trainer.data.used if due[split_kind(split)] and evaluated.get(split, 0) < iteration]
 
 
-def evaluate_on(trainer: Trainer, split: str, log: RunLog) -> None:
+def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
     loss = evaluate(trainer, split).item()
     average_loss = None

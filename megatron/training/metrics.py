@@ -1,26 +1,126 @@
-"""Collect the device scalars of each step and reduce them to one record per log line, with one device sync."""
+"""Metrics of training steps: collected on the device, compared over ranks, reduced to one record per log line.
+
+Each step adds its device scalars (`StepMetrics`) to a `MetricsWindow` without waiting for the device. At a log line
+the window synchronises once, gathers times, traffic and memory of all ranks in one collective (`RankStats`), and
+returns a `TrainRecord`. `TrainRecord.values` and `EvaluationRecord.values` define the metric names, which are
+Megatron-LM's where it has the metric. `ThroughputModel` converts tokens per second into FLOP/s, MFU and remaining
+time.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatron.optim.schedule import Rates
-from megatron.parallel import comm
-from megatron.parallel.comm import BUBBLE, Group
-from megatron.training.goodput import Goodput
-from megatron.training.ranks import RankTimes, compare, gather
-from megatron.training.records import TrainRecord
-from megatron.training.timers import RECORDED, Timers
+from megatron.distributed import comm
+from megatron.distributed.comm import BUBBLE, Group
+from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.loggers.base import TimerStats, TrainRecord
+from megatron.training.throughput import Goodput
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """Times, traffic and memory of one rank."""
+
+    seconds: float  # wall-clock time per step
+    waits: Mapping[str, float]  # seconds per step blocked in collectives, by mesh axes; in the pipeline as BUBBLE
+    phases: Mapping[str, float]  # seconds per step, by timer
+    memory_bytes: int  # peak
+    memory_total_bytes: int  # capacity
+    sent: Mapping[str, float] = field(default_factory=dict)  # bytes sent per step, by mesh axes
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds per step without the waits for other ranks."""
+        return self.seconds - sum(self.waits.values())
+
+
+def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
+    """Return the statistics of all ranks, in rank order. One collective over ``world``.
+
+    All ranks must have the same axes and phases.
+    """
+    if world.size == 1:
+        return [mine]
+    numbers = [
+        mine.seconds,
+        float(mine.memory_bytes),
+        float(mine.memory_total_bytes),
+        *mine.waits.values(),
+        *mine.phases.values(),
+        *mine.sent.values(),
+    ]
+    gathered = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
+    ranks = []
+    for seconds, used, total, *rest in gathered.view(world.size, -1).tolist():
+        remaining = iter(rest)
+        waits, phases, sent = (dict(zip(names, remaining)) for names in (mine.waits, mine.phases, mine.sent))
+        ranks.append(RankStats(seconds, waits, phases, int(used), int(total), sent))
+    return ranks
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """Means and extremes over all ranks."""
+
+    communication: Mapping[str, float]  # mean seconds per step blocked in collectives, by mesh axes
+    communication_share: float  # of the step, 0 to 1
+    bubble: float | None  # mean share of the step spent waiting for other pipeline stages; None without a pipeline
+    data_wait: float  # seconds per step of the rank that waited longest for data
+    phases: Mapping[str, tuple[float, ...]]  # seconds per step of every rank, by timer
+    fullest_rank: int  # with the largest peak memory
+    memory_bytes: int  # peak of the fullest rank
+    memory_total_bytes: int  # capacity of the fullest rank
+    slowest_rank: int  # with the largest own time
+    slowest_excess: float  # its own time over the median rank's, less 1
+    sent: Mapping[str, float]  # mean bytes sent per step, by mesh axes
+
+    def timings(self, option: str) -> dict[str, TimerStats]:
+        """Return every timer that ran, as ``--timing-log-option`` says: ``max``, ``minmax`` or ``all``."""
+        timings = {}
+        for name, by_rank in self.phases.items():
+            if max(by_rank) > 0:
+                several = len(by_rank) > 1
+                shortest = min(by_rank) if several and option == "minmax" else None
+                timings[name] = TimerStats(max(by_rank), shortest, by_rank if several and option == "all" else None)
+        return timings
+
+
+def compare_ranks(ranks: Sequence[RankStats]) -> RankComparison:
+    """Compare the statistics of all ranks."""
+    own = [rank.own_seconds for rank in ranks]
+    slowest = max(range(len(ranks)), key=own.__getitem__)
+    fullest = max(range(len(ranks)), key=lambda r: ranks[r].memory_bytes)
+    median = statistics.median(own)
+    step = statistics.fmean(rank.seconds for rank in ranks)
+    waits = {axes: statistics.fmean(rank.waits[axes] for rank in ranks) for axes in ranks[0].waits}
+    communication = {axes: seconds for axes, seconds in waits.items() if axes != BUBBLE}
+    phases = {name: tuple(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
+    return RankComparison(
+        communication=communication,
+        communication_share=sum(communication.values()) / step,
+        bubble=waits[BUBBLE] / step if BUBBLE in waits else None,
+        data_wait=max(phases.get("batch-generator", (0.0,))),
+        phases=phases,
+        fullest_rank=fullest,
+        memory_bytes=ranks[fullest].memory_bytes,
+        memory_total_bytes=ranks[fullest].memory_total_bytes,
+        slowest_rank=slowest,
+        slowest_excess=own[slowest] / median - 1.0 if median > 0 else 0.0,
+        sent={axes: statistics.fmean(rank.sent[axes] for rank in ranks) for axes in ranks[0].sent},
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +135,7 @@ class StepMetrics:
     router: Mapping[str, Tensor] = field(default_factory=dict)  # MoE router losses by metric name, same in every step
 
 
-class StepWindow:
+class MetricsWindow:
     """Accumulates the metrics of the steps since the last log line.
 
     Create it right before the first step: the clock starts in the constructor. All ranks start their clocks together,
@@ -159,9 +259,9 @@ class StepWindow:
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
         for (axes, _), count in self.world.meter.take_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device), sent)
+        mine = RankStats(record.seconds_per_step, waits, self.timers.read(steps), *peak_memory(self.device), sent)
         with self.world.meter.paused():
-            ranks = compare(gather(mine, world, self.device))
+            ranks = compare_ranks(gather_rank_stats(mine, world, self.device))
         several = world.size > 1
         waits_measured = self.world.size > 1 and self._cuda_graph != "step"
         timings = ranks.timings(self._timing_option) if self.timers.level else {}
@@ -178,7 +278,9 @@ class StepWindow:
             bubble=ranks.bubble if waits_measured else None,
             slowest_rank=ranks.slowest_rank if several and waits_measured else None,
             slowest_excess=ranks.slowest_excess if several and waits_measured else None,
-            timings={name: timing for name, timing in timings.items() if name not in RECORDED[self._cuda_graph]},
+            timings={
+                name: timing for name, timing in timings.items() if name not in CUDA_GRAPH_PHASES[self._cuda_graph]
+            },
         )
 
     def _add_goodput(self) -> float:
@@ -205,7 +307,7 @@ def _mean_of_finite(values: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int]:
+def peak_memory(device: torch.device) -> tuple[int, int]:
     """Return the peak use so far and the capacity, in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory

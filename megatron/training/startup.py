@@ -1,7 +1,7 @@
-"""Time the phases of a start, from the creation of the process to the end of the first step. Does not import torch.
+"""Time the phases of a start, and identify it (job, restart, nodes) for the run's records. Does not import torch.
 
-Phases nest: data are opened while a checkpoint is loaded. The time of an inner phase does not count for the outer one,
-so the phases add up to the whole.
+The watch runs from the creation of the process to the end of the first step. Phases nest: data are opened while a
+checkpoint is loaded. The time of an inner phase does not count for the outer one, so the phases add up to the whole.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
+
+from megatron.config.launch import JobStart
 
 PHASES: dict[str, str] = {
     "python": "the interpreter, and what `pretrain_gpt.py` imports before it reads a flag",
@@ -29,14 +31,14 @@ PHASES: dict[str, str] = {
 }
 """All phases, in the order in which they begin, with what each covers."""
 
-SHORTEST = 0.05
+MIN_SHOWN_SECONDS = 0.05
 """Shorter phases, in seconds, are left out of the console line."""
 
-MUCH_LONGER = 1.0
+SLOWER_BY_SECONDS = 1.0
 """The console line also names phases that took the slowest rank this many seconds longer than rank 0."""
 
 
-class StartUp:
+class StartupTimer:
     """Stopwatch whose time always counts for one phase: ``with startup("data"): ...``."""
 
     def __init__(self, began: float | None = None, phase: str = "other") -> None:
@@ -56,7 +58,7 @@ class StartUp:
     @classmethod
     def of_process(cls) -> Self:
         """Return a watch that started, in phase ``python``, when this process did."""
-        return cls(process_began(), "python")
+        return cls(process_start_time(), "python")
 
     def enter(self, phase: str) -> None:
         """Count the time from now on for ``phase``."""
@@ -80,7 +82,7 @@ class StartUp:
         self.running = False
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """Return the value of ``time.monotonic()`` when this process began, to 10 ms; outside Linux the current value."""
     now = time.monotonic()
     try:
@@ -91,12 +93,53 @@ def process_began() -> float:
         return now
 
 
-def start_up_line(mine: Mapping[str, float], longest: Mapping[str, float]) -> str:
+def startup_line(mine: Mapping[str, float], longest: Mapping[str, float]) -> str:
     """Return the log line with this rank's seconds by phase, and the phases that took the slowest rank much longer."""
-    late = {name: seconds for name, seconds in longest.items() if seconds > mine[name] + MUCH_LONGER}
+    late = {name: seconds for name, seconds in longest.items() if seconds > mine[name] + SLOWER_BY_SECONDS}
     others = f"; longest on any rank: {_format_phases(late)}" if late else ""
     return f"start-up {sum(mine.values()):.1f}s: {_format_phases(mine)}{others}"
 
 
 def _format_phases(phases: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST)
+    return " ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= MIN_SHOWN_SECONDS)
+
+
+StartFacts = Mapping[str, object]
+
+JOB_FACTS = "slurm-job", "torchrun-run"
+"""Facts shared by all starts of a job."""
+
+MAX_NODE_LIST_CHARS = 60
+"""Longer node lists, in characters, are cut in notes."""
+
+
+def start_facts(environ: Mapping[str, str], epoch: int | None) -> StartFacts:
+    """Return what the launcher's environment reveals about this start, keyed as in the run's ``start`` event.
+
+    Args:
+        environ: environment variables.
+        epoch: number of this start among those that have written to the ``save`` folder; None without one.
+    """
+    start = JobStart.read(environ)
+    facts = {
+        "epoch": epoch,
+        "slurm-job": start.job,
+        "slurm-restart": start.restart if start.job else None,
+        "torchrun-run": start.group,
+        "torchrun-restart": start.attempt or None,
+        "nodes": environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST"),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def start_phrase(facts: StartFacts) -> str:
+    """Return the facts as one comma-separated phrase; empty if there are none."""
+    phrases = [f"start {facts['epoch']} of this run"] if "epoch" in facts else []
+    if "slurm-job" in facts:
+        phrases.append(f"Slurm job {facts['slurm-job']} restart {facts['slurm-restart']}")
+    if "torchrun-restart" in facts:
+        phrases.append(f"torchrun restart {facts['torchrun-restart']}")
+    if "nodes" in facts:
+        nodes = str(facts["nodes"])
+        phrases.append(f"on {nodes if len(nodes) <= MAX_NODE_LIST_CHARS else nodes[: MAX_NODE_LIST_CHARS - 3] + '...'}")
+    return ", ".join(phrases)

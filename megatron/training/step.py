@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.optim.optimizer import Outcome
-from megatron.optim.schedule import Rates
-from megatron.parallel import comm
-from megatron.parallel.comm import Group
-from megatron.parallel.microbatch import MicroBatch
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.distributed_optimizer import UpdateResult
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
-from megatron.training.setup import Trainer
 
-Update = Callable[[Rates, Tensor, Tensor], Outcome]
-"""``Optimizer.update``, or a recording of it: a function of rates, loss scale and loss."""
+UpdateFunction = Callable[[Rates, Tensor, Tensor], UpdateResult]
+"""``DistributedOptimizer.update``, or a recording of it: a function of rates, loss scale and loss."""
 
 
 def train_step(
-    trainer: Trainer, batches: Sequence[MicroBatch], rates: Rates, update: Update | None = None
+    trainer: Trainer, batches: Sequence[MicroBatch], rates: Rates, update: UpdateFunction | None = None
 ) -> StepMetrics:
     """Run the pipeline on every micro-batch, then update the weights.
 
@@ -32,7 +32,7 @@ def train_step(
         trainer: changed in place, except for its counters.
         batches: this rank's micro-batches of the step.
         rates: learning rate and weight decay.
-        update: function to call instead of ``Optimizer.update``.
+        update: function to call instead of ``DistributedOptimizer.update``.
 
     Returns:
         Device scalars, equal on all ranks.
@@ -43,7 +43,7 @@ def train_step(
     trainer.buckets.start_step(len(batches))
     with trainer.timers("forward-backward"):
         trainer.compute(batches, scale / tokens.clamp(min=1.0))
-    sums = take_sums(trainer)
+    sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     router = router_losses(trainer, sums, tokens)
     trainer.optimizer.finish(trainer.timers)
@@ -64,7 +64,7 @@ def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
         batches = trainer.evaluation_batches(split, index)
         tokens += count_tokens(batches, trainer.mesh.replicas)
         trainer.compute(batches, None)
-    return mean_loss(trainer, take_sums(trainer), tokens).where(tokens > 0, torch.nan)
+    return mean_loss(trainer, collect_sums(trainer), tokens).where(tokens > 0, torch.nan)
 
 
 def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
@@ -73,7 +73,7 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
     return comm.all_reduce(local, replicas)
 
 
-def take_sums(trainer: Trainer) -> dict[str, Tensor]:
+def collect_sums(trainer: Trainer) -> dict[str, Tensor]:
     """Return and reset the sums that this rank's chunks have accumulated, in fp64."""
     sums: dict[str, Tensor] = {}
     for chunk in trainer.chunks.values():

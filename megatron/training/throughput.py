@@ -1,14 +1,17 @@
-"""Throughput in FLOP/s, model FLOPs utilisation (MFU) and remaining time of a run."""
+"""Speed of a run: model FLOP/s per log interval, and goodput over all starts of the run."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.config.batch import total_steps, trained_samples
-from megatron.config.flops import FlopsPerToken
+from megatron.config.batch import final_consumed_samples, final_iteration
 from megatron.config.run import RunConfig
-from megatron.training.records import TrainRecord
+from megatron.planner.flops import FlopsPerToken
+from megatron.training.loggers.base import TrainRecord
 
 # Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the vendors' data sheets (figures "with sparsity"
 # halved), by words in the device name that the driver reports. The first matching row is used. Products that share a
@@ -47,7 +50,7 @@ def peak_flops(device_name: str, params_dtype: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class ThroughputModel:
     """Converts tokens per second into FLOP/s, utilisation and remaining time."""
 
     total_iterations: int  # of the whole run
@@ -61,7 +64,7 @@ class Yardstick:
     @classmethod
     def from_config(
         cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
-    ) -> Yardstick:
+    ) -> ThroughputModel:
         """Create the model of a run.
 
         Args:
@@ -74,8 +77,8 @@ class Yardstick:
         """
         data_parallel_size = world_size // config.parallel.model_ranks
         return cls(
-            total_iterations=total_steps(config.training, data_parallel_size, iteration, consumed_samples),
-            total_samples=trained_samples(config.training, data_parallel_size, iteration, consumed_samples),
+            total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),
+            total_samples=final_consumed_samples(config.training, data_parallel_size, iteration, consumed_samples),
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops=FlopsPerToken.from_config(config),
@@ -111,3 +114,51 @@ class Yardstick:
         """Return the time that the remaining samples take at this speed."""
         samples_left = max(0, self.total_samples - record.consumed_samples)
         return samples_left * self.seq_length / record.tokens_per_second
+
+
+class Goodput:
+    """Productive seconds of a run, divided by all seconds since its first start.
+
+    Steps lost in a crash do not count, because this state is restored from the checkpoint; nor does the time of
+    starting, loading, evaluating, saving, and between two starts. Waiting for data or for other ranks within a step
+    does count.
+    """
+
+    def __init__(self, started: float | None = None) -> None:
+        """Start counting for a new run.
+
+        Args:
+            started: start of the process on the clock of ``time.monotonic()``; None for now.
+
+        """
+        elapsed = 0.0 if started is None else time.monotonic() - started
+        self.first_start = time.time() - elapsed  # seconds since 1970
+        self.productive_seconds = 0.0
+        self.starts = 1  # of the run, this one included
+
+    def add(self, seconds: float) -> None:
+        """Add ``seconds`` of training steps."""
+        self.productive_seconds += seconds
+
+    def run_seconds(self) -> float:
+        """Return the seconds since the run's first start."""
+        return time.time() - self.first_start
+
+    def value(self) -> float | None:
+        """Return the goodput, 0 to 1; None if the machine's clock was set back so far that it would exceed 1."""
+        passed = self.run_seconds()
+        return self.productive_seconds / passed if passed > 0 and self.productive_seconds <= passed else None
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return the values to save in a checkpoint."""
+        return {
+            "first_start": self.first_start,
+            "productive_seconds": self.productive_seconds,
+            "starts": self.starts,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the run that saved ``state``, and count this start."""
+        self.first_start = float(state["first_start"])
+        self.productive_seconds = float(state["productive_seconds"])
+        self.starts = int(state["starts"]) + 1

@@ -13,38 +13,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import UserError
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
-from megatron.layers.dispatch import Route
-from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.pipeline.actions import COMPUTE
-from megatron.pipeline.plan import program_for
-from megatron.pipeline.recorder import recording
-from megatron.pipeline.schedules import make
-from megatron.training.agreement import check_same_data, check_same_kernels, check_same_schedule
-from megatron.training.checkpointing import consumed_digest
-from megatron.training.health import HealthRecord
-from megatron.training.loop import tell_start_up
-from megatron.training.metrics import StepWindow
-from megatron.training.nonfinite import explain_nonfinite
-from megatron.training.ranks import RankTimes, gather
-from megatron.training.replicas_check import check_replicas
-from megatron.training.resume import choose
-from megatron.training.run_identity import new_run_id
-from megatron.training.setup import build
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.layers.moe import DispatchPlan
+from megatron.pipeline.actions import COMPUTE_KINDS
+from megatron.pipeline.plan import build_program
+from megatron.pipeline.recorder import record_timeline
+from megatron.pipeline.schedules import make_schedule
+from megatron.training.build import build_trainer, check_same_data, check_same_kernels, check_same_schedule
+from megatron.training.callbacks.health import HealthRecord, check_weight_copies, explain_nonfinite
+from megatron.training.checkpointer import choose_resume_source
+from megatron.training.loop import StopRequest, log_startup
+from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
-from megatron.training.stop import StopRequest
-from megatron.training.verify import RankTrace, join
+from megatron.training.trainer_state import consumed_digest, new_run_id
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
+from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
 LATE_SECONDS = 1.0
@@ -61,7 +55,7 @@ class Detector:
 
 
 def trains_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
-    steps = [join(step) for step in zip(*ranks)]
+    steps = [join_traces(step) for step in zip(*ranks)]
     same = all(d.error <= TOLERANCE for d in compare_with_twin(steps, case))
     return same and not any(step.drifted for step in steps)
 
@@ -81,9 +75,9 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
 
 def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
     """The last rank took 100 s to import; everyone must hear of it."""
-    trainer, told = build(case.config(), rank, world_size), list[Mapping[str, float]]()
+    trainer, told = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
     trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
-    tell_start_up(trainer, SimpleNamespace(start_up=lambda mine, longest: told.append(longest)))  # type: ignore[arg-type]
+    log_startup(trainer, SimpleNamespace(start_up=lambda mine, longest: told.append(longest)))  # type: ignore[arg-type]
     return told[0]["imports"]
 
 
@@ -94,7 +88,7 @@ def name_the_run(rank: int, world_size: int) -> str:
 
 def explain(rank: int, world_size: int, case: Case) -> str:
     """The last rank's loss is not finite; everyone must say which."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     if rank == world_size - 1:
         torch.nn.init.constant_(trainer.chunks[0].get_parameter("layers.1.mlp.linear_fc1.weight"), float("nan"))
     return explain_nonfinite(trainer, batches_of(trainer, case, 0))
@@ -102,7 +96,7 @@ def explain(rank: int, world_size: int, case: Case) -> str:
 
 def skip_together(rank: int, world_size: int, case: Case) -> bool:
     """The last rank's gradient is infinite; whether this rank's weights stay as they are, as everyone's must."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     before = [weight.clone() for weight in trainer.optimizer.masters.values()]
     with infinite_gradient() if rank == world_size - 1 else nullcontext():
         train_step(trainer, batches_of(trainer, case, 0), RATES)
@@ -113,7 +107,7 @@ def find_the_beginning(rank: int, world_size: int) -> bool:
     """Rank 0 looks for checkpoints; whether this rank hears that there are none."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
-        return choose(CheckpointConfig(), mesh.world).fresh
+        return choose_resume_source(CheckpointConfig(), mesh.world).fresh
     except TypeError:
         return False
 
@@ -143,7 +137,7 @@ def compare_schedules(rank: int, world_size: int) -> bool:
     """The last rank's file of a schedule is another one; whether this rank hears of it."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
-        check_same_schedule(make("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4), mesh.world)
+        check_same_schedule(make_schedule("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4), mesh.world)
     except UserError:
         return True
     return False
@@ -152,7 +146,7 @@ def compare_schedules(rank: int, world_size: int) -> bool:
 def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
     """Whether this rank begins, though a pattern of learning rates is for parameters of the other stage alone."""
     try:
-        build(case.config(), rank, world_size)
+        build_trainer(case.config(), rank, world_size)
     except UserError:
         return False
     return True
@@ -160,18 +154,18 @@ def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
 
 def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     """Whether this rank hears when each action of all ranks ran."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     batches = batches_of(trainer, case, 0)
-    with recording(trainer.pipeline, trainer.mesh.group("pp"), trainer.device) as recorder:
+    with record_timeline(trainer.pipeline, trainer.mesh.group("pp"), trainer.device) as recorder:
         train_step(trainer, batches, RATES)
-    program = program_for(case.parallel, len(batches)).only(COMPUTE)
+    program = build_program(case.parallel, len(batches)).only(COMPUTE_KINDS)
     told = [[interval.action for interval in intervals] for intervals in recorder.timeline("").intervals]
     return told == [list(actions) for actions in program.ranks]
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     """Whether what all ranks have read in a step passes for what they should have read."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     trainer.next_batches()
     trainer.consumed_samples += trainer.next_batch_size
     try:
@@ -180,21 +174,21 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
         return False
 
 
-def tell_of_ranks(rank: int, world_size: int) -> list[RankTimes]:
+def tell_of_ranks(rank: int, world_size: int) -> list[RankStats]:
     """Each rank has times of its own to tell; all must hear them as they are."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
-    return gather(_times_of(rank), mesh.world, torch.device("cpu"))
+    return gather_rank_stats(_times_of(rank), mesh.world, torch.device("cpu"))
 
 
-def _times_of(rank: int) -> RankTimes:
-    return RankTimes(1.0 + rank, {"dp": 0.5 + rank}, {"optimizer": 0.25}, 10 + rank, 20)
+def _times_of(rank: int) -> RankStats:
+    return RankStats(1.0 + rank, {"dp": 0.5 + rank}, {"optimizer": 0.25}, 10 + rank, 20)
 
 
 def begin_a_window(rank: int, world_size: int) -> float:
     """The last rank comes late; when, by the machine's clock, this one was let into its window of steps."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     time.sleep(LATE_SECONDS if rank == world_size - 1 else 0.0)
-    StepWindow(torch.device("cpu"), 8, world=mesh.world)
+    MetricsWindow(torch.device("cpu"), 8, world=mesh.world)
     return time.monotonic()
 
 
@@ -204,9 +198,9 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     x, weight, labels = _extreme()
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
-    sink = GradSink()
+    sink = GradAccumulator()
     sink.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
-    vocabulary = Vocabulary(rank * rows, rows, mesh.tp)
+    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp)
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
     loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary, LossConfig(), sink, "weight")
@@ -253,11 +247,11 @@ def healthy(twin: Case) -> list[HealthRecord]:
 
 def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     """A bit of the last rank's weight flips; what every rank says."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     if rank == world_size - 1:
         trainer.chunks[0].get_parameter(FLIPPED).detach().view(torch.int64)[0] ^= 1
     try:
-        check_replicas(trainer)
+        check_weight_copies(trainer)
     except UserError as error:
         return error.problems[0].sentence
     return ""
@@ -266,7 +260,7 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
 def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Each rank has tokens of its own for four experts; how many it sends, gets, and has for each of its experts."""
     mesh = Mesh(Layout.from_config(ParallelConfig(expert_model_parallel_size=world_size), world_size), rank)
-    route = Route.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
+    route = DispatchPlan.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
     return route.sent, route.received, route.counts
 
 
@@ -279,7 +273,7 @@ PLANNED = [((5, 1), (5, 0), (3, 2)), ((0, 6), (1, 6), (3, 4))]
 
 def nearly_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
     """Up to the rounding of every gradient to bf16 on its way."""
-    steps = [join(step) for step in zip(*ranks)]
+    steps = [join_traces(step) for step in zip(*ranks)]
     same = all(d.error <= TOLERANCE_BF16 for d in compare_with_twin(steps, case, gradient_floor=1e-2))
     return same and not any(step.drifted for step in steps)
 

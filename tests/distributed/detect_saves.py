@@ -15,26 +15,33 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from megatron.checkpoint import exchange, local_loading
-from megatron.checkpoint.exchange import Parcel, Tier, together
-from megatron.checkpoint.local_loading import bring_together, files_needed, find, manifest_of
-from megatron.checkpoint.local_saving import write_local
-from megatron.checkpoint.saving import Extra
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint import local_store
+from megatron.checkpoint.local_store import (
+    FileTransfer,
+    LocalStore,
+    fetch_missing_files,
+    files_needed,
+    find_local_checkpoints,
+    gather_results,
+    read_local_manifest,
+    save_local,
+)
+from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
-from megatron.config.sources import to_dict
-from megatron.parallel.mesh import everyone
-from megatron.training import local_tier
-from megatron.training.checkpointing import state, to_write
-from megatron.training.local_tier import tier_of
-from megatron.training.saving import Saver, size_of
-from megatron.training.setup import Trainer, build
+from megatron.distributed.mesh import world_group
+from megatron.training import local_checkpoints
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.checkpointer import Checkpointer, checkpoint_bytes
+from megatron.training.local_checkpoints import open_local_store
+from megatron.training.trainer_state import run_state, tensors_to_save
 from tests.distributed.detect import ZERO1, Detector
 from tests.distributed.drive import Case
 
 
 def act_together(rank: int, world_size: int) -> list[int]:
     """What every rank did, which all must hear."""
-    return together(lambda: rank, everyone(rank, world_size))
+    return gather_results(lambda: rank, world_group(rank, world_size))
 
 
 def is_busy(rank: int, world_size: int) -> bool:
@@ -46,41 +53,43 @@ def is_busy(rank: int, world_size: int) -> bool:
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
         _trainer=SimpleNamespace(
-            mesh=SimpleNamespace(world=everyone(rank, world_size)),
+            mesh=SimpleNamespace(world=world_group(rank, world_size)),
             config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=1)),
             iteration=2,
         ),
     )
-    return Saver._is_busy(saver)
+    return Checkpointer._is_busy(saver)
 
 
 def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
     """Bytes of a checkpoint, and of one on the nodes, which log only says so."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     told: list[int] = []
     log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: told.append(size), warning=told.append)
     with a_node(rank, world_size) as tier:
-        local_tier._save(trainer, tier, log)
-    return [size_of(trainer), *told]
+        local_checkpoints._save(trainer, tier, log)
+    return [checkpoint_bytes(trainer), *told]
 
 
 def exchange_files(rank: int, world_size: int) -> bool:
     """Two ranks give each other a file of several blocks; whether what comes is what was sent."""
-    with TemporaryDirectory() as folder, patch.object(exchange, "BLOCK_BYTES", 8):
+    with TemporaryDirectory() as folder, patch.object(local_store, "BLOCK_BYTES", 8):
         sent, received, peer = Path(folder) / "sent", Path(folder) / "received", 1 - rank
         contents = [bytes(range(1 + 100 * r, 33 + 100 * r)) for r in range(world_size)]
         sent.write_bytes(contents[rank])
-        exchange.exchange(Parcel(sent, peer, 32), Parcel(received, peer, 32), everyone(rank, world_size))
+        local_store.send_and_receive(
+            FileTransfer(sent, peer, 32), FileTransfer(received, peer, 32), world_group(rank, world_size)
+        )
         return received.read_bytes() == contents[peer]
 
 
 @contextmanager
-def a_node(rank: int, world_size: int) -> Iterator[Tier]:
+def a_node(rank: int, world_size: int) -> Iterator[LocalStore]:
     """Every rank is a node of its own, with a disk of its own."""
     alone = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     with TemporaryDirectory() as folder, patch.dict(os.environ, alone):
-        world = everyone(rank, world_size)
-        yield tier_of(CheckpointConfig(local_save=folder), world, replace(world, handle=dist.new_group()))
+        world = world_group(rank, world_size)
+        yield open_local_store(CheckpointConfig(local_save=folder), world, replace(world, handle=dist.new_group()))
 
 
 def count_nodes(rank: int, world_size: int) -> int:
@@ -89,45 +98,47 @@ def count_nodes(rank: int, world_size: int) -> int:
         return tier.nodes.count
 
 
-def saved_on(tier: Tier, trainer: Trainer) -> Path:
+def saved_on(tier: LocalStore, trainer: Trainer) -> Path:
     """The folder of a checkpoint on this node."""
-    extra = Extra(state(trainer), to_dict(trainer.config), trainer.files)
-    return write_local(tier, 0, to_write(trainer), extra)
+    extra = CheckpointExtras(run_state(trainer), to_dict(trainer.config), trainer.files)
+    return save_local(tier, 0, tensors_to_save(trainer), extra)
 
 
 def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]:
     """On every node the file of its own rank is damaged; the damaged copies that this rank knows of."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     with a_node(rank, world_size) as tier:
         folder = saved_on(tier, trainer)
-        found, _ = find(tier)
-        manifest, _ = manifest_of(tier, found[0])
+        found, _ = find_local_checkpoints(tier)
+        manifest, _ = read_local_manifest(tier, found[0])
         files = sorted({chunk.file for record in manifest.tensors.values() for chunk in record.chunks})
         damaged = folder / files[rank]
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         needs = dict.fromkeys(range(world_size), frozenset(files))
-        _, bad = local_loading._choose_verified(tier, found[0], manifest, needs)
+        _, bad = local_store._choose_verified(tier, found[0], manifest, needs)
         return sorted((node, str(files.index(file))) for node, file in bad)
 
 
 def tell_what_is_needed(rank: int, world_size: int, case: Case) -> dict[int, list[str]]:
     """The files that every node needs, as this rank has heard."""
-    trainer, heard = build(case.config(), rank, world_size), {}
+    trainer, heard = build_trainer(case.config(), rank, world_size), {}
 
-    def proved(tier: Tier, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]) -> tuple[Any, Any]:
+    def proved(
+        tier: LocalStore, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]
+    ) -> tuple[Any, Any]:
         heard.update({node: sorted(files) for node, files in needs.items()})
         return {}, {}
 
-    with a_node(rank, world_size) as tier, patch.object(local_loading, "_proved", proved):
+    with a_node(rank, world_size) as tier, patch.object(local_store, "_proved", proved):
         saved_on(tier, trainer)
-        bring_together(tier, find(tier)[0][0], to_write(trainer))
+        fetch_missing_files(tier, find_local_checkpoints(tier)[0][0], tensors_to_save(trainer))
     return heard
 
 
 def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
     """The last node has lost all; whether it gets the files that its own rank needs, which are not those of others."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     with a_node(rank, world_size) as tier:
         folder = saved_on(tier, trainer)
         before = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -135,9 +146,9 @@ def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
             for name in before:
                 (folder / name).unlink()
             folder.rmdir()
-        found, _ = find(tier)
-        tensors = to_write(trainer)
-        manifest, _ = bring_together(tier, found[0], tensors)
+        found, _ = find_local_checkpoints(tier)
+        tensors = tensors_to_save(trainer)
+        manifest, _ = fetch_missing_files(tier, found[0], tensors)
         needed = files_needed(manifest, tensors)
         return all((folder / name).exists() and (folder / name).read_bytes() == before[name] for name in needed)
 

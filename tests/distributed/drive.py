@@ -13,15 +13,15 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.data.masks import Masks
-from megatron.data.sampler import micro_batches
-from megatron.optim.schedule import Rates
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.plan import resolved
-from megatron.training.setup import Trainer, build
+from megatron.data.loader import rank_micro_batches
+from megatron.data.masks import MaskBuilder
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.pipeline.plan import resolve_pipeline
+from megatron.training.build import Trainer, build_trainer
 from megatron.training.step import evaluate, train_step
-from megatron.training.verify import Difference, RankTrace, StepTrace, compare, join, trace_step
 from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 
 SEQ_LENGTH = 12
 GLOBAL_BATCH = 4
@@ -44,7 +44,7 @@ MODEL = ModelConfig(
 ONE_RANK = ParallelConfig()
 FP64 = PrecisionConfig(params_dtype="fp64")
 TRAINING = TrainingConfig()
-ONE_DOCUMENT = Masks()
+ONE_DOCUMENT = MaskBuilder()
 STOCK = ComputeConfig()
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 
@@ -67,7 +67,7 @@ class Case:
     dp: int = 1
     samples: int = GLOBAL_BATCH
     masked: bool = True
-    documents: Masks = ONE_DOCUMENT
+    documents: MaskBuilder = ONE_DOCUMENT
     steps: int = 3
     compute: ComputeConfig = STOCK
 
@@ -114,12 +114,12 @@ def pipeline(
         pipeline_schedule=schedule,
         **cut,
     )
-    return Case(model, resolved(model, parallel), samples=samples)
+    return Case(model, resolve_pipeline(model, parallel), samples=samples)
 
 
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     traces = []
     for step in range(case.steps):
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
@@ -131,7 +131,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Loss on generated validation data before and after a step."""
     config = case.config()
     config = replace(config, training=replace(config.training, eval_iters=2))
-    trainer = build(config, rank, world_size)
+    trainer = build_trainer(config, rank, world_size)
     before = evaluate(trainer).item()
     train_step(trainer, batches_of(trainer, case, 0), RATES)
     return before, evaluate(trainer).item()
@@ -140,19 +140,19 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 def run_on(pool: Pool, case: Case, timeout: float = 60.0) -> list[StepTrace]:
     """The steps of a case, each put together from all its ranks, which have ``timeout`` seconds for it."""
     ranks = pool.run(case.world_size, run_case, case, timeout=timeout, check_collectives=False)
-    return [join(step) for step in zip(*ranks)]
+    return [join_traces(step) for step in zip(*ranks)]
 
 
 @cache
 def reference(twin: Case) -> list[StepTrace]:
     """The steps of a case on one process, this one."""
-    return [join([step]) for step in run_case(0, 1, twin)]
+    return [join_traces([step]) for step in run_case(0, 1, twin)]
 
 
-def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: float = 1e-5) -> list[Difference]:
+def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: float = 1e-5) -> list[StepDeviation]:
     """All quantities of all steps against the case's twin."""
     pairs = zip(steps, reference(case.twin()), strict=True)
-    return [d for i, (got, ref) in enumerate(pairs) for d in compare(i, got, ref, gradient_floor, LR)]
+    return [d for i, (got, ref) in enumerate(pairs) for d in compare_traces(i, got, ref, gradient_floor, LR)]
 
 
 def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
@@ -163,7 +163,7 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     """
     replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
-    places = micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
+    places = rank_micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
     return [_rows(whole, mine, size) for mine in places]
 
 

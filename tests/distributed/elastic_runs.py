@@ -19,7 +19,7 @@ from unittest.mock import patch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.training import main
-from megatron.training.setup import Trainer
+from megatron.training.build import Trainer
 from tests.distributed.crash_runs import EARLY
 from tests.processes import free_port
 from tests.runs import steps, tiny_run
@@ -98,7 +98,7 @@ def disturbed(folder: Path, plans: tuple[Plan, ...]) -> AbstractContextManager[A
 
 def rank(folder: Path, flags: str, plans: tuple[Plan, ...]) -> None:
     """One rank; ends the process unless all is well."""
-    no_picture = patch("megatron.training.logging.draw_history", lambda *arguments: None)
+    no_picture = patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None)
     with disturbed(folder, plans), no_picture:
         status = main.run(tiny_run(folder, flags, int(os.environ["WORLD_SIZE"])))
     sys.stdout.flush()

@@ -11,23 +11,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.layers import linear, loss
+from megatron.layers.build import BuildContext
 from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.model.gpt import GPTChunk
-from megatron.optim import clip
-from megatron.optim.replicas import ReplicaGrads
-from megatron.parallel import comm
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink, Rows
-from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.shard import Shard, ShardSpec
+from megatron.optimizer import distributed_optimizer
+from megatron.optimizer.distributed_optimizer import SharedGradReducer
 from megatron.pipeline import plan
-from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, Schedule
+from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.stage import Stage
-from megatron.training import setup, step
-from megatron.training.setup import Trainer
+from megatron.training import build as build_module
+from megatron.training import step
+from megatron.training.build import Trainer
 
 
 def bias_added_by_every_rank() -> AbstractContextManager[Any]:
@@ -43,13 +44,13 @@ def bias_added_by_every_rank() -> AbstractContextManager[Any]:
 
 def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
     """Every rank adds all its pieces to the gradient norm, not only those it answers for."""
-    original = clip.GradNorm.__init__
+    original = distributed_optimizer.GradNorm.__init__
 
     def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
         with patch.object(ShardSpec, "owned", property(lambda spec: spec.pieces)):
             original(self, specs, grads, mesh)
 
-    return patch.object(clip.GradNorm, "__init__", init)
+    return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 
 
 def tokens_counted_locally() -> AbstractContextManager[Any]:
@@ -129,11 +130,13 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
         kinds = (INPUT,) if action.microbatch == dropped else (INPUT, WEIGHT)
         return [action._replace(kind=kind) for kind in kinds]
 
-    def program_for(*arguments: Any, **named: Any) -> Schedule:
-        whole = plan.program_for(*arguments, **named)
-        return Schedule(whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks))
+    def program_for(*arguments: Any, **named: Any) -> PipelineSchedule:
+        whole = plan.build_program(*arguments, **named)
+        return PipelineSchedule(
+            whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks)
+        )
 
-    return patch.object(setup, "program_for", program_for)
+    return patch.object(build_module, "build_program", program_for)
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:
@@ -144,21 +147,21 @@ def weight_gradient_dropped() -> AbstractContextManager[Any]:
 @contextmanager
 def weight_gradient_empty() -> Iterator[None]:
     """The W action of one micro-batch runs, and adds nothing."""
-    original = GradSink.run
+    original = GradAccumulator.run
 
-    def run(self: GradSink, chunk: int, microbatch: int) -> None:
+    def run(self: GradAccumulator, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
         if microbatch == 1:
-            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
+            queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
         original(self, chunk, microbatch)
 
-    with deferred(), patch.object(GradSink, "run", run):
+    with deferred(), patch.object(GradAccumulator, "run", run):
         yield
 
 
 def kv_copy_drifts() -> AbstractContextManager[Any]:
     """One copy of a shared key/value head is off by the last bit of fp32."""
-    original = setup.build
+    original = build_module.build_trainer
 
     def build(*arguments: Any) -> Trainer:
         trainer = original(*arguments)
@@ -174,19 +177,21 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
 
 def kv_copies_not_summed() -> AbstractContextManager[Any]:
     """The ranks that share a key/value head each use their own part of its gradient."""
-    original = Shard.qkv
+    original = DenseSharding.qkv
 
-    def qkv(self: Shard, *arguments: Any) -> ShardSpec:
+    def qkv(self: DenseSharding, *arguments: Any) -> ShardSpec:
         spec = original(self, *arguments)
         return replace(spec, pieces=tuple(replace(piece, partial=False) for piece in spec.pieces))
 
-    return patch.object(Shard, "qkv", qkv)
+    return patch.object(DenseSharding, "qkv", qkv)
 
 
 def replicas_not_summed() -> AbstractContextManager[Any]:
     """Norms and biases of sequence-parallel ranks learn from their own rows only."""
-    original = Shard.replicate
-    return patch.object(Shard, "replicate", lambda self, shape, init, partial: original(self, shape, init, False))
+    original = DenseSharding.replicate
+    return patch.object(
+        DenseSharding, "replicate", lambda self, shape, init, partial: original(self, shape, init, False)
+    )
 
 
 def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
@@ -204,27 +209,29 @@ def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
 
 def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> AbstractContextManager[Any]:
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
-    original = GradSink.add
+    original = GradAccumulator.add
 
-    def add(self: GradSink, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
+    def add(
+        self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
+    ) -> Tensor | None:
         bad = name == weight
-        return original(self, name, x, Rows(dy.wait() * float("inf")) if bad else dy, rows)
+        return original(self, name, x, WgradOperand(dy.wait() * float("inf")) if bad else dy, rows)
 
-    return patch.object(GradSink, "add", add)
+    return patch.object(GradAccumulator, "add", add)
 
 
 def skips_decided_alone() -> AbstractContextManager[Any]:
     """Every rank decides by its own gradients whether a step is skipped; the norm of finite ones is right."""
-    original = clip.GradNorm.compute
+    original = distributed_optimizer.GradNorm.compute
 
-    def compute(self: clip.GradNorm) -> Tensor:
+    def compute(self: distributed_optimizer.GradNorm) -> Tensor:
         norm = original(self)
         if norm.isfinite():
             return norm
         with patch.object(comm, "all_reduce", lambda x, group, op="sum": x):
             return original(self)
 
-    return patch.object(clip.GradNorm, "compute", compute)
+    return patch.object(distributed_optimizer.GradNorm, "compute", compute)
 
 
 # ---- of pipelines
@@ -232,23 +239,23 @@ def skips_decided_alone() -> AbstractContextManager[Any]:
 
 def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
     """The last stage answers for its copy of the embedding too."""
-    original = clip.GradNorm.__init__
+    original = distributed_optimizer.GradNorm.__init__
 
     def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
         original(self, {name: replace(spec, copy=False) for name, spec in specs.items()}, grads, mesh)
 
-    return patch.object(clip.GradNorm, "__init__", init)
+    return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 
 
 def tied_weight_not_summed() -> AbstractContextManager[Any]:
     """The first stage learns the embedding from its own use of it, the last one the output layer."""
-    original = ReplicaGrads.__init__
+    original = SharedGradReducer.__init__
 
     def init(self: Any, *arguments: Any) -> None:
         original(self, *arguments)
         self._tied = []
 
-    return patch.object(ReplicaGrads, "__init__", init)
+    return patch.object(SharedGradReducer, "__init__", init)
 
 
 def seed_applied_twice() -> AbstractContextManager[Any]:

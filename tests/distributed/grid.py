@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
-from megatron.data.masks import Masks
+from megatron.data.masks import MaskBuilder
 from megatron.pipeline.plan import NAMES
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
@@ -64,11 +64,11 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 EOD = 5
-DOCUMENTS: dict[str, Masks] = {
-    "one": Masks(),
-    "attention": Masks(EOD, reset_attention=True),
-    "positions": Masks(EOD, reset_positions=True),
-    "all": Masks(EOD, reset_positions=True, reset_attention=True, drop_eod=True),
+DOCUMENTS: dict[str, MaskBuilder] = {
+    "one": MaskBuilder(),
+    "attention": MaskBuilder(EOD, reset_attention=True),
+    "positions": MaskBuilder(EOD, reset_positions=True),
+    "all": MaskBuilder(EOD, reset_positions=True, reset_attention=True, mask_eod_loss=True),
 }
 
 MOMENTS: dict[str, dict[str, Any]] = {

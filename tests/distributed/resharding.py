@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.manifest import Manifest
+from megatron.arguments.resolve import resolve
+from megatron.arguments.validate import find_problems
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import UserError
-from megatron.config.resolve import resolve
 from megatron.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -30,7 +31,6 @@ from megatron.config.run import (
     RunConfig,
     TrainingConfig,
 )
-from megatron.config.validate import problems
 from tests.distributed.drive import MODEL, SEQ_LENGTH
 from tests.distributed.resume import AFTER, BEFORE
 
@@ -189,7 +189,7 @@ def _batched(config: RunConfig, batch: int, micro_batch: int) -> RunConfig:
 
 def _wrong(config: RunConfig, ranks: int) -> bool:
     try:
-        return bool(problems(resolve(config, ranks), ranks))
+        return bool(find_problems(resolve(config, ranks), ranks))
     except UserError:
         return True
 

@@ -14,21 +14,20 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.manifest import Manifest
-from megatron.config.resolve import resolve
+from megatron.arguments.resolve import resolve
+from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.parallel.mesh import everyone
-from megatron.training.checkpointing import consumed_digest, held, parameter_of
-from megatron.training.resume import begin, choose
-from megatron.training.saving import save, size_of
-from megatron.training.setup import Trainer, build
+from megatron.distributed.mesh import world_group
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.checkpointer import checkpoint_bytes, choose_resume_source, load_start_state, save_checkpoint
+from megatron.training.loop import SIGNALS
 from megatron.training.step import train_step
-from megatron.training.stop import SIGNALS
-from megatron.training.verify import Held, RankTrace, StepTrace, hold, join
+from megatron.training.trainer_state import consumed_digest, local_tensors, parameter_name
 from tests.distributed.grid import FACTORS, LAYOUT, SHARING, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start
+from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, join_traces, trace_pieces
 
 GLOBAL_BATCH = 6
 BEFORE, AFTER = 2, 10
@@ -129,34 +128,34 @@ class Leg:
 
 def save_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
     """Train up to the checkpoint, write it, and go on to the end."""
-    trainer = build(config, rank, world_size)
+    trainer = build_trainer(config, rank, world_size)
     advance(trainer, BEFORE)
-    save(trainer)
+    save_checkpoint(trainer)
     return go_on(trainer)
 
 
 def load_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
     """Load the checkpoint and go on to the end."""
-    origin = choose(config.checkpoint, everyone(rank, world_size))
-    trainer = build(config, rank, world_size, fresh=origin.fresh)
-    begin(trainer, origin)
+    origin = choose_resume_source(config.checkpoint, world_group(rank, world_size))
+    trainer = build_trainer(config, rank, world_size, fresh=origin.fresh)
+    load_start_state(trainer, origin)
     return go_on(trainer)
 
 
 def go_on(trainer: Trainer) -> Leg:
     """Take the steps that are left."""
-    tensors = {name: _pieces(trainer, parameter_of(name), share) for name, share in held(trainer).items()}
+    tensors = {name: _pieces(trainer, parameter_name(name), share) for name, share in local_tensors(trainer).items()}
     weights = {name: pieces for name, pieces in tensors.items() if not name.startswith("optim.")}
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
-    return Leg(state, losses, consumed_digest(trainer), size_of(trainer))
+    return Leg(state, losses, consumed_digest(trainer), checkpoint_bytes(trainer))
 
 
-def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[Held]:
+def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
     spec = trainer.specs[parameter]
     first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-    return hold(spec, trainer.buckets.shares[parameter], share, first)
+    return trace_pieces(spec, trainer.buckets.shares[parameter], share, first)
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:
@@ -173,7 +172,7 @@ def advance(trainer: Trainer, steps: int) -> list[float]:
 
 def gathered(legs: Sequence[Leg]) -> StepTrace:
     """Masters and moments of all ranks put together."""
-    return join([leg.state for leg in legs])
+    return join_traces([leg.state for leg in legs])
 
 
 def _unreadable(step: int) -> Callable[[Manifest], dict[str, bytes]]:
@@ -181,7 +180,7 @@ def _unreadable(step: int) -> Callable[[Manifest], dict[str, bytes]]:
 
     def carried_by(manifest: Manifest) -> dict[str, bytes]:
         if manifest.state["iteration"] == step:
-            raise DamagedError(f"{manifest.path}/tokenizer cannot be read here")
+            raise DamagedCheckpointError(f"{manifest.path}/tokenizer cannot be read here")
         return {}
 
     return carried_by
@@ -203,7 +202,7 @@ def run_rank(
     event: AbstractContextManager[Any] | None = None
     if what and on in (None, rank):
         if what == "unreadable files":
-            event = patch("megatron.training.resume.carried_by", _unreadable(step))
+            event = patch("megatron.training.checkpointer.saved_tokenizer_files", _unreadable(step))
         else:
             event = full_disk(step) if what == "full disk" else before_step(step, ACTIONS[what])
     return start(config, event, rank, world_size)

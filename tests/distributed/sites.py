@@ -1,6 +1,6 @@
 """Where the library communicates: found by reading it, watched and broken while it runs.
 
-A site is a call of a raw collective, or of one end of a channel, of ``megatron.parallel.comm`` outside that file.
+A site is a call of a raw collective, or of one end of a channel, of ``megatron.distributed.comm`` outside that file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Channel, Group, Pending
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel, Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")

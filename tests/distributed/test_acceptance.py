@@ -16,17 +16,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.acceptance import matrix
-from megatron.acceptance.layouts import layouts
-from megatron.acceptance.report import FAILED, OK, Part, Report
-from megatron.parallel import comm
-from megatron.parallel.comm import Group, Pending
-from megatron.training.verify import RankTrace
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
+from tools.cluster_check import checks
+from tools.cluster_check.checks import layout_cases
+from tools.cluster_check.report import FAILED, OK, CheckSection, ClusterReport
+from tools.lib.verify_parallel import RankTrace
 
 RANKS = 2
-CASES = {case.name: case for case in layouts(RANKS, RANKS)}
+CASES = {case.name: case for case in layout_cases(RANKS, RANKS)}
 
 
 @contextmanager
@@ -50,15 +50,15 @@ def spoiled(operation: str, factor: float) -> Iterator[None]:
 
 def traced(rank: int, ranks: int, folder: Path, names: list[str], dtype: str, operation: str, factor: float) -> None:
     with spoiled(operation, factor):
-        matrix.trace(folder, dtype, "cpu", [CASES[name] for name in names], rank, ranks)
+        checks.trace_layouts(folder, dtype, "cpu", [CASES[name] for name in names], rank, ranks)
 
 
 def examined(
     pool: Pool, folder: Path, *names: str, dtype: str = "fp32", operation: str = "all_gather", factor: float = 1.0
-) -> Part:
+) -> CheckSection:
     pool.run(RANKS, traced, folder, [*names], dtype, operation, factor, timeout=300, check_collectives=False)
-    part = Part("layouts")
-    matrix.examine(part, folder, dtype, [CASES[name] for name in names], RANKS)
+    part = CheckSection("layouts")
+    checks.check_layouts(part, folder, dtype, [CASES[name] for name in names], RANKS)
     return part
 
 
@@ -89,18 +89,18 @@ def test_right_layouts_pass(pool: Pool, tmp_path: Path, dtype: str, names: list[
 def test_a_wrong_collective_fails(pool: Pool, tmp_path: Path, name: str, operation: str) -> None:
     part = examined(pool, tmp_path, name, operation=operation, factor=1.001)
     assert part.verdict == FAILED
-    assert Report("", "", [part]).failed
+    assert ClusterReport("", "", [part]).failed
     assert {check.what for check in part.checks if check.verdict == FAILED} == {f"{name}, fp32"}
 
 
 def test_a_device_that_computes_something_else_is_named(pool: Pool, tmp_path: Path) -> None:
     examined(pool, tmp_path, "DP2")
     path = tmp_path / "alone.dense.fp32.1.pt"
-    alone = matrix.load(path)
+    alone = checks.load_trace(path)
     wrong = [replace(step, grad_norm=step.grad_norm * 1.001) for step in alone.steps]
-    matrix.keep(path, matrix.Alone("n7", wrong))
-    part = Part("layouts")
-    matrix.examine(part, tmp_path, "fp32", [CASES["DP2"]], RANKS)
+    checks.save_atomic(path, checks.SingleRankTrace("n7", wrong))
+    part = CheckSection("layouts")
+    checks.check_layouts(part, tmp_path, "fp32", [CASES["DP2"]], RANKS)
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
     assert bad.what == "devices compute the same, dense, fp32"
     assert bad.told.startswith("rank 1 on n7 is off by 1.0e-03")
@@ -109,9 +109,9 @@ def test_a_device_that_computes_something_else_is_named(pool: Pool, tmp_path: Pa
 def test_a_device_that_computes_no_number_is_named(tmp_path: Path) -> None:
     for rank, norm in enumerate((1.0, 1.0, float("nan"))):
         steps = [RankTrace(6.0, norm, {}, {})]
-        matrix.keep(tmp_path / f"alone.dense.fp32.{rank}.pt", matrix.Alone(f"n{rank}", steps))
-    part = Part("layouts")
-    matrix.devices_agree(part, tmp_path, "dense", "fp32", 3)
+        checks.save_atomic(tmp_path / f"alone.dense.fp32.{rank}.pt", checks.SingleRankTrace(f"n{rank}", steps))
+    part = CheckSection("layouts")
+    checks.check_devices(part, tmp_path, "dense", "fp32", 3)
     assert part.verdict == FAILED
     assert part.checks[0].told.startswith("rank 2 on n2 is off by nan")
 

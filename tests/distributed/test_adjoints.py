@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
+from megatron.distributed import mappings
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import Init
+from megatron.layers.build import BuildContext
 from megatron.layers.embedding import Embedding
-from megatron.layers.linear import ColumnLinear, RowLinear
-from megatron.parallel import collectives
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import Init
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.drive import MODEL
 from tests.distributed.pool import Pool
 
@@ -83,7 +83,7 @@ COLLECTIVES: dict[str, tuple[bool, bool, Callable[[Sequence[Tensor], int], Tenso
 
 def apply_collective(rank: int, size: int, name: str) -> Products:
     same_x, same_y, formula = COLLECTIVES[name]
-    collective = getattr(collectives, name)
+    collective = getattr(mappings, name)
     group: Group = tp_mesh(rank, size).tp
     inputs = [draw(0 if same_x else r, ROWS, BATCH) for r in range(size)]
     x = inputs[rank].clone().requires_grad_()
@@ -114,7 +114,7 @@ def apply_exchange(rank: int, size: int) -> Products:
     sent = [[rows_from(i, j) for j in range(size)] for i in range(size)]
     inputs = [draw(i, sum(sent[i]), BATCH) for i in range(size)]
     x = inputs[rank].clone().requires_grad_()
-    out = collectives.exchange_rows(x, sent[rank], [n[rank] for n in sent], tp_mesh(rank, size).tp)
+    out = mappings.all_to_all(x, sent[rank], [n[rank] for n in sent], tp_mesh(rank, size).tp)
     expected = torch.cat([inputs[i].split(sent[i])[rank] for i in range(size)])
     y = draw(100 + rank, *out.shape)
     out.backward(y)
@@ -139,7 +139,7 @@ class Layer:
 
 def make(build: Callable[[BuildContext], nn.Module], mesh: Mesh, sequence_parallel: bool) -> Layer:
     """Build a layer; parameters that start constant become arange, so that no gradient meets a zero."""
-    context = BuildContext(mesh, GradSink(), torch.float64, sequence_parallel=sequence_parallel)
+    context = BuildContext(mesh, GradAccumulator(), torch.float64, sequence_parallel=sequence_parallel)
     module = build(context)
     for name, parameter in module.named_parameters():
         spec = context.specs[name]
@@ -162,13 +162,13 @@ def weigh(layer: Layer, rank: int) -> dict[str, float]:
     return out
 
 
-def column(context: BuildContext) -> ColumnLinear:
+def column(context: BuildContext) -> ColumnParallelLinear:
     weight = context.shard.split((OUT, WIDTH), 0, Init(0.3))
-    return ColumnLinear(context, weight, context.shard.split((OUT,), 0, Init()))
+    return ColumnParallelLinear(context, weight, context.shard.split((OUT,), 0, Init()))
 
 
-def row(context: BuildContext) -> RowLinear:
-    return RowLinear(context, WIDTH, OUT, 0.3, bias=True)
+def row(context: BuildContext) -> RowParallelLinear:
+    return RowParallelLinear(context, WIDTH, OUT, 0.3, bias=True)
 
 
 def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Products:

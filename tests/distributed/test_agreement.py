@@ -8,12 +8,13 @@ from socket import gethostname
 import numpy as np
 import pytest
 
-from megatron.config.problems import UserError
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.parallel.mesh import everyone
-from megatron.pipeline.schedules import make
-from megatron.training.agreement import check_same_kernels
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.distributed.mesh import world_group
+from megatron.pipeline.schedules import make_schedule
+from megatron.training.build import check_same_kernels
 from tests.distributed.pool import Pool
 from tests.runs import Told, saved_steps, start, steps, tiny_run
 
@@ -41,7 +42,7 @@ def run_with(pool: Pool, folder: Path, *flags: str, data: str = "--set data.mock
 
 def kernels_told(rank: int, world_size: int) -> str:
     try:
-        check_same_kernels(f"kernels: {'torch' if rank == 1 else 'compiled'}", everyone(rank, world_size))
+        check_same_kernels(f"kernels: {'torch' if rank == 1 else 'compiled'}", world_group(rank, world_size))
     except UserError as error:
         return str(error)
     return ""
@@ -55,7 +56,7 @@ def test_ranks_that_would_compute_differently_are_named(pool: Pool) -> None:
 
 def test_a_machine_with_another_file_of_a_schedule_is_named(pool: Pool, tmp_path: Path) -> None:
     for name in ("here", "there"):
-        make("gpipe" if name == "here" else "zb-h1", 2, 1, 6).save(tmp_path / f"{name}.csv")
+        make_schedule("gpipe" if name == "here" else "zb-h1", 2, 1, 6).save(tmp_path / f"{name}.csv")
     flags = (f"--pipeline-model-parallel-size 2 --pipeline-schedule {tmp_path}/{n}.csv" for n in ("here", "there"))
     ranks = run_with(pool, tmp_path, *flags, data="--mock-data")
     assert [(told.status, told.samples) for told in ranks] == [(2, {}), (2, {})]

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.config.run import RunConfig
-from megatron.parallel.comm import Group
-from megatron.parallel.mesh import Mesh
+from megatron.distributed.comm import Group
+from megatron.distributed.mesh import Mesh
 from tests.distributed.pool import Pool, RankError
 from tests.runs import Told, differences, full_disk, saved_steps, start, tiny_run
 from tests.saves import all_of, deleted_when, over_before, slowly, written_when
@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_while_it_writes(pool: Pool, tmp_path: Path, plain
     calls = random.Random(rank).randint(0, 2)
     with pytest.raises(RankError, match=rf"rank {rank} of 2 failed in .*: process died: killed by SIGKILL"):
         pool.run(RANKS, run_rank, run_of(tmp_path, every=4), "killed", rank, "", calls)
-    assert [path.name for _, path in Checkpoints(tmp_path / "saved").named()] == ["iter_0000004.tmp"]
+    assert [path.name for _, path in CheckpointFolder(tmp_path / "saved").named()] == ["iter_0000004.tmp"]
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path, every=4))
     assert [told.status for told in ranks] == [0, 0]
     assert equal(tmp_path, plain, 4, 6)

@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.store import read, write
-from megatron.parallel.comm import Group
-from megatron.parallel.mesh import is_lost_contact
-from megatron.parallel.shard import Box
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import CheckpointReader, load_sharded, save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.distributed.comm import Group
+from megatron.distributed.mesh import is_peer_lost
+from megatron.distributed.sharding import Box
 from tests.distributed.pool import Pool, RankError
 from tests.unit.checkpoint import samples
 from tests.unit.checkpoint.samples import dealt, partition, same, small
@@ -37,7 +36,7 @@ def write_random(rank: int, world: int, folder: Path) -> None:
         tensors = samples.samples(seed)
         share = dealt(tensors, rank, world, seed)
         held = {name: tensors[name].entry(boxes) for name, boxes in share.items() if boxes or seed % 2}
-        write(folder / f"iter_{seed}", held, {"seed": seed}, {}, group(rank, world))
+        save_sharded(folder / f"iter_{seed}", held, {"seed": seed}, {}, group(rank, world))
 
 
 def read_random(rank: int, world: int, folder: Path) -> list[str]:
@@ -52,7 +51,7 @@ def read_random(rank: int, world: int, folder: Path) -> list[str]:
             dtype = torch.float64 if draw.random() < 0.3 and name != "step" else None
             extra = draw.choice(partition(tensors[name].view, draw, 4))
             wanted[name] = tensors[name].empty([*boxes, extra], dtype)
-        read(manifest, wanted, group(rank, world))
+        load_sharded(manifest, wanted, group(rank, world))
         wrong += [f"{seed}/{name}" for name, filled in wanted.items() if not tensors[name].is_in(filled)]
         wrong += [f"{seed}/state"] * (manifest.state != {"seed": seed})
     return wrong
@@ -83,7 +82,7 @@ def outcome(action: Callable[[], None]) -> tuple[str, str]:
 
 
 def save_halves(rank: int, world: int, path: Path) -> None:
-    write(path, halves(rank, world), {"by": world}, {}, group(rank, world))
+    save_sharded(path, halves(rank, world), {"by": world}, {}, group(rank, world))
 
 
 def full_disk(rank: int, world: int, path: Path, failing: int, call: str) -> tuple[str, str]:
@@ -102,7 +101,7 @@ def full_disk(rank: int, world: int, path: Path, failing: int, call: str) -> tup
 
 @pytest.mark.parametrize(("failing", "call"), [(0, "write"), (2, "write"), (2, "fsync"), (0, "rename")])
 def test_a_disk_that_refuses_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, failing: int, call: str) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     pool.run(3, save_halves, runs.path(1))
     found = pool.run(3, full_disk, runs.path(2), failing, call)
     assert len(set(found)) == 1
@@ -117,7 +116,7 @@ def test_a_disk_that_refuses_one_rank_is_told_to_all(pool: Pool, tmp_path: Path,
 def load_first_half(rank: int, world: int, path: Path) -> tuple[str, str]:
     """Each rank reads its own part, so that only one of them meets the damage."""
     wanted = {name: small()[name].empty([part.box for part in t.parts]) for name, t in halves(rank, world).items()}
-    return outcome(lambda: read(Manifest.open(path), wanted, group(rank, world)))
+    return outcome(lambda: load_sharded(Manifest.open(path), wanted, group(rank, world)))
 
 
 def test_a_damaged_chunk_is_told_to_all(pool: Pool, tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_a_damaged_chunk_is_told_to_all(pool: Pool, tmp_path: Path) -> None:
         file.write(b"?")
     found = pool.run(2, load_first_half, path)
     assert set(found) == {
-        (DamagedError.__name__, f"{path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"),
+        (DamagedCheckpointError.__name__, f"{path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"),
     }
 
 
@@ -141,7 +140,7 @@ def not_a_partition(rank: int, world: int, path: Path, fault: str) -> tuple[str,
         tensors["a"] = halves(0, world)["a"]
     if rank == 1 and fault == "type":
         tensors["a"] = small()["a"].entry([], torch.float64)
-    return outcome(lambda: write(path, tensors, {}, {}, group(rank, world)))
+    return outcome(lambda: save_sharded(path, tensors, {}, {}, group(rank, world)))
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,9 @@ def some_ranks(rank: int, world: int, path: Path) -> bool:
     if rank == 0:
         return True
     part = Group((1, 2), rank - 1, handle)
-    write(path, halves(rank - 1, 2), {}, {}, part)
+    save_sharded(path, halves(rank - 1, 2), {}, {}, part)
     filled = small()["a"].empty([Box((0, 3, 1), (2, 8, 3))])
-    read(Manifest.open(path), {"a": filled}, part)
+    load_sharded(Manifest.open(path), {"a": filled}, part)
     return small()["a"].is_in(filled)
 
 
@@ -188,16 +187,16 @@ def dies(rank: int, world: int, path: Path) -> None:
     tensors = halves(rank, world)
     if rank == 1:
         part = tensors["a"].parts[0]
-        tensors["a"] = GlobalTensor((24, 5), (2, 12, 5), torch.float32, (Part(part.box, last_words),))
+        tensors["a"] = GlobalTensor((24, 5), (2, 12, 5), torch.float32, (TensorPart(part.box, last_words),))
     try:
-        write(path, tensors, {}, {}, group(rank, world))
+        save_sharded(path, tensors, {}, {}, group(rank, world))
     except Exception as error:
         if rank == 0:
-            (path.parent / "seen.txt").write_text(f"{isinstance(error, CheckpointError)} {is_lost_contact(error)}")
+            (path.parent / "seen.txt").write_text(f"{isinstance(error, CheckpointError)} {is_peer_lost(error)}")
 
 
 def test_a_rank_that_dies_publishes_nothing(pool: Pool, tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     pool.run(3, save_halves, runs.path(1))
     with pytest.raises(RankError, match="SIGKILL"):
         pool.run(3, dies, runs.path(2), check_collectives=False)  # which would notice first, in words of its own
@@ -213,7 +212,7 @@ def load_as_dtensor(rank: int, world: int, path: Path) -> list[bool]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-    from megatron.checkpoint.loading import CheckpointStorageReader
+    from megatron.checkpoint.load import CheckpointStorageReader
 
     mesh = init_device_mesh("cpu", (world,))
     equal = []

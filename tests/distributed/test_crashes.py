@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.folder import CheckpointFolder
 from tests.distributed.crash_faults import DAMAGE, is_whole, whole_steps
 from tests.distributed.crash_runs import Before
 from tests.distributed.crashes import FILE, IN_EVERY_CALL, SETUPS
@@ -70,7 +70,7 @@ def test_the_setups_are_of_all_kinds() -> None:
 def kept(tmp_path: Path) -> Path:
     """A folder with the checkpoints of steps 2 and 4."""
     for step in (2, 4):
-        save(Checkpoints(tmp_path / "saved").path(step), small())
+        save(CheckpointFolder(tmp_path / "saved").path(step), small())
     return tmp_path / "saved"
 
 

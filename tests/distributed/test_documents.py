@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.arguments.resolve import resolve
 from megatron.config.parallel import ParallelConfig
-from megatron.config.resolve import resolve
 from megatron.config.run import DataConfig, RunConfig, TrainingConfig
-from megatron.data.files.indexed import IndexedDatasetWriter
-from megatron.parallel import collectives
-from megatron.parallel.microbatch import MicroBatch
-from megatron.training.setup import Trainer, build
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.distributed import mappings
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.training.build import Trainer, build_trainer
 from megatron.training.step import train_step
-from megatron.training.verify import RankTrace, compare, join, trace_step
 from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
 from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import RankTrace, compare_traces, join_traces, trace_step
 
 EOD = 7
 LENGTHS = (6, 4, 8, 6)
@@ -83,7 +83,7 @@ def write(prefix: Path, ids: list[int]) -> Path:
 
 def logits(rank: int, world_size: int, config: RunConfig) -> Tensor:
     """What the model says of every token of the sample: ``[s, vocab]``."""
-    trainer = build(config, rank, world_size)
+    trainer = build_trainer(config, rank, world_size)
     trainer.chunks[0].train()
     (batch,) = trainer.next_batches()
     seen: list[Tensor] = []
@@ -96,8 +96,8 @@ def logits(rank: int, world_size: int, config: RunConfig) -> Tensor:
         raise ValueError("the chunk is not the whole model")
     norm.register_forward_hook(keep)
     trainer.chunks[0](None, batch)
-    x_SBH = collectives.gather_rows(seen[0], tp) if config.parallel.sequence_parallel else seen[0]
-    parts_PSV = collectives.gather_rows(x_SBH.matmul(head.weight.detach().t()).movedim(1, 0), tp)
+    x_SBH = mappings.gather_rows(seen[0], tp) if config.parallel.sequence_parallel else seen[0]
+    parts_PSV = mappings.gather_rows(x_SBH.matmul(head.weight.detach().t()).movedim(1, 0), tp)
     return parts_PSV.movedim(0, 1).flatten(1)[:, : config.model.vocab]
 
 
@@ -123,7 +123,7 @@ def one_step(trainer: Trainer, batches: list[MicroBatch]) -> RankTrace:
 
 def packed(rank: int, world_size: int, config: RunConfig) -> RankTrace:
     """A step on the sample."""
-    trainer = build(config, rank, world_size)
+    trainer = build_trainer(config, rank, world_size)
     return one_step(trainer, trainer.next_batches())
 
 
@@ -138,21 +138,24 @@ def alone(config: RunConfig) -> RankTrace:
         start += length
     training = TrainingConfig(seq_length=SEQ_LENGTH, global_batch_size=1, train_iters=1, device="cpu")
     plain = replace(config, parallel=ParallelConfig(), training=training)
-    return one_step(build(replace(plain, data=DataConfig(mock_data=True)), 0, 1), batches)
+    return one_step(build_trainer(replace(plain, data=DataConfig(mock_data=True)), 0, 1), batches)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_documents_in_one_sample_train_like_documents_alone(pool: Pool, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
     config = layout.config(write(tmp_path / "a", text()), **SEPARATE)
-    reference = join([alone(config)])
-    got = join(pool.run(layout.tp, packed, config))
+    reference = join_traces([alone(config)])
+    got = join_traces(pool.run(layout.tp, packed, config))
     assert got.drifted == []
-    assert [d for d in compare(0, got, reference, 1e-5, LR) if d.error > 1e-10] == []
+    assert [d for d in compare_traces(0, got, reference, 1e-5, LR) if d.error > 1e-10] == []
 
 
 @pytest.mark.parametrize("left_out", SEPARATE)
 def test_each_flag_is_needed_for_that(pool: Pool, tmp_path: Path, left_out: str) -> None:
     config = LAYOUTS["learned"].config(write(tmp_path / "a", text()), **(SEPARATE | {left_out: False}))
-    worst = max(compare(0, join(pool.run(1, packed, config)), join([alone(config)]), 1e-5, LR), key=lambda d: d.error)
+    worst = max(
+        compare_traces(0, join_traces(pool.run(1, packed, config)), join_traces([alone(config)]), 1e-5, LR),
+        key=lambda d: d.error,
+    )
     assert worst.error > 1e-3

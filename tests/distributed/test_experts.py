@@ -12,11 +12,10 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
-from megatron.layers.dispatch import Route
-from megatron.layers.router import Router, Routing
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.training.setup import build
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.layers.moe import DispatchPlan, Router, Routing
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, global_batch
 from tests.distributed.grid import RECOMPUTE
@@ -94,7 +93,7 @@ def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, T
     mesh = Mesh(Layout.from_config(parallel(**sizes), world_size), rank)
     x_TH, experts_TK = tokens_of(rank)
     x_TH.requires_grad_()
-    route = Route.plan(experts_TK, 4, sizes["etp"], mesh.group("ep", "etp"))
+    route = DispatchPlan.plan(experts_TK, 4, sizes["etp"], mesh.group("ep", "etp"))
     there = route.there(x_TH)
     held = 4 // sizes["ep"]
     factors = torch.arange(1.0 + held * mesh.coordinate["ep"], 9, dtype=torch.float64)[:held]
@@ -129,7 +128,7 @@ def test_rows_arrive_by_expert_and_come_back_to_their_tokens(pool: Pool, sizes: 
 
 def all_the_same(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Loss and norm of a step in which the routers cannot tell experts apart: most ranks have nothing to compute."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     for name, parameter in trainer.params.items():
         if name.endswith("router.weight"):
             torch.nn.init.zeros_(parameter)
@@ -174,7 +173,7 @@ def by_hand(model: ModelConfig, logits_SBE: Sequence[Tensor], mask_BS: Tensor) -
 def test_it_is_what_loops_over_tokens_say(topk: int) -> None:
     model = replace(EXPERTS, moe_router_topk=topk, moe_router_pre_softmax=topk == 1)
     case, logits = Case(model, training=TrainingConfig(micro_batch_size=4), steps=1), []
-    trainer = build(case.config(), 0, 1)
+    trainer = build_trainer(case.config(), 0, 1)
 
     def note(router: Router, inputs: tuple[Tensor, ...], output: Routing) -> None:
         logits.append(inputs[0].detach() @ router.weight.detach().double().t())

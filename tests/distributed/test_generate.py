@@ -17,13 +17,12 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
-from megatron.inference.generate import generate
-from megatron.inference.sampling import Sampling
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.inference.generate import SamplingParams, generate
+from megatron.layers.build import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL
 from tests.distributed.pool import Pool, RankError
@@ -43,18 +42,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
     },
 }
-SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.2, 60, 0.97, seed=11)}
+SAMPLINGS = {"greedy": SamplingParams(0.0), "sampled": SamplingParams(1.2, 60, 0.97, seed=11)}
 
 
 def chunk_on(rank: int, tp: int, config: ModelConfig, sequence_parallel: bool = False) -> GPTChunk:
     """The model of a seed on this rank."""
     layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
     mesh = Mesh(layout, rank, timedelta(seconds=20), max(1, tp // config.kv_groups))
-    context = BuildContext(mesh, GradSink(), torch.float64, sequence_parallel=sequence_parallel)
+    context = BuildContext(mesh, GradAccumulator(), torch.float64, sequence_parallel=sequence_parallel)
     return build_gpt(config, TrainingConfig(), context)
 
 
-def write(rank: int, tp: int, config: ModelConfig, sampling: Sampling) -> tuple[torch.Tensor, list[list[int]]]:
+def write(rank: int, tp: int, config: ModelConfig, sampling: SamplingParams) -> tuple[torch.Tensor, list[list[int]]]:
     """Logits of the first prompt, and what follows each."""
     chunk = chunk_on(rank, tp, config).eval()
     return chunk.logits(torch.tensor(PROMPTS[:1])), generate(chunk, PROMPTS, NEW, sampling, batch_size=3)
@@ -96,7 +95,9 @@ def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
         out, err = StringIO(), StringIO()
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        patch.setattr("megatron.parallel.mesh.leave_distributed", lambda: None)  # the pool does it, when all are done
+        patch.setattr(
+            "megatron.distributed.mesh.destroy_distributed", lambda: None
+        )  # the pool does it, when all are done
         return main(flags), out.getvalue(), err.getvalue()
 
 

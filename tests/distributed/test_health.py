@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
-from megatron.layers.attention_logits import largest_logit
-from megatron.parallel.shard import ShardSpec
-from megatron.training import health
-from megatron.training.health import HealthRecord, layer_of, watch
-from megatron.training.setup import build
+from megatron.distributed.sharding import ShardSpec
+from megatron.layers.attention import largest_logit
+from megatron.training.build import build_trainer
+from megatron.training.callbacks import health
+from megatron.training.callbacks.health import HealthRecord, layer_name, watch_next_step
 from megatron.training.step import train_step
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
@@ -87,13 +87,13 @@ class Dense:
         change = {name: after[name] - before[name] for name in after}
 
         def norm(tensors: dict[str, Tensor], layer: str | None) -> float:
-            return math.sqrt(sum(t.square().sum().item() for n, t in tensors.items() if layer in (None, layer_of(n))))
+            return math.sqrt(sum(t.square().sum().item() for n, t in tensors.items() if layer in (None, layer_name(n))))
 
         def zeros(layer: str | None) -> int:
-            return sum(int((g == 0).sum()) for n, g in gradients.items() if layer in (None, layer_of(n)))
+            return sum(int((g == 0).sum()) for n, g in gradients.items() if layer in (None, layer_name(n)))
 
         def elements(layer: str) -> int:
-            return sum(w.numel() for n, w in self.w.items() if layer_of(n) == layer)
+            return sum(w.numel() for n, w in self.w.items() if layer_name(n) == layer)
 
         layers = ["embedding", "layers.0", "layers.1", "head"]
         return {
@@ -114,7 +114,7 @@ class Dense:
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_it_is_what_a_dense_model_says(clip: float) -> None:
     case = Case(BARE, optimizer=OptimizerConfig(adam_eps=1e-5, clip_grad=clip), steps=1)
-    trainer = build(case.config(), 0, 1)
+    trainer = build_trainer(case.config(), 0, 1)
     weights = {name: p.view(trainer.specs[name].local_shape) for name, p in trainer.params.items()}
     words = "embedding.word_embeddings.weight"
     dense = Dense({**weights, words: weights[words][: case.model.vocab]})
@@ -194,12 +194,12 @@ def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("recompute", ["nothing", "core_attn", "uniform 2"])
 def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     case = Case(training=TrainingConfig(micro_batch_size=2, **RECOMPUTE[recompute]))
-    trainer = build(case.config(), 0, 1)
-    vitals = watch(trainer)
+    trainer = build_trainer(case.config(), 0, 1)
+    vitals = watch_next_step(trainer)
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
     rows = GLOBAL_BATCH * SEQ_LENGTH * MODEL.hidden_size
-    assert vitals.sums[:, health.OUTPUTS].tolist() == [rows, rows, rows, 0]
+    assert vitals.sums[:, health.OUTPUT_ELEMENTS].tolist() == [rows, rows, rows, 0]
     assert looked.call_count == 2 * MODEL.num_layers
     vitals.report(metrics)
     assert not any(module._forward_hooks for module in trainer.chunks[0].modules())
@@ -207,9 +207,9 @@ def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
 
 def test_logits_are_those_of_the_window_and_the_documents() -> None:
     case = Case(GQA, documents=DOCUMENTS["attention"])
-    trainer = build(case.config(), 0, 1)
+    trainer = build_trainer(case.config(), 0, 1)
     batches = batches_of(trainer, case, 0)
-    vitals = watch(trainer)
+    vitals = watch_next_step(trainer)
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         vitals.report(train_step(trainer, batches, RATES))
     for at, ((q_SBND, k_SBGD, window, documents), _) in enumerate(looked.call_args_list):
@@ -242,8 +242,8 @@ def test_a_copy_counted_twice_is_noticed(pool: Pool, layout: str) -> None:
 
 def a_bad_query(rank: int, world_size: int, at: int) -> HealthRecord:
     """What every rank reports when the first layer of one has seen a NaN among its logits."""
-    trainer = build(CASES["tp2"].config(), rank, world_size)
-    vitals = watch(trainer)
+    trainer = build_trainer(CASES["tp2"].config(), rank, world_size)
+    vitals = watch_next_step(trainer)
     metrics = train_step(trainer, batches_of(trainer, CASES["tp2"], 0), RATES)
     if rank == at:
         vitals.logits[vitals.rows["layers.0"]] = math.nan

@@ -18,17 +18,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.pipeline.plan import NAMES
-from megatron.training.verify import Difference, StepTrace
 from tests.distributed import product
-from tests.distributed.drive import (
-    MODEL,
-    SEQ_LENGTH,
-    Case,
-    compare_with_twin,
-    evaluation,
-    reference,
-    run_on,
-)
+from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (
     DOCUMENTS,
     EXPERTS,
@@ -48,6 +39,7 @@ from tests.distributed.grid import (
 )
 from tests.distributed.pairwise import Choice, Pair, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import StepDeviation, StepTrace
 
 TOLERANCE_FP64 = 1e-10
 TOLERANCE_FP32 = 1e-5
@@ -88,7 +80,7 @@ CUT = replace(
 RECOMPUTING = TrainingConfig(micro_batch_size=1, recompute_granularity="selective")
 
 
-def check(steps: Sequence[StepTrace], differences: Sequence[Difference], tolerance: float) -> None:
+def check(steps: Sequence[StepTrace], differences: Sequence[StepDeviation], tolerance: float) -> None:
     worst = max(differences, key=lambda d: d.error)
     bad = [d for d in differences if d.error > tolerance]
     assert not bad, f"{len(bad)} of {len(differences)} differ, first {bad[0]}, worst {worst}"

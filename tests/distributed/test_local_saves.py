@@ -16,34 +16,39 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint import exchange as exchange_module
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.errors import DamagedError, StorageError
-from megatron.checkpoint.exchange import Parcel, Tier, exchange
-from megatron.checkpoint.local import Nodes
-from megatron.checkpoint.local_loading import bring_together, find
-from megatron.checkpoint.local_saving import keep_only, write_local
-from megatron.checkpoint.parts import GlobalTensor
-from megatron.checkpoint.room import bytes_of
-from megatron.checkpoint.saving import Extra
-from megatron.checkpoint.store import read
-from megatron.parallel.comm import Group
-from megatron.parallel.shard import Box
+from megatron.checkpoint import local_store as exchange_module
+from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError
+from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.local_folder import NodeMap
+from megatron.checkpoint.local_store import (
+    FileTransfer,
+    LocalStore,
+    delete_other_local_checkpoints,
+    fetch_missing_files,
+    find_local_checkpoints,
+    save_local,
+    send_and_receive,
+)
+from megatron.checkpoint.save import CheckpointExtras, local_bytes
+from megatron.checkpoint.tensor_file import GlobalTensor
+from megatron.distributed.comm import Group
+from megatron.distributed.sharding import Box
 from tests.distributed.pool import Pool, RankError
 from tests.unit.checkpoint.samples import Sample
 from tests.unit.checkpoint.test_faults import content, killing, watched
 
 WORLD = 4
-NODES = Nodes((0, 0, 1, 1))
+NODES = NodeMap((0, 0, 1, 1))
 
 
 def everyone(rank: int) -> Group:
     return Group(tuple(range(WORLD)), rank, dist.group.WORLD)
 
 
-def tier(folder: Path, rank: int) -> Tier:
+def tier(folder: Path, rank: int) -> LocalStore:
     wire = Group(tuple(range(WORLD)), rank, dist.new_group(list(range(WORLD))))
-    return Tier(folder / f"node{NODES.of[rank]}", NODES, everyone(rank), wire)
+    return LocalStore(folder / f"node{NODES.of[rank]}", NODES, everyone(rank), wire)
 
 
 def quarters(rank: int, sample: Sample) -> list[Box]:
@@ -57,10 +62,12 @@ def parts(rank: int, value: float) -> dict[str, GlobalTensor]:
 
 def step(rank: int, world: int, folder: Path, iteration: int) -> None:
     """Save as a run does, and delete the one before."""
-    extra = Extra({"iteration": iteration}, {"checkpoint": {"save": "a"}}, {"tokenizer/tokenizer.json": b"{}"})
+    extra = CheckpointExtras(
+        {"iteration": iteration}, {"checkpoint": {"save": "a"}}, {"tokenizer/tokenizer.json": b"{}"}
+    )
     here = tier(folder, rank)
-    write_local(here, iteration, parts(rank, iteration), extra)
-    assert keep_only(here, iteration) is None
+    save_local(here, iteration, parts(rank, iteration), extra)
+    assert delete_other_local_checkpoints(here, iteration) is None
 
 
 def killed(rank: int, world: int, folder: Path, victim: int, target: int) -> None:
@@ -84,16 +91,16 @@ def calls(rank: int, world: int, folder: Path) -> int:
 def newest(rank: int, world: int, folder: Path) -> int:
     """The step of the newest checkpoint that the nodes have all of, of which this rank gets another part."""
     here = tier(folder, rank)
-    found, _ = find(here)
+    found, _ = find_local_checkpoints(here)
     for checkpoint in found:
         tensors = {
-            n: s.empty([whole(s.view)] if rank == 3 else [Box((0, 1, 0), (2, 4, 5))]) for n, s in content(0).items()
+            n: s.empty([whole_box(s.view)] if rank == 3 else [Box((0, 1, 0), (2, 4, 5))]) for n, s in content(0).items()
         }
         try:
-            manifest, _ = bring_together(here, checkpoint, tensors)
-        except DamagedError:
+            manifest, _ = fetch_missing_files(here, checkpoint, tensors)
+        except DamagedCheckpointError:
             continue
-        read(manifest, tensors, everyone(rank))
+        load_sharded(manifest, tensors, everyone(rank))
         assert all(sample.is_in(tensors[name]) for name, sample in content(checkpoint.iteration).items())
         return checkpoint.iteration
     return 0
@@ -199,7 +206,7 @@ def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
 def test_a_node_without_room_for_its_files_and_copies_is_told_to_all(pool: Pool, tmp_path: Path, node: int) -> None:
     """A quarter of a checkpoint is each rank's; of two nodes, each has two and the copies of two."""
     pool.run(WORLD, step, tmp_path, 1)
-    needed = sum(bytes_of(parts(rank, 0)) for rank in range(WORLD))
+    needed = sum(local_bytes(parts(rank, 0)) for rank in range(WORLD))
     (text,) = {*pool.run(WORLD, crowded, tmp_path, node, needed - 1)}
     assert text.startswith(f"{tmp_path}/node{node}: a checkpoint takes ")
     assert text.endswith("no local checkpoint was written\n  fix: free some space | --local-save ELSEWHERE")
@@ -218,8 +225,10 @@ def ring(rank: int, world: int, folder: Path, sizes: list[int], act: Callable[[i
         act(rank)
     before = (rank - 1) % world
     with patch.object(exchange_module, "BLOCK_BYTES", BLOCK):
-        error = exchange(
-            Parcel(sent, (rank + 1) % world, sizes[rank]), Parcel(received, before, sizes[before]), everyone(rank)
+        error = send_and_receive(
+            FileTransfer(sent, (rank + 1) % world, sizes[rank]),
+            FileTransfer(received, before, sizes[before]),
+            everyone(rank),
         )
     if error is not None:
         return f"{type(error).__name__} {os.path.basename(error.filename or '')}"

@@ -15,15 +15,15 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.local import LocalCheckpoint
-from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.checkpoint.store import write
+from megatron.checkpoint.format import MANIFEST, Manifest
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.local_folder import LocalCheckpoint
 from megatron.config.run import RunConfig
-from megatron.parallel.mesh import everyone
-from megatron.training.checkpointing import state, to_write
-from megatron.training.origin import Origin
-from megatron.training.resume import begin, choose
-from megatron.training.setup import build
+from megatron.distributed.mesh import world_group
+from megatron.training.build import build_trainer
+from megatron.training.checkpointer import choose_resume_source, load_start_state
+from megatron.training.resume_source import ResumeSource
+from megatron.training.trainer_state import run_state, tensors_to_save
 from tests.distributed.pool import Pool
 from tests.distributed.resume import ACTIONS
 from tests.runs import Told, before_step, differences, start, steps, tiny_run
@@ -187,10 +187,10 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
 def resave(rank: int, world_size: int, config: RunConfig, per_node: int, folder: Path) -> list[str]:
     """Begin, and write what was loaded into a folder; returns the notes."""
     with on_nodes(rank, per_node), patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
-        origin = choose(config.checkpoint, everyone(rank, world_size))
-        trainer = build(config, rank, world_size, fresh=origin.fresh)
-        notes = begin(trainer, origin)
-        write(folder, to_write(trainer), state(trainer), {}, trainer.mesh.world)
+        origin = choose_resume_source(config.checkpoint, world_group(rank, world_size))
+        trainer = build_trainer(config, rank, world_size, fresh=origin.fresh)
+        notes = load_start_state(trainer, origin)
+        save_sharded(folder, tensors_to_save(trainer), run_state(trainer), {}, trainer.mesh.world)
     return notes
 
 
@@ -223,7 +223,7 @@ def test_a_durable_one_that_rots_unseen_has_its_like_on_the_nodes(pool: Pool, tm
 def test_the_newest_comes_first_wherever_it_is() -> None:
     local = tuple(LocalCheckpoint(step, "", None, {}) for step in (8, 6))
     paths = tuple(Path("saved", name) for name in ("iter_0000008", "iter_0000007", "iter_0000004.tmp", "iter_0000004"))
-    turn = Origin(paths, local=local).candidates
+    turn = ResumeSource(paths, local=local).candidates
     assert turn == (paths[0], local[0], paths[1], local[1], *paths[2:])
 
 

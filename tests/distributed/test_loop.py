@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.data.files.indexed import IndexedDatasetWriter
-from megatron.data.gpt_dataset import SampleOrder, build_order
+from megatron.data.gpt_dataset import SampleOrder, build_sample_order
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training import main
-from megatron.training.setup import Trainer
+from megatron.training.build import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, before_step, column, records, spoil_step, tiny_run
@@ -106,9 +106,9 @@ def run_with_a_slow_table(rank: int, world_size: int, config: RunConfig) -> tupl
         if not built:
             time.sleep(SLOW)
         built.append(time.monotonic())
-        return build_order(*arguments)
+        return build_sample_order(*arguments)
 
-    with patch("megatron.data.build.build_order", slowly):
+    with patch("megatron.data.build.build_sample_order", slowly):
         return *run_rank(rank, world_size, config, "nothing"), len(built)
 
 
@@ -126,7 +126,7 @@ def test_ranks_wait_for_a_table_outside_of_collectives(pool: Pool, tmp_path: Pat
 
 DAMAGED = """
 import os, signal, sys
-from megatron.training.setup import Trainer
+from megatron.training.build import Trainer
 from tests.runs import before_step
 import pretrain_gpt
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.setup import build
-from megatron.training.verify import RankTrace, join
+from megatron.training.build import build_trainer
 from tests.distributed import detect, faults, faults_of_shares
 from tests.distributed.detect import Detector
 from tests.distributed.detect_saves import SAVES
@@ -22,13 +21,14 @@ from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
+from tools.lib.verify_parallel import RankTrace, join_traces
 
 DETECTORS = detect.DETECTORS | SAVES
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
-    ("megatron/training/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "tell_start_up", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
@@ -174,7 +174,7 @@ def run_forgetful(rank: int, world_size: int) -> None:
 
 def shared_parameters(rank: int, world_size: int, case: Case) -> list[str]:
     """Those of which several tensor-parallel ranks hold a copy, the last layer's standing for all layers."""
-    specs = build(case.config(), rank, world_size).specs
+    specs = build_trainer(case.config(), rank, world_size).specs
     shared = [n for n, spec in specs.items() if any(len(piece.replicas) > 1 for piece in spec.pieces)]
     return [name for name in shared if not name.startswith("layers.0.")]
 
@@ -208,4 +208,4 @@ def test_deferred_weight_gradients_are_the_same(pool: Pool, detector: str, recom
 
 def test_a_kv_copy_that_drifts_is_named(pool: Pool) -> None:
     ranks = pool.run(2, run_faulty, "one kv copy drifts")
-    assert "weight layers.0.self_attention.linear_qkv.weight" in join([rank[0] for rank in ranks]).drifted
+    assert "weight layers.0.self_attention.linear_qkv.weight" in join_traces([rank[0] for rank in ranks]).drifted

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.config.run import TrainingConfig
-from megatron.training.nonfinite import explain_nonfinite
-from megatron.training.setup import Trainer, build
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.callbacks.health import explain_nonfinite
 from tests.distributed.detect import DP2, TP2, TP2_SP
 from tests.distributed.drive import Case, batches_of, pipeline
 from tests.distributed.pool import Pool
@@ -62,7 +62,7 @@ Damage = tuple[int, Callable[..., None], tuple[Any, ...]]
 
 
 def explained(rank: int, world_size: int, case: Case, damages: tuple[Damage, ...]) -> str:
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     for at, damage, part in damages:
         if at == rank:
             damage(trainer, *part)
@@ -150,7 +150,7 @@ def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
 
 def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:
     """The second time nothing is wrong; whether weights are as they were and gradients are reduced early again."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     before = [p.clone() for p in trainer.params.values()]
     batches = batches_of(trainer, case, 0)
     explain_nonfinite(trainer, batches)

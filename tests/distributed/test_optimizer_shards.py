@@ -9,31 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.memory import checkpoint_bytes
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig
-from megatron.optim.buckets import GradBuckets
-from megatron.parallel import comm
-from megatron.parallel.comm import Group, Pending
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import ExpertShard, Init, Shard, ShardSpec
-from megatron.training import replicas_check
-from megatron.training.checkpointing import to_write
-from megatron.training.saving import size_of
-from megatron.training.setup import Trainer, build
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.planner.memory import checkpoint_bytes
+from megatron.training import checkpointer
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.callbacks import health
 from megatron.training.step import evaluate, train_step
+from megatron.training.trainer_state import tensors_to_save
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.pool import Pool
 
 INIT = Init()
-SHARD = Shard(0, 1)
+SHARD = DenseSharding(0, 1)
 SPECS: dict[str, ShardSpec] = {
     "tied": replace(SHARD.split((37, 5), 0, INIT), uses=2, tied=True),
     "layers.0.bias": SHARD.split((70,), 0, INIT),
     "layers.0.matrix": SHARD.split((33, 9), 0, INIT),
-    "layers.0.experts": ExpertShard(0, 1, 0, 1).split((2, 7, 6), 2, INIT),
+    "layers.0.experts": ExpertSharding(0, 1, 0, 1).split((2, 7, 6), 2, INIT),
     "layers.1.matrix": SHARD.split((20, 20), 0, INIT),
     "norm": SHARD.split((3,), 0, INIT),
 }
@@ -70,8 +70,8 @@ def sums(rank: int, size: int, cut: Cut) -> Sums:
         ddp_bucket_size=300,
     )
     mesh = Mesh(Layout.from_config(config, size), rank, instances=config.optimizer_instances)
-    sink, dtypes = GradSink(), dict.fromkeys(SPECS, torch.float32)
-    buckets = GradBuckets(SPECS, dtypes, mesh, sink, torch.device("cpu"), config, cut.uncut)
+    sink, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
+    buckets = GradBuffer(SPECS, dtypes, mesh, sink, torch.device("cpu"), config, cut.uncut)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
         turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.uses)]
@@ -146,7 +146,7 @@ def late(part: Tensor, group: Group, out: Tensor | None = None) -> Pending:
 
 def noted(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of what a checkpoint would get from this rank now."""
-    entries = to_write(trainer)
+    entries = tensors_to_save(trainer)
     return {f"{name} {i}": p.resolve().clone() for name, entry in entries.items() for i, p in enumerate(entry.parts)}
 
 
@@ -159,7 +159,7 @@ def run(rank: int, size: int, case: Case, how: str) -> tuple[list[float], list[d
     with pytest.MonkeyPatch.context() as patch:
         if how != "plain":
             patch.setattr(comm, "start_all_gather", late)
-        trainer = build(config, rank, size)
+        trainer = build_trainer(config, rank, size)
         if how == "no waits":
             for chunk in trainer.chunks.values():
                 for part in chunk.parts:
@@ -169,7 +169,7 @@ def run(rank: int, size: int, case: Case, how: str) -> tuple[list[float], list[d
             pending |= bool(trainer.optimizer.weights._pending)
             saved.append(noted(trainer))
             if step == 1:
-                replicas_check.check_replicas(trainer)
+                health.check_weight_copies(trainer)
                 with trainer.optimizer.averaged():
                     numbers.append(evaluate(trainer).item())
                 with trainer.optimizer.averaged():
@@ -273,7 +273,7 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return size_of(build(config, rank, size)), checkpoint_bytes(config)
+    return checkpointer.checkpoint_bytes(build_trainer(config, rank, size)), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel import comm
-from megatron.parallel.grads import GradSink, Rows
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.recorder import recording
+from megatron.distributed import comm
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
-from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.simulate import StageCosts, simulate
 from tests.distributed.pool import Pool
 from tests.pipelines import SIZES, batches_of, program_of
 
@@ -39,7 +39,7 @@ class _Sleep(torch.autograd.Function):
     """The identity, slow both ways; its weight gradient, which a sink multiplies, is slow as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float, sink: GradSink) -> Tensor:
+    def forward(ctx: Any, x: Tensor, share: float, sink: GradAccumulator) -> Tensor:
         ctx.save_for_backward(x)
         ctx.share, ctx.sink = share, sink
         time.sleep(FORWARD / share)
@@ -49,13 +49,13 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         time.sleep(INPUT / ctx.share)
         [x] = ctx.saved_tensors
-        return dy, ctx.sink.add("weight", Rows(x), Rows(dy)), None
+        return dy, ctx.sink.add("weight", WgradOperand(x), WgradOperand(dy)), None
 
 
 class Sleeper:
     """A stage that sleeps for its share of a rank's time."""
 
-    def __init__(self, number: int, stages: int, sink: GradSink) -> None:
+    def __init__(self, number: int, stages: int, sink: GradAccumulator) -> None:
         self.first, self.last, self.share, self.sink = number == 0, number + 1 == stages, stages // RANKS, sink
 
     def __call__(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -70,14 +70,14 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
     program = program_of(name, RANKS, MICROBATCHES)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
     mesh = Mesh(layout, rank, placement=program.placement)
-    sink = GradSink(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
+    sink = GradAccumulator(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
     sink.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
     chunks = {s: Sleeper(s, program.stages, sink) for s, place in enumerate(program.placement) if place == rank}
     pipeline = Pipeline(chunks, program.placement, rank, mesh.channels, lambda batch: torch.empty(1), sink)
     found: list[float] = []
     while len(found) < TRIES and not any(abs(bubble - expected) < POINTS for bubble in found):
         comm.all_reduce(torch.zeros(1), mesh.world)
-        with recording(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
+        with record_timeline(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
             pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.ones(()))
         found.append(recorder.timeline(name).bubble)
     return found
@@ -86,7 +86,7 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_is_the_simulated_one(pool: Pool, name: str) -> None:
     program, share = program_of(name, RANKS, MICROBATCHES), SIZES[name]
-    costs = Costs.uniform(program.stages, FORWARD / share, INPUT / share, WEIGHT / share)
+    costs = StageCosts.uniform(program.stages, FORWARD / share, INPUT / share, WEIGHT / share)
     expected = simulate(program, costs).bubble
     measured = pool.run(RANKS, bubbles, name, expected, check_collectives=False)[0]
     assert min(abs(bubble - expected) for bubble in measured) < POINTS, f"{measured}, not {expected:.3f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.pipeline.schedules import make
+from megatron.pipeline.schedules import make_schedule
 from tests.distributed.pool import Pool
 from tests.distributed.resume import run_rank
 from tests.runs import checkpoint, start, steps, tiny_run
@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The same run in a pipeline; the file of its schedule is there no more."""
     folder = tmp_path_factory.mktemp("piped")
-    make("zb-h1", 2, 1, 4).save(folder / "schedule.csv")
+    make_schedule("zb-h1", 2, 1, 4).save(folder / "schedule.csv")
     layout = LAYOUTS[request.param].format(folder)
     ranks = 2 if request.param == "pp2-file" else 4
     config = tiny_run(folder, f"{FLAGS} --save {folder}/saved {layout}", ranks)

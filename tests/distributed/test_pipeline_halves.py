@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Group
-from megatron.training.setup import build
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.drive import RATES, Case, batches_of, pipeline
 from tests.distributed.pool import Pool
@@ -36,7 +36,7 @@ def counting(name: str, counts: Counter[str]) -> Callable[..., Any]:
 
 def communicated(rank: int, world_size: int, case: Case) -> Counter[str]:
     """Tensor-parallel collectives of forward and backward on this rank, by name."""
-    trainer, counts = build(case.config(), rank, world_size), Counter[str]()
+    trainer, counts = build_trainer(case.config(), rank, world_size), Counter[str]()
     batches = batches_of(trainer, case, 0)
     with ExitStack() as stack:
         for name in NAMES:

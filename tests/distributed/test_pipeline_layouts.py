@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megatron.config.run import PrecisionConfig, TrainingConfig
-from megatron.pipeline.actions import Schedule
+from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.plan import NAMES, stage_layers
-from megatron.pipeline.schedules import make
-from megatron.training.setup import build
+from megatron.pipeline.schedules import make_schedule
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from megatron.training.verify import StepTrace
 from tests.distributed.drive import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.grid import DOCUMENTS, stages_on_a_rank
 from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import StepTrace
 
 TOLERANCE = 1e-10
 
@@ -98,7 +98,7 @@ def test_layers_are_where_they_were_asked_for() -> None:
 
 def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    make("zb-h1", 2, 1, 5).save(path)
+    make_schedule("zb-h1", 2, 1, 5).save(path)
     check(pool, pipeline(2, str(path), samples=5))
 
 
@@ -163,8 +163,8 @@ def test_tied_embeddings_on_stages_are_equal_up_to_rounding(pool: Pool) -> None:
 
 def test_another_order_of_micro_batches_is_equal_up_to_rounding(pool: Pool, tmp_path: Path) -> None:
     """Backward from the last micro-batch to the first: what the tests above would not let pass."""
-    usual, path = make("gpipe", 2, 1, 6), tmp_path / "reversed.csv"
-    Schedule("reversed", tuple((*rank[:6], *reversed(rank[6:])) for rank in usual.ranks)).save(path)
+    usual, path = make_schedule("gpipe", 2, 1, 6), tmp_path / "reversed.csv"
+    PipelineSchedule("reversed", tuple((*rank[:6], *reversed(rank[6:])) for rank in usual.ranks)).save(path)
     case = pipeline(2, str(path), **RANDOM)
     one, other = in_fp32(pool, pipeline(2, "gpipe", **RANDOM)), in_fp32(pool, case)
     assert not same(one, other)
@@ -184,7 +184,7 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
 
     In step 1, the gradient of ``weight`` overflows on the rank that has it.
     """
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     scales, skipped, moved = [], [], []
     for step in range(case.steps):
         before = [master.clone() for master in trainer.optimizer.masters.values()]

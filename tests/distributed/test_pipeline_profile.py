@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.pipeline.actions import COMPUTE
-from megatron.pipeline.plan import program_for
-from megatron.pipeline.trace import read_trace
-from megatron.training.setup import Trainer
+from megatron.pipeline.actions import COMPUTE_KINDS
+from megatron.pipeline.plan import build_program
+from megatron.planner.timeline import read_trace
+from megatron.training.build import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, records, start, tiny_run
 from tools.draw_schedule import main as draw_schedule
@@ -31,7 +31,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> t
         (Path(str(config.logging.run_dir)) / "PROFILE").write_text(wish)
 
     asking = before_step(2, ask) if wish and rank == 0 else None
-    with patch("megatron.training.profile_request.LOOK_SECONDS", 0.0):
+    with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
         told = start(config, asking, rank, world_size)
     return told.status, told.err
 
@@ -52,13 +52,13 @@ def test_chosen_steps_are_recorded_and_the_run_is_the_same(pool: Pool, tmp_path:
         assert column(tmp_path / "with", name) == column(tmp_path / "without", name)
 
     microbatches = 4 * 2 // ranks
-    program = program_for(config.parallel, microbatches)
+    program = build_program(config.parallel, microbatches)
     told = records(tmp_path / "with", "text")
     for step in (2, 3):
         path = tmp_path / "with" / "profiles" / f"step_{step:06d}_pipeline.json"
         timeline = read_trace(path)
         done = [[interval.action for interval in rank] for rank in timeline.intervals]
-        assert done == [[action for action in rank if action.kind in COMPUTE] for rank in program.ranks]
+        assert done == [[action for action in rank if action.kind in COMPUTE_KINDS] for rank in program.ranks]
         assert 0.0 < timeline.makespan < column(tmp_path / "with", "iteration-time")[step - 1]
         assert f"timeline of the pipeline in step {step}: {path}" in [record["text"] for record in told]
 

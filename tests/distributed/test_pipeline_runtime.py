@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh, first_to_fail
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import COMPUTE, EVALUATION, Action, Schedule
-from megatron.pipeline.recorder import recording
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh, register_failure
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
+from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import Timeline
 from megatron.pipeline.stage import Chunk
-from megatron.training import whereabouts
-from megatron.training.failure import explain
+from megatron.training import failure_report
+from megatron.training.failure_report import explain_error
 from tests.distributed.pool import Pool, RankError
 from tests.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, plain_loop, program_of
 
@@ -38,7 +38,7 @@ CLOCKS = 1e-3
 """Seconds by which the clocks of two processes may differ."""
 
 
-def mesh_of(rank: int, program: Schedule, seconds: float = TIMEOUT) -> Mesh:
+def mesh_of(rank: int, program: PipelineSchedule, seconds: float = TIMEOUT) -> Mesh:
     ranks = len(program.ranks)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=ranks), ranks)
     return Mesh(layout, rank, timedelta(seconds=seconds), placement=program.placement)
@@ -53,7 +53,7 @@ def gradients(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, d
             meshes[program.placement] = mesh_of(rank, program)
         mesh = meshes[program.placement]
         pipeline = pipeline_of(program, rank, mesh.channels, ends)
-        pipeline.run(program.only(EVALUATION).ranks[rank], batches, None)
+        pipeline.run(program.only(EVALUATION_KINDS).ranks[rank], batches, None)
         pipeline.run(program.ranks[rank], batches, torch.tensor(SEED))
         found[name] = ends.gradients
     return found
@@ -89,14 +89,14 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
     pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
-    whereabouts.LOOK_EVERY, whereabouts.PATIENCE = 0.1, 4.0  # the machine may be busy
+    failure_report.POLL_SECONDS, failure_report.WHEREABOUTS_PATIENCE = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
     try:
-        with whereabouts.whereabouts(mesh, pipeline):
+        with failure_report.publish_position_on_failure(mesh, pipeline):
             pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
     except Exception as error:
-        if first_to_fail():
-            text = f"{explain(error)}\n{whereabouts.where_all_are(rank, world_size)}"
+        if register_failure():
+            text = f"{explain_error(error)}\n{failure_report.rank_positions(rank, world_size)}"
             told.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
         raise
 
@@ -145,7 +145,7 @@ def timeline(rank: int, world_size: int) -> Timeline:
     program, ends = program_of("zb-v", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program)
     pipeline = pipeline_of(program, rank, mesh.channels, ends)
-    with recording(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
+    with record_timeline(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
         pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
     return recorder.timeline(program.name)
 
@@ -156,7 +156,7 @@ def test_ranks_record_one_timeline_together(pool: Pool) -> None:
     assert all(other == seen for other in others)
     program = program_of("zb-v", 2, MICROBATCHES)
     ran = {interval.action: interval for intervals in seen.intervals for interval in intervals}
-    computed = [tuple(a for a in actions if a.kind in COMPUTE) for actions in program.ranks]
+    computed = [tuple(a for a in actions if a.kind in COMPUTE_KINDS) for actions in program.ranks]
     assert [tuple(interval.action for interval in intervals) for intervals in seen.intervals] == computed
     for (stage, kind, microbatch), start, _ in ran.values():
         before = Action(stage - 1, kind, microbatch) if kind == "F" else Action(stage + 1, kind, microbatch)

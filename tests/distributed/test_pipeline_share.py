@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
-from megatron.pipeline.plan import program_for
-from megatron.pipeline.simulate import Costs, simulate
-from megatron.training.setup import Trainer
+from megatron.pipeline.plan import build_program
+from megatron.pipeline.simulate import StageCosts, simulate
+from megatron.training.build import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, start, tiny_run
 
@@ -50,7 +50,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig) -> int | None:
 def test_the_bubble_of_a_run_is_that_of_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
     config = tiny_run(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", 2)
     assert pool.run(2, run_rank, config, check_collectives=False) == [0, 0]
-    program = program_for(config.parallel, 4)
-    expected = simulate(program, Costs.uniform(program.stages, FORWARD, BACKWARD, 0.0)).bubble
+    program = build_program(config.parallel, 4)
+    expected = simulate(program, StageCosts.uniform(program.stages, FORWARD, BACKWARD, 0.0)).bubble
     measured = column(tmp_path, "bubble")
     assert statistics.median(measured) == pytest.approx(expected, abs=POINTS)

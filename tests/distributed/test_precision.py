@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, TrainingConfig
-from megatron.training.setup import build
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
 from tests.distributed.faults import infinite_gradient
@@ -51,7 +51,7 @@ class Scaling:
 
 def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) -> Scaling:
     """Train; with ``overflow_on`` that rank's gradient of one weight is infinite in step 3."""
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     out = Scaling([], [], [])
     for step in range(case.steps):
         with infinite_gradient() if (rank, step) == (overflow_on, 3) else nullcontext():

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training import main
-from megatron.training.setup import Trainer
+from megatron.training.build import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, tiny_run
 
@@ -32,7 +32,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: 
             (Path(str(config.logging.run_dir)) / "PROFILE").touch()
 
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    looks = patch("megatron.training.profile_request.LOOK_SECONDS", 0.0)
+    looks = patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0)
     told = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
     with patch.dict(os.environ, place), before_step(2, ask), looks, told[0] as err, told[1] as out:
         status = main.run(config)

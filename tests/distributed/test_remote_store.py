@@ -10,14 +10,14 @@ import fsspec.config
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint import retries
-from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.remote import RemotePath
-from megatron.checkpoint.store import read, write
-from megatron.checkpoint.verify import damage
-from megatron.parallel.comm import Group
+from megatron.checkpoint import object_store
+from megatron.checkpoint.durable_files import StorageError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import load_sharded, save_sharded
+from megatron.checkpoint.object_store import RemotePath
+from megatron.checkpoint.verify import list_damage
+from megatron.distributed.comm import Group
 from tests.distributed.pool import Pool
 from tests.runs import differences, start, steps, tiny_run
 from tests.unit.checkpoint.s3_server import Store, serving, settings
@@ -29,7 +29,7 @@ FLAGS = f"--save {RUN} --save-interval 2 --keep-last 2"
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Store]]:
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(object_store, "FIRST_WAIT", 0.01)
     with serving() as both:
         reach(both[0])
         yield both
@@ -43,26 +43,28 @@ def reach(address: str) -> None:
 def write_and_read(rank: int, world: int, address: str, seed: int) -> list[str]:
     """Names of tensors that come out wrong after they went there in one random layout and came in another."""
     reach(address)
-    retries.FIRST_WAIT = 0.01
+    object_store.FIRST_WAIT = 0.01
     group, tensors, draw = Group(tuple(range(world)), rank, dist.group.WORLD), samples(seed), random.Random(rank)
-    path = Checkpoints(RemotePath(RUN)).path(seed)
+    path = CheckpointFolder(RemotePath(RUN)).path(seed)
     share = dealt(tensors, rank, world, seed)
-    write(path, {n: tensors[n].entry(boxes) for n, boxes in share.items()}, {"seed": seed}, {}, group, {"a": b"b"})
+    save_sharded(
+        path, {n: tensors[n].entry(boxes) for n, boxes in share.items()}, {"seed": seed}, {}, group, {"a": b"b"}
+    )
     manifest = Manifest.open(path)
     wanted = {n: s.empty([draw.choice(partition(s.view, draw, 4))]) for n, s in tensors.items()}
-    read(manifest, wanted, group)
+    load_sharded(manifest, wanted, group)
     return [n for n, filled in wanted.items() if not tensors[n].is_in(filled)]
 
 
 def fail_to_write(rank: int, world: int, address: str) -> str:
     """The error on this rank where the store takes no file of the last one."""
     reach(address)
-    retries.FIRST_WAIT = 0.01
+    object_store.FIRST_WAIT = 0.01
     group, tensors = Group(tuple(range(world)), rank, dist.group.WORLD), samples(1)
     share = dealt(tensors, rank, world, 1)
     held = {n: tensors[n].entry(boxes) for n, boxes in share.items()}
     try:
-        write(Checkpoints(RemotePath(RUN)).path(9), held, {}, {}, group)
+        save_sharded(CheckpointFolder(RemotePath(RUN)).path(9), held, {}, {}, group)
     except StorageError as error:
         return str(error)
     return ""
@@ -71,7 +73,7 @@ def fail_to_write(rank: int, world: int, address: str) -> str:
 def test_four_ranks_to_the_bit(pool: Pool, address: tuple[str, Store]) -> None:
     assert pool.run(4, write_and_read, address[0], 1) == [[]] * 4
     manifest = Manifest.open(RemotePath(RUN) / "iter_0000001")
-    assert [*damage(manifest)] == []
+    assert [*list_damage(manifest)] == []
     assert len({name.split("/")[0] for name in manifest.folder.files()}) == 4 + 2  # of ranks, "a", manifest
 
 
@@ -81,7 +83,7 @@ def test_a_rank_that_is_refused_is_told_of_on_all(pool: Pool, address: tuple[str
     (told,) = {*pool.run(4, fail_to_write, address[0])}
     assert "access denied" in told
     assert "(rank 3); no checkpoint was written" in told
-    assert Checkpoints(RemotePath(RUN)).newest()[0].state == {"seed": 1}
+    assert CheckpointFolder(RemotePath(RUN)).newest()[0].state == {"seed": 1}
 
 
 def test_a_run_goes_on_as_if_nothing_had_been(address: tuple[str, Store], tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(address: tuple[str, Store], tmp_pa
     assert (told.status, f"saved {RUN}/iter_0000006" in told.out) == (0, True)
     assert steps(cut) == steps(whole)
     assert differences(whole / "iter_0000006", RemotePath(RUN) / "iter_0000006") == []
-    assert [i for i, _ in Checkpoints(RemotePath(RUN)).named()] == [6, 4]
+    assert [i for i, _ in CheckpointFolder(RemotePath(RUN)).named()] == [6, 4]
 
 
 def test_a_store_that_cannot_be_written_or_read_ends_the_run_before_a_step(

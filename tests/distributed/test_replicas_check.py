@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import UserError
-from megatron.config.reporting import LoggingConfig
-from megatron.config.run import PrecisionConfig
-from megatron.training.replicas_check import check_replicas
-from megatron.training.setup import build
+from megatron.config.run import LoggingConfig, PrecisionConfig
+from megatron.training.build import build_trainer
+from megatron.training.callbacks.health import check_weight_copies
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of
 from tests.distributed.pool import Pool
@@ -32,16 +31,16 @@ NORM, FC1, QKV = (f"layers.1.{n}.weight" for n in ("input_layernorm", "mlp.linea
 def told(rank: int, world_size: int, case: Case, name: str, at: int, master: bool, element: int) -> str:
     """What the check says after a step and a bit that flips on rank ``at``."""
     config = replace(case.config(), logging=LoggingConfig(check_weight_hash_across_dp_replicas_interval=2))
-    trainer = build(config, rank, world_size)
+    trainer = build_trainer(config, rank, world_size)
     train_step(trainer, batches_of(trainer, case, 0), RATES)
     trainer.iteration = 6
-    check_replicas(trainer)
+    check_weight_copies(trainer)
     if rank == at:
         tensor = trainer.optimizer.masters[name] if master else trainer.params[name].detach()
         words = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         words.view(-1)[element] ^= 1
     try:
-        check_replicas(trainer)
+        check_weight_copies(trainer)
     except UserError as error:
         return str(error)
     return ""

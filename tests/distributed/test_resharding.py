@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import Manifest
-from megatron.config.resolve import resolve
+from megatron.arguments.resolve import resolve
+from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.training.saving import save
-from megatron.training.setup import build
+from megatron.training.build import build_trainer
+from megatron.training.checkpointer import save_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
     MAX_RANKS,
@@ -120,7 +120,7 @@ def test_a_run_goes_on_whatever_was_cut_long(pool: Pool, tmp_path: Path, seed: i
 
 
 def save_at_once(rank: int, world_size: int, config: RunConfig) -> None:
-    save(build(config, rank, world_size))
+    save_checkpoint(build_trainer(config, rank, world_size))
 
 
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 32}

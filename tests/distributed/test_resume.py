@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.lock import hold
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.folder import acquire_lease
+from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.data.files.indexed import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.distributed.grid import FACTORS
 from tests.distributed.pairwise import Choice
 from tests.distributed.pool import Pool, RankError
@@ -239,7 +239,7 @@ def test_what_one_rank_cannot_read_does_not_part_the_ranks(pool: Pool, killed: P
 
 
 def test_a_folder_that_another_run_has(pool: Pool, tmp_path: Path) -> None:
-    with hold(tmp_path / "saved"):
+    with acquire_lease(tmp_path / "saved"):
         ranks = go_on(pool, run_of(tmp_path))
     assert [(told.status, told.samples) for told in ranks] == [(1, {}), (1, {})]
     (told,) = [told.err for told in ranks if told.err]

@@ -6,13 +6,13 @@ from collections import defaultdict
 
 import pytest
 
-from megatron.config.arguments import parse
-from megatron.config.batch import microbatches
+from megatron.arguments.cli import parse
+from megatron.config.batch import get_num_microbatches
 from megatron.config.run import RunConfig
-from megatron.config.traffic import replica_traffic
-from megatron.optim.schedule import Rates
-from megatron.parallel.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
-from megatron.training.setup import build
+from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.communication import data_parallel_traffic
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.pool import Pool
 
@@ -34,7 +34,7 @@ def step(rank: int, world_size: int, every: tuple[str, ...]) -> list[Sent]:
     """What this rank sends in a step, by axes and operation."""
     found = []
     for flags in every:
-        trainer = build(config_of(flags, world_size), rank, world_size)
+        trainer = build_trainer(config_of(flags, world_size), rank, world_size)
         meter = trainer.mesh.meter
         meter.take_sent()
         train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
@@ -63,7 +63,7 @@ REPLICAS = (
 def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
     found = pool.run(4, step, REPLICAS, timeout=240.0)
     for number, flags in enumerate(REPLICAS):
-        expected: dict[str, float] = defaultdict(float, replica_traffic(config_of(flags, 4), 4))
+        expected: dict[str, float] = defaultdict(float, data_parallel_traffic(config_of(flags, 4), 4))
         expected[ALL_REDUCE] += 2 * ring(SCALARS, 4)
         for rank in found:
             assert of_axes(rank[number], "dp") == pytest.approx(expected, rel=1e-12), flags
@@ -72,12 +72,12 @@ def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
 def test_the_formulas_are_those_of_textbooks() -> None:
     """For P parameters in fp32: 2 P (n-1)/n elements without ZeRO and with ZeRO-1, and m + 1 times half of it."""
     config = config_of("--global-batch-size 12", 4)
-    assert microbatches(config.training, 4) == 3
+    assert get_num_microbatches(config.training, 4) == 3
     whole = ring(4 * config.model.num_parameters(), 4)
     expected = {"no_shard": {ALL_REDUCE: 2 * whole}, "optim": {REDUCE_SCATTER: whole, ALL_GATHER: whole}}
     expected["optim_grads"] = {REDUCE_SCATTER: 3 * whole, ALL_GATHER: whole}
     for strategy, formula in expected.items():
-        told = replica_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
+        told = data_parallel_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
         assert told == pytest.approx(formula, rel=0.03), strategy  # what alignment adds
 
 
@@ -116,7 +116,7 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
     for number, case in enumerate(every):
         for rank in found:
             assert of_axes(rank[number], "ep") == {ALL_TO_ALL: LAYERS * (ways + counts)}
-            expected = replica_traffic(config_of(case, 4), 4)
+            expected = data_parallel_traffic(config_of(case, 4), 4)
             both = defaultdict(float, of_axes(rank[number], "dp"))
             for operation, count in of_axes(rank[number], "edp").items():
                 both[operation] += count

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.parallel.grads import GradSink, Rows
-from megatron.training.setup import build
-from megatron.training.verify import RankTrace, trace_steps
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.training.build import build_trainer
 from tests.distributed import faults
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
-from tools.verify_parallel import Launcher, main, prepare
+from tools.lib.verify_parallel import RankTrace, trace_steps
+from tools.verify_parallel import Launcher, main, prepare_runs
 
 FLAGS = [
     *("--preset", "tiny-llama", "--world-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -32,16 +32,16 @@ def no_fault() -> AbstractContextManager[Any]:
 
 def one_gradient_doubled() -> AbstractContextManager[Any]:
     """The weight gradient of one linear, in the last layer, is twice what it should be."""
-    original = GradSink.add
+    original = GradAccumulator.add
 
-    def add(self: GradSink, name: str, x: Rows, dy: Rows) -> None:
-        original(self, name, x, Rows(2.0 * dy.wait()) if name == "layers.1.mlp.linear_fc2.weight" else dy)
+    def add(self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand) -> None:
+        original(self, name, x, WgradOperand(2.0 * dy.wait()) if name == "layers.1.mlp.linear_fc2.weight" else dy)
 
-    return patch.object(GradSink, "add", add)
+    return patch.object(GradAccumulator, "add", add)
 
 
 def one_rank_fails() -> AbstractContextManager[Any]:
-    return patch.object(GradSink, "add", side_effect=RuntimeError("out of luck"))
+    return patch.object(GradAccumulator, "add", side_effect=RuntimeError("out of luck"))
 
 
 FAULTS = {
@@ -58,7 +58,7 @@ FAULTS = {
 
 def traced(rank: int, world_size: int, config: RunConfig, steps: int, fault: str) -> list[RankTrace]:
     with FAULTS[fault]():
-        return trace_steps(build(config, rank, world_size), steps)
+        return trace_steps(build_trainer(config, rank, world_size), steps)
 
 
 def on(pool: Pool, fault: str = "no_fault") -> Launcher:
@@ -149,7 +149,7 @@ def test_fixes_speak_of_the_ranks_that_this_tool_starts(
 def test_large_models_are_told_of_the_short_way() -> None:
     layers = ["--preset", "gpt2-124m", "--global-batch-size", "2"]
     for flags, shrink, hints in ((layers, False, 1), (layers, True, 0), (["--preset", "tiny-llama"], False, 0)):
-        notes = prepare(flags, world_size=2, steps=1, dtype="fp64", shrink=shrink).notes
+        notes = prepare_runs(flags, world_size=2, steps=1, dtype="fp64", shrink=shrink).notes
         assert sum("parameters take long on CPUs; --shrink runs num_layers=2" in note for note in notes) == hints
 
 
@@ -185,7 +185,7 @@ def test_long_runs_are_made_short_on_request(pool: Pool, capsys: pytest.CaptureF
 def test_a_short_pipeline_keeps_its_stages(flags: str, shrunk: str) -> None:
     size = "--num-layers 12 --seq-length 99 --max-position-embeddings 99 --global-batch-size 64"
     argv = ["--preset", "tiny-llama", *size.split(), *flags.split()]
-    check = prepare(argv, world_size=2, steps=1, dtype="fp64", shrink=True)
+    check = prepare_runs(argv, world_size=2, steps=1, dtype="fp64", shrink=True)
     (note,) = [note for note in check.notes if note.startswith("shrunk: ")]
     assert note.startswith(f"shrunk: {shrunk}")
 

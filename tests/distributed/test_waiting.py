@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.optim.schedule import Rates
-from megatron.parallel import comm
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.training.metrics import StepMetrics, StepWindow
-from megatron.training.ranks import RankTimes, gather
-from megatron.training.records import TrainRecord
-from megatron.training.timers import Timers
+from megatron.distributed import comm
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.timing import Timers
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.loggers.base import TrainRecord
+from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -107,14 +106,14 @@ def test_groups_are_named_by_the_axes_that_have_ranks(pool: Pool) -> None:
     assert pool.run(4, axes_of, 2)[3] == (("tp", "dp", "world"), ["tp", "dp", "tp", "world"])
 
 
-def gathered(rank: int, world_size: int) -> list[RankTimes]:
-    mine = RankTimes(1.0 + rank, {"tp": 0.1 * rank, "dp": 0.5}, {"optimizer": 2.0 + rank}, 10 + rank, 2**40 + 1)
+def gathered(rank: int, world_size: int) -> list[RankStats]:
+    mine = RankStats(1.0 + rank, {"tp": 0.1 * rank, "dp": 0.5}, {"optimizer": 2.0 + rank}, 10 + rank, 2**40 + 1)
     mine = replace(mine, sent={"dp": 4.0 * rank, "world": 8.0})
-    return gather(mine, mesh_of(rank, world_size).world, CPU)
+    return gather_rank_stats(mine, mesh_of(rank, world_size).world, CPU)
 
 
 def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
-    each = [RankTimes(1.0 + r, {"tp": 0.1 * r, "dp": 0.5}, {"optimizer": 2.0 + r}, 10 + r, 2**40 + 1) for r in range(3)]
+    each = [RankStats(1.0 + r, {"tp": 0.1 * r, "dp": 0.5}, {"optimizer": 2.0 + r}, 10 + r, 2**40 + 1) for r in range(3)]
     each = [replace(account, sent={"dp": 4.0 * r, "world": 8.0}) for r, account in enumerate(each)]
     assert pool.run(3, gathered) == 3 * [each]
 
@@ -129,7 +128,7 @@ def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[TrainRecord,
     meet(mesh)
     if not paused:
         be_late()
-    window = StepWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
+    window = MetricsWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
     if paused:
         with window.paused():
             be_late()
@@ -155,7 +154,7 @@ def a_window(rank: int, world_size: int, alone: bool) -> TrainRecord | None:
     """Three steps of which the last rank spends ``NAP`` more on its own, 3 ``NAP`` of it waiting for data."""
     mesh, timers = mesh_of(rank, world_size), Timers(1, CPU)
     meet(mesh)
-    window = StepWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
+    window = MetricsWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
     for _ in range(3):
         with timers("batch-generator"):
             time.sleep(NAP * (3 if rank == world_size - 1 else 2))

@@ -12,10 +12,10 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
-from megatron.training.verify import StepTrace
 from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
 from tests.distributed.grid import EXPERTS
 from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import StepTrace
 
 STAGE_1: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}
 STAGE_2: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads"}

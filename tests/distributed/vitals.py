@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron.training.health import HealthRecord, watch
-from megatron.training.setup import build
+from megatron.training.build import build_trainer
+from megatron.training.callbacks.health import HealthRecord, watch_next_step
 from megatron.training.step import train_step
 from tests.distributed.drive import RATES, Case, batches_of
 
@@ -17,9 +17,9 @@ def report(
     rank: int, world_size: int, case: Case, fault: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> list[HealthRecord]:
     """The records of all steps of a case."""
-    trainer, records = build(case.config(), rank, world_size), []
+    trainer, records = build_trainer(case.config(), rank, world_size), []
     for step in range(case.steps):
-        vitals = watch(trainer)
+        vitals = watch_next_step(trainer)
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         trainer.iteration, trainer.consumed_samples = step + 1, (step + 1) * 4
         with fault():
@@ -29,7 +29,7 @@ def report(
 
 def router_losses(rank: int, world_size: int, case: Case) -> list[dict[str, float]]:
     """The losses of routers and the loss, step by step."""
-    trainer, steps = build(case.config(), rank, world_size), []
+    trainer, steps = build_trainer(case.config(), rank, world_size), []
     for step in range(case.steps):
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         steps.append({"lm loss": metrics.loss.item()} | {name: x.item() for name, x in metrics.router.items()})

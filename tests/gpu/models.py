@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
 from megatron.data.masks import document_boundaries
-from megatron.optim.schedule import Rates
-from megatron.parallel.microbatch import MicroBatch
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import Trainer, build_trainer
 from megatron.training.metrics import StepMetrics
-from megatron.training.setup import Trainer, build
-from megatron.training.step import count_tokens, mean_loss, take_sums
+from megatron.training.step import collect_sums, count_tokens, mean_loss
 
 SHAPES = {
     "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh",
@@ -49,7 +49,7 @@ def config_of(device: torch.device, flags: str = "", shape: str = "llama") -> Ru
 
 def trainer_of(device: torch.device, flags: str = "", shape: str = "llama") -> Trainer:
     """A trainer of it, at its start."""
-    return build(config_of(device, flags, shape), 0, 1)
+    return build_trainer(config_of(device, flags, shape), 0, 1)
 
 
 def twin_of(trainer: Trainer) -> Trainer:
@@ -61,7 +61,7 @@ def twin_of(trainer: Trainer) -> Trainer:
         precision=replace(config.precision, params_dtype="fp64"),
         compute=replace(config.compute, kernels=("torch",), cuda_graph="none"),
     )
-    twin = build(plain, 0, 1)
+    twin = build_trainer(plain, 0, 1)
     with torch.no_grad():
         for name, parameter in trainer.params.items():
             twin.params[name].copy_(parameter)
@@ -98,7 +98,7 @@ def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, d
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
     t.optimizer.finish()
-    loss = mean_loss(t, take_sums(t), tokens).item()
+    loss = mean_loss(t, collect_sums(t), tokens).item()
     return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
 

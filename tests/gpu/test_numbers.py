@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.kernels import CANDIDATES
-from megatron.kernels.operation import disproof
+from megatron.config.run import KERNEL_CANDIDATES
+from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS
-from megatron.parallel.build import DTYPES
+from megatron.layers.build import DTYPES
 from tests.gpu.models import batches_of, distance, gradients, trainer_of, twin_of
 
 pytestmark = pytest.mark.gpu
@@ -55,14 +55,14 @@ def test_dropout_is_the_same_in_every_place(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("operation", "name"), [(o, n) for o, names in CANDIDATES.items() for n in names[:-1]])
+@pytest.mark.parametrize(("operation", "name"), [(o, n) for o, names in KERNEL_CANDIDATES.items() for n in names[:-1]])
 def test_every_kernel_that_is_here(device: torch.device, operation: str, name: str, dtype: str) -> None:
     candidate = OPERATIONS[operation].candidates[name]
     if reason := candidate.missing(device, DTYPES[dtype]):
         pytest.skip(reason)
     if device.type == "cpu":
         pytest.skip("compiles for long on a CPU; tests/unit/kernels does it there")
-    assert disproof(OPERATIONS[operation], candidate.make(), device, DTYPES[dtype]) is None
+    assert check_kernel(OPERATIONS[operation], candidate.make(), device, DTYPES[dtype]) is None
 
 
 def test_products_of_narrow_formats_are_collected_in_fp32(device: torch.device) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.arguments import parse
-from megatron.config.memory import state_bytes
-from megatron.training.graphs import StepRunner
-from megatron.training.setup import Trainer, build
+from megatron.arguments.cli import parse
+from megatron.planner.memory import max_state_bytes
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.cuda_graphs import StepRunner
 from megatron.training.step import train_step
 from tests.gpu.models import (
     COMMON,
@@ -31,7 +31,7 @@ from tests.gpu.models import (
     weights,
 )
 from tests.runs import differences, start
-from tests.unit.training.test_graphs import Tape, state_of
+from tests.unit.training.test_cuda_graphs import Tape, state_of
 
 pytestmark = pytest.mark.gpu
 
@@ -183,7 +183,7 @@ def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> No
     config = config_of(device, flags)
     gc.collect()  # of tests before
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    trainer = build(config, 0, 1)
+    trainer = build_trainer(config, 0, 1)
     o = trainer.optimizer
     if device.type == "cuda":
         held = torch.cuda.memory_allocated() - before
@@ -191,8 +191,8 @@ def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> No
         moments = [t for kind in o.extra_state().values() for t in kind.values()]
         kept = [*trainer.params.values(), *(b.own for b in trainer.buckets.buckets), *moments, *o.masters.values()]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
-        held += state_bytes(config, 1)["buffers"]
-    expected = sum(state_bytes(config, 1).values())
+        held += max_state_bytes(config, 1)["buffers"]
+    expected = sum(max_state_bytes(config, 1).values())
     assert expected <= held < 1.05 * expected + 512 * 8 * len(trainer.params)  # CUDA allocates in steps of 512 bytes
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.inference.generate import generate
-from megatron.inference.sampling import Sampling
+from megatron.inference.generate import SamplingParams, generate
 from tests.parity.families import copy_into
 from tests.parity.test_hf import BY_NAME, Pair, precision
 from tests.unit.inference.test_text import byte_level, sentencepiece_like
 from tools.generate import main
 
-GREEDY = Sampling(0.0)
+GREEDY = SamplingParams(0.0)
 LENGTHS = (3, 7, 1, 5)
 NEW = 9
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
-from megatron.parallel.microbatch import MicroBatch
+from megatron.distributed.micro_batch import MicroBatch
 from tests.parity.families import Tensors, copy_into, everything_in_double, from_experts, from_gpt2, from_llama
 from tests.solo import Solo, random_batch, tiny
 

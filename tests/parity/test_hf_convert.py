@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.store import write
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
-from megatron.config.sources import to_dict
-from megatron.convert.checkpoint import SavedModel, open_checkpoint
-from megatron.convert.conversions import from_hf, to_hf
-from megatron.model.fill import fill
-from megatron.parallel.comm import Group
-from megatron.parallel.microbatch import MicroBatch
+from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
+from megatron.convert.huggingface.weights import fill_weights
+from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.distributed.comm import Group
+from megatron.distributed.micro_batch import MicroBatch
 from tests.parity.families import from_experts, from_gpt2, from_llama
 from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore
@@ -133,7 +133,7 @@ CASES = shapes()
 def solo(saved: SavedModel) -> Solo:
     """Our model with the weights of a checkpoint."""
     made = Solo.build(saved.model, torch.float32, TrainingConfig(cross_entropy_chunk_size=7))
-    fill(made.chunk.specs, made.params, saved)
+    fill_weights(made.chunk.specs, made.params, saved)
     return made
 
 
@@ -176,9 +176,9 @@ def test_there_and_back(shape: Shape, tmp_path: Path) -> None:
     theirs = shape.build(seed=len(str(shape)))
     dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(shape) % 3]
     theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    convert_from_huggingface(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
     saved = SavedModel(open_checkpoint(tmp_path / "save")[0])
-    to_hf(saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False)
+    convert_to_huggingface(saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False)
     before, after = (weights_of(tmp_path / name) for name in ("hf", "back"))
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -194,12 +194,12 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", [CASES[2], CASES[SHAPES + 1], CASES[-5], CASES[-4], CASES[-1]], ids=str)
 def test_export_of_a_trained_model(shape: Shape, tmp_path: Path) -> None:
     shape.build(seed=1).save_pretrained(tmp_path / "hf")
-    from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    convert_from_huggingface(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
     ours = solo(SavedModel(open_checkpoint(tmp_path / "save")[0]))
     for step in range(3):
         ours.step([random_batch(ours.chunk.config, seed=step)], lr=1e-2)
     manifest = write_trained(tmp_path / "run" / "iter_0000003", ours)
-    done = to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    done = convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
     assert done.differences
     exported = load(tmp_path / "out")
     assert_same_numbers(shape, ours, exported)
@@ -215,8 +215,8 @@ def write_trained(path: Path, ours: Solo) -> Manifest:
         for name, value in values.items():
             spec = ours.chunk.specs[name]
             local = value.detach().view(spec.local_view)
-            parts = tuple(Part(piece.place, local[piece.local.slices]) for piece in spec.pieces)
+            parts = tuple(TensorPart(piece.place, local[piece.local.slices]) for piece in spec.pieces)
             tensors[prefix + name] = GlobalTensor(spec.shape, spec.view, value.dtype, parts)
     config = RunConfig(model=ours.chunk.config, precision=PrecisionConfig(params_dtype="fp32"))
-    write(path, tensors, {"iteration": 3}, to_dict(config), Group())
+    save_sharded(path, tensors, {"iteration": 3}, to_dict(config), Group())
     return Manifest.open(path)

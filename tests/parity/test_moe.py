@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.config.hf import CONFIG
-from megatron.convert.check import MismatchError, check
-from megatron.convert.hf_folder import HFSource, read_model
+from megatron.checkpoint.durable_files import CheckpointError
+from megatron.convert.huggingface.check import MismatchError, check_model
+from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.weights import HuggingFaceWeights, read_model_config
 from tests.parity.test_hf import BY_NAME, Pair, precision
 from tests.parity.test_hf_convert import Shape
 from tests.solo import random_batch
@@ -62,8 +62,8 @@ SHAPES = [
 
 def checked(folder: Path) -> float:
     """The largest relative difference that the check of a conversion finds."""
-    model = read_model(folder)
-    return max(d.relative for d in check(folder, folder / CONFIG, model, HFSource(folder, model)))
+    model = read_model_config(folder)
+    return max(d.relative for d in check_model(folder, folder / CONFIG_FILE, model, HuggingFaceWeights(folder, model)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
@@ -72,7 +72,7 @@ def test_the_check_of_a_conversion_reads_experts_as_transformers_does(shape: Sha
     assert checked(tmp_path) < 1e-6
 
 
-class Swapped(HFSource):
+class Swapped(HuggingFaceWeights):
     """Experts 0 and 1 of every layer in each other's place."""
 
     def _theirs(self, name: str) -> str:
@@ -84,9 +84,9 @@ class Swapped(HFSource):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
 def test_swapped_experts_are_found(shape: Shape, tmp_path: Path) -> None:
     shape.build(seed=3).save_pretrained(tmp_path)
-    model = read_model(tmp_path)
+    model = read_model_config(tmp_path)
     with pytest.raises(MismatchError, match="block 0"):
-        check(tmp_path, tmp_path / CONFIG, model, Swapped(tmp_path, model))
+        check_model(tmp_path, tmp_path / CONFIG_FILE, model, Swapped(tmp_path, model))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)

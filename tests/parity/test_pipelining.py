@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import Schedule
-from megatron.pipeline.comms import add_communication
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
-from megatron.pipeline.validate import validate
-from megatron.training.setup import Trainer, build
+from megatron.pipeline.validate import validate_program
+from megatron.training.build import Trainer, build_trainer
 from tests.distributed.drive import MODEL, Case, batches_of
 from tests.distributed.pool import Pool
 
@@ -138,7 +138,7 @@ def step_of(schedule: Any, trainer: Trainer, batches: Sequence[MicroBatch]) -> N
 # ---- ours
 
 
-def ours(trainer: Trainer, batches: Sequence[MicroBatch], program: Schedule | None) -> Gradients:
+def ours(trainer: Trainer, batches: Sequence[MicroBatch], program: PipelineSchedule | None) -> Gradients:
     """The gradients of a step of this rank's stages."""
     tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
     trainer.buckets.start_step(len(batches))
@@ -147,7 +147,7 @@ def ours(trainer: Trainer, batches: Sequence[MicroBatch], program: Schedule | No
     return {name: gradient.clone() for name, gradient in trainer.buckets.grads.items()}
 
 
-def order_of(schedule: Any, path: Path) -> Schedule:
+def order_of(schedule: Any, path: Path) -> PipelineSchedule:
     """What PyTorch made of a schedule, through a file as it writes it."""
     if hasattr(schedule, "_dump_csv"):
         schedule._dump_csv(str(path), format="compute_only")
@@ -155,7 +155,7 @@ def order_of(schedule: Any, path: Path) -> Schedule:
         orders = [schedule.pipeline_order[rank] for rank in sorted(schedule.pipeline_order)]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([a for a in map(str, order) if "REDUCE_GRAD" not in a] for order in orders)
-    return Schedule.load(path)
+    return PipelineSchedule.load(path)
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,13 @@ class Found:
     theirs: Gradients
     ours: Gradients
     in_their_order: Gradients
-    order: Schedule | None = None
+    order: PipelineSchedule | None = None
 
 
 def compared(rank: int, world_size: int, name: str, folder: Path) -> Found:
     """A step of each."""
     case = case_of(name, world_size)
-    trainer = build(case.config(), rank, world_size)
+    trainer = build_trainer(case.config(), rank, world_size)
     batches = batches_of(trainer, case, 0)
     schedule, modules = stock(name, trainer, batches)
     step_of(schedule, trainer, batches)
@@ -181,7 +181,7 @@ def compared(rank: int, world_size: int, name: str, folder: Path) -> Found:
         return Found(theirs, in_our_order, in_our_order)
     order = order_of(schedule, folder / f"{rank}.csv")
     program = add_communication(order)
-    validate(program)
+    validate_program(program)
     return Found(theirs, in_our_order, ours(trainer, batches, program), order)
 
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
-from megatron.parallel.microbatch import MicroBatch
-from megatron.training.setup import build
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.drive import LR, MODEL, RATES, Case, batches_of
 from tests.distributed.pool import Pool
@@ -99,7 +99,7 @@ def run_beside(rank: int, world_size: int, cases: Sequence[Case], instances: int
         instances: of FSDP2's, None for DDP.
 
     """
-    trainers = [build(case.config(), rank, world_size) for case in cases]
+    trainers = [build_trainer(case.config(), rank, world_size) for case in cases]
     params, o = trainers[0].params, cases[0].optimizer
     plain = Plain(cases[0].model, len(params["embedding.word_embeddings.weight"])).double()
     plain.load_state_dict({name: p.detach().clone() for name, p in params.items()})

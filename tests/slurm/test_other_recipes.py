@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron.data.files.indexed import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import STEPS, Training
 

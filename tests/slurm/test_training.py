@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.folder import CheckpointFolder
 from tests.runs import differences
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import LENGTH, LIGHT, STEPS, Training
@@ -23,7 +23,7 @@ def assert_ended_well(training: Training) -> None:
     assert finished is not None
     assert finished["iteration"] == STEPS
     assert Path(finished["checkpoint"]).name == training.last().name
-    assert Checkpoints(training.checkpoints).newest()[0].path.name == training.last().name
+    assert CheckpointFolder(training.checkpoints).newest()[0].path.name == training.last().name
 
 
 def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Training, cluster: Cluster) -> None:

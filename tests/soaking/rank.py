@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megatron.config.launch import leave
+from megatron.config.launch import exit_process
 from pretrain_gpt import main
 from tests.watched_calls import refuse, watched_calls
 
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     argv = sys.argv[1:]
     run_dir, saved = (Path(argv[argv.index(flag) + 1]) for flag in ("--run-dir", "--save"))
     with Saboteur(run_dir, saved, int(os.environ["RANK"])).standing_there():
-        leave(main(argv))
+        exit_process(main(argv))

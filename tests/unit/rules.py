@@ -12,45 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        *("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.parallel.ownership"),
-        "megatron.pipeline",
-        *("megatron.checkpoint.remote", "megatron.checkpoint.retries"),
-    ),
-    ("megatron.kernels",),
-    ("megatron.parallel",),
-    ("megatron.layers", "megatron.pipeline.stage"),
-    (
-        "megatron.model",
-        "megatron.optim",
-        "megatron.data",
-        "megatron.checkpoint",
-        "megatron.pipeline.runtime",
-    ),
-    ("megatron.convert", "megatron.pipeline.recorder"),
-    ("megatron.training", "megatron.inference"),
-    ("megatron.acceptance",),
-    ("pretrain_gpt", "tools"),
+PACKAGES = (
+    *("config", "kernels", "distributed", "layers", "pipeline", "optimizer", "planner", "model", "checkpoint", "data"),
+    *("arguments", "convert", "training", "inference"),
 )
-"""Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
-the bottom layer, the pure half, is one: its prefixes may import each other."""
+"""The packages of the library, bottom to top. A package imports only itself and those before it."""
 
-PURE_PIPELINE = (
-    *("actions", "schedules", "zero_bubble", "search", "comms", "validate", "simulate", "trace", "partition", "plan"),
-    *("picture", "terminal"),
-)
-"""What of the pipeline computes no tensors."""
+LAYERS = (*(f"megatron.{package}" for package in PACKAGES), "pretrain_gpt", "tools")
+"""Everything that may be imported, bottom to top."""
 
 TORCH_FREE = (
-    "megatron.config",
-    "megatron.parallel.layout",
-    "megatron.parallel.shard",
-    "megatron.parallel.ownership",
-    "megatron.optim.schedule",
-    *(f"megatron.pipeline.{part}" for part in PURE_PIPELINE),
+    *("megatron.config", "megatron.arguments", "megatron.planner"),
+    *(f"megatron.distributed.{part}" for part in ("layout", "sharding", "param_layout")),
+    *(
+        f"megatron.pipeline.{part}"
+        for part in ("actions", "schedules", "communication", "validate", "simulate", "search", "partition", "plan")
+    ),
+    "megatron.optimizer.lr_scheduler",
 )
-"""The pure half: importing these must not import torch."""
+"""The half that computes no tensors: importing these must not import torch."""
 
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
@@ -58,7 +38,7 @@ OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton"
 LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
 """Packages that are installed with this one, but that a run goes without where they are missing."""
 
-COMMUNICATORS = ("megatron.parallel.comm", "megatron.parallel.mesh")
+COMMUNICATORS = ("megatron.distributed.comm", "megatron.distributed.mesh")
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}
@@ -121,19 +101,18 @@ def prefix_of(name: str, prefixes: Iterable[str]) -> str | None:
 
 
 def misplaced_imports(modules: Sequence[Module]) -> list[str]:
-    """Imports that go upward or sideways in ``LAYERS``, and modules that belong to no layer."""
-    level = {prefix: height for height, prefixes in enumerate(LAYERS) for prefix in prefixes}
+    """Return imports that go upward between packages, and modules that belong to no package."""
+    level = {prefix: height for height, prefix in enumerate(LAYERS)}
     found = []
     for module in modules:
         here = prefix_of(module.name, level)
         if here is None:
-            found.append(f"{module.name} belongs to no layer")
+            found.append(f"{module.name} belongs to no package")
             continue
         for target in sorted(imports(module)):
             there = prefix_of(target, level)
-            if there is None or there == here or level[there] < level[here] or level[there] == level[here] == 0:
-                continue
-            found.append(f"{module.name} imports {target}, which is not below it")
+            if there is not None and level[there] > level[here]:
+                found.append(f"{module.name} imports {target}, which is above it")
     return found
 
 
@@ -214,6 +193,16 @@ def _is_annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     a = function.args
     arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
     return bool(function.returns) and all(x.annotation or x.arg in ("self", "cls") for x in arguments)
+
+
+def repeated_classes(modules: Sequence[Module]) -> list[str]:
+    """Return class names that two modules of the library define."""
+    homes: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and prefix_of(module.name, ("megatron",)):
+                homes.setdefault(node.name, []).append(module.name)
+    return [f"class {name} is defined in {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
 
 
 def asserts(modules: Sequence[Module]) -> list[str]:

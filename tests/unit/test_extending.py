@@ -14,36 +14,35 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.boxes import partition_problem
+from megatron.arguments.cli import parse
+from megatron.checkpoint.format import partition_problem
 from megatron.config import parallel
-from megatron.config.arguments import parse
-from megatron.config.kernels import CANDIDATES
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.problems import UserError
-from megatron.config.run import MOMENTS, OptimizerConfig
+from megatron.config.run import KERNEL_CANDIDATES, MOMENTS_PER_PARAMETER, OptimizerConfig
 from megatron.config.settings import SETTINGS
+from megatron.data.build import build_split
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource
-from megatron.data.stretches import lay_out
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.timing import PHASES, Timers
 from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.operation import Candidate
-from megatron.kernels.registry import OPERATIONS, choose
-from megatron.layers.experts import MixtureOfExperts
-from megatron.optim.rules import RULES
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.microbatch import MicroBatch
+from megatron.kernels.registry import OPERATIONS, select_kernels
+from megatron.layers.build import BuildContext
+from megatron.layers.moe import MixtureOfExperts
+from megatron.optimizer.rules import RULES
 from megatron.pipeline import plan
-from megatron.pipeline.actions import Schedule
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.search import search
-from megatron.pipeline.simulate import Costs, Timeline, simulate
-from megatron.training.sinks import Background, Sinks
-from megatron.training.timers import PHASES, Timers
+from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.search import search_schedule
+from megatron.pipeline.simulate import StageCosts, Timeline, simulate
+from megatron.training.loggers.base import BackgroundLogger, LoggerCollection
 from tests.distributed import grid
 from tools import draw_schedule
 
@@ -104,7 +103,7 @@ def test_activation(page: dict[str, Any]) -> None:
 
 
 def test_optimizer_keeps_as_many_moments_as_is_said(page: dict[str, Any]) -> None:
-    for name, count in {**MOMENTS, "signum": 1}.items():
+    for name, count in {**MOMENTS_PER_PARAMETER, "signum": 1}.items():
         if name in ON_MATRICES:
             continue
         state = RULES[name]([torch.zeros(3)], OptimizerConfig()).state
@@ -112,7 +111,7 @@ def test_optimizer_keeps_as_many_moments_as_is_said(page: dict[str, Any]) -> Non
 
 
 def test_router_weighs_by_scores_that_stand_alone(page: dict[str, Any]) -> None:
-    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), GradSink(), torch.float64)
+    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), GradAccumulator(), torch.float64)
     model = ModelConfig(hidden_size=8, num_experts=4, add_bias_linear=False)
     moe = MixtureOfExperts(model, context, 0.1, drop_activation=False).eval()
     moe.router = page["SigmoidRouter"](model, replace(context, params={}, specs={}).at("router"))
@@ -135,7 +134,7 @@ def test_optimizer_moves_by_the_sign_and_obeys_skips(page: dict[str, Any]) -> No
 
 
 def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
-    sink = GradSink()
+    sink = GradAccumulator()
     context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
     layer = page["LayerScale"](context.at("layers.0.scale"), 4, start=0.5)
     grads = {"layers.0.scale.factor": torch.zeros(4, dtype=torch.float64)}
@@ -150,7 +149,7 @@ def test_layer_of_experts_declares_what_each_rank_has(page: dict[str, Any]) -> N
     boxes = []
     for ep, etp in product(range(2), range(2)):
         place = SimpleNamespace(coordinate={"ep": ep, "etp": etp}, layout=SimpleNamespace(sizes={"ep": 2, "etp": 2}))
-        context = BuildContext(cast(Mesh, place), GradSink(), torch.float64, initialised=False)
+        context = BuildContext(cast(Mesh, place), GradAccumulator(), torch.float64, initialised=False)
         layer = page["ExpertGain"](context.at("layers.0.mlp"), experts=4, width=6)
         spec = context.specs["layers.0.mlp.gain"]
         assert layer.gain.shape == (2, 3)
@@ -160,7 +159,7 @@ def test_layer_of_experts_declares_what_each_rank_has(page: dict[str, Any]) -> N
 
 
 def test_layer_of_experts_scales_rows_by_their_expert(page: dict[str, Any]) -> None:
-    sink = GradSink()
+    sink = GradAccumulator()
     context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
     layer = page["ExpertGain"](context, experts=3, width=4)
     grads = {"gain": torch.zeros(3, 4, dtype=torch.float64)}
@@ -178,8 +177,8 @@ def test_kernel_is_proven_and_chosen(page: dict[str, Any], monkeypatch: pytest.M
     known = OPERATIONS["norm"]
     more = replace(known, candidates={"by_parts": page["BY_PARTS"], **known.candidates})
     monkeypatch.setitem(OPERATIONS, "norm", more)
-    monkeypatch.setitem(CANDIDATES, "norm", ("by_parts", *CANDIDATES["norm"]))
-    kernels, notes = choose(("norm=by_parts", "rotary=torch"), torch.device("cpu"), dtype)
+    monkeypatch.setitem(KERNEL_CANDIDATES, "norm", ("by_parts", *KERNEL_CANDIDATES["norm"]))
+    kernels, notes = select_kernels(("norm=by_parts", "rotary=torch"), torch.device("cpu"), dtype)
     assert kernels.norm is page["norm_by_parts"]
     assert notes[0].startswith("kernels: by_parts (norm); torch (")
 
@@ -189,14 +188,14 @@ def test_kernel_that_is_off_is_refused(page: dict[str, Any], monkeypatch: pytest
     off = Candidate(lambda: lambda x, weight, bias, eps: page["norm_by_parts"](x, weight, bias, 1e-2))
     monkeypatch.setitem(OPERATIONS, "norm", replace(known, candidates={"by_parts": off, **known.candidates}))
     with pytest.raises(UserError, match="differs from torch") as told:
-        choose(("norm=by_parts",), torch.device("cpu"), torch.float64)
+        select_kernels(("norm=by_parts",), torch.device("cpu"), torch.float64)
     assert [problem.code for problem in told.value.problems] == ["E903"]
 
 
 def test_sink_gets_what_a_run_reports(page: dict[str, Any], tmp_path: Path) -> None:
     warnings: list[str] = []
-    sinks = Sinks(warnings.append)
-    sinks.add("the table", partial(Background, partial(page["LossTable"], tmp_path / "loss.tsv")))
+    sinks = LoggerCollection(warnings.append)
+    sinks.add("the table", partial(BackgroundLogger, partial(page["LossTable"], tmp_path / "loss.tsv")))
     sinks.event({"event": "start", "iteration": 0})
     sinks.record({"iteration": 1, "lm loss": 2.5})
     sinks.record({"iteration": 1, "lm loss validation": 3.5})
@@ -216,15 +215,18 @@ def test_timer_is_read_with_the_others(page: dict[str, Any]) -> None:
 
 
 def simulated(name: str, latency: float) -> Timeline:
-    return simulate(add_communication(make(name, 4, 1, 12)), Costs.uniform(4, latency=latency))
+    return simulate(add_communication(make_schedule(name, 4, 1, 12)), StageCosts.uniform(4, latency=latency))
 
 
 def test_schedule_hides_slow_links_in_more_memory(page: dict[str, Any]) -> None:
     assert simulated("eager", 0.0).makespan == simulated("1f1b", 0.0).makespan
     assert simulated("eager", 0.5).makespan < 0.9 * simulated("1f1b", 0.5).makespan
     assert [max(simulated(name, 0.5).peak_memory) for name in ("1f1b", "eager")] == [4, 7]
-    best = search(4, 1, 12, Costs.uniform(4, latency=0.5), limit=7)
-    assert simulate(add_communication(best), Costs.uniform(4, latency=0.5)).makespan <= simulated("eager", 0.5).makespan
+    best = search_schedule(4, 1, 12, StageCosts.uniform(4, latency=0.5), limit=7)
+    assert (
+        simulate(add_communication(best), StageCosts.uniform(4, latency=0.5)).makespan
+        <= simulated("eager", 0.5).makespan
+    )
 
 
 def test_schedule_is_known_by_name_everywhere(
@@ -235,7 +237,7 @@ def test_schedule_is_known_by_name_everywhere(
     chosen = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="eager")
     resolved = planned["resolved"](ModelConfig(num_layers=4), chosen)
     assert resolved.num_virtual_stages_per_pipeline_rank == 1
-    assert planned["program_for"](resolved, 6).only(("F", "B")).ranks == make("eager", 4, 1, 6).ranks
+    assert planned["program_for"](resolved, 6).only(("F", "B")).ranks == make_schedule("eager", 4, 1, 6).ranks
     assert "eager" in runpy.run_path(grid.__file__)["FACTORS"]["schedule"]
     fields = runpy.run_path(parallel.__file__)["ParallelConfig"].__dataclass_fields__
     assert "eager" in fields["pipeline_schedule"].metadata["option"].help
@@ -248,12 +250,12 @@ def test_schedule_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     (text,) = re.findall(r"^```csv\n(.*?)^```", PAGE.read_text(), re.S | re.M)
     mine = tmp_path / "mine.csv"
     mine.write_text(text)
-    schedule = Schedule.load(mine)
-    assert schedule.ranks[0] == make("gpipe", 2, 1, 3).ranks[0]
+    schedule = PipelineSchedule.load(mine)
+    assert schedule.ranks[0] == make_schedule("gpipe", 2, 1, 3).ranks[0]
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {mine} --micro-batch-size 1 --global-batch-size 3"
     run = "--mock-data --vocab-size 257 --train-iters 10 --preset tiny-llama"
     config = parse(f"{run} {flags}".split(), {"RANK": "0", "WORLD_SIZE": "2"}).config
-    assert plan.program_for(config.parallel, 3).only(("F", "B")).ranks == schedule.ranks
+    assert plan.build_program(config.parallel, 3).only(("F", "B")).ranks == schedule.ranks
     assert draw_schedule.main(["--schedule", str(mine)]) == 0
     assert "mine.csv" in capsys.readouterr().out
     mine.with_name("missing.csv").write_text(text.replace("1B0,", ""))
@@ -277,7 +279,7 @@ def test_dataset(page: dict[str, Any]) -> None:
 
 def test_dataset_of_a_run_that_is_made_longer(page: dict[str, Any]) -> None:
     whole = page["Counting"](50, 8, 30)
-    chain, stretches = lay_out("train", page["counting"], (20,), 30)
+    chain, stretches = build_split("train", page["counting"], (20,), 30)
     assert stretches == (20, 10)
     assert [chain[i].tokens.tolist() for i in range(30)] == [whole[i].tokens.tolist() for i in range(30)]
     assert chain.identities(np.arange(30)).tolist() == whole.identities(np.arange(30)).tolist()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron.config.arguments import parse
-from megatron.config.flops import FlopsPerToken, matmul_parameters
-from megatron.config.kernels import CANDIDATES
-from megatron.config.parallel import STAGES
-from megatron.config.traffic import replica_traffic
-from megatron.training.records import TrainRecord
-from megatron.training.throughput import Yardstick
+from megatron.arguments.cli import parse
+from megatron.config.parallel import ZERO_STAGES
+from megatron.config.run import KERNEL_CANDIDATES
+from megatron.planner.communication import data_parallel_traffic
+from megatron.planner.flops import FlopsPerToken, matmul_parameters
+from megatron.training.loggers.base import TrainRecord
+from megatron.training.throughput import ThroughputModel
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "performance.md").read_text()
@@ -34,7 +34,7 @@ def test_flops_of_the_presets() -> None:
 
 
 def test_kernels_are_those_there_are() -> None:
-    assert {operation: tuple(names.split(", ")) for operation, names in table("operation")} == CANDIDATES
+    assert {operation: tuple(names.split(", ")) for operation, names in table("operation")} == KERNEL_CANDIDATES
 
 
 def test_metrics_have_the_names_it_says() -> None:
@@ -50,7 +50,9 @@ def test_metrics_have_the_names_it_says() -> None:
         goodput=0.9,
     )
     argv = ["--preset", "tiny-gpt2", "--mock-data", "--train-iters", "20", "--vocab-size", "100"]
-    logged = record.values().keys() | Yardstick.from_config(parse(argv, {}).config, 1, "cpu").values(record).keys()
+    logged = (
+        record.values().keys() | ThroughputModel.from_config(parse(argv, {}).config, 1, "cpu").values(record).keys()
+    )
     for _, metrics, _ in table("column"):
         assert set(re.findall(r"[a-z][a-z-]+", metrics.replace("...", ""))) <= logged
     assert {metric for metric, *_ in table("metric")} <= logged
@@ -58,13 +60,13 @@ def test_metrics_have_the_names_it_says() -> None:
 
 def test_bytes_of_zero_are_those_of_the_formula() -> None:
     run = "--preset llama2-7b --bf16 --mock-data --train-iters 1 --micro-batch-size 1 --world-size 8 --check-config"
-    strategies = dict(zip("012", STAGES))
+    strategies = dict(zip("012", ZERO_STAGES))
     for stage, instances, *cells in table("ZeRO"):
         for microbatches, cell in zip((1, 4, 16), cells, strict=True):
             flags = f"--data-parallel-sharding-strategy {strategies[stage]} --global-batch-size {8 * microbatches}"
             flags += f" --num-distributed-optimizer-instances {instances}"
             configs = [parse(f"{run} {flags} {wire}".split(), {}).config for wire in ("", "--grad-reduce-in-bf16")]
-            assert cell == " / ".join(f"{sum(replica_traffic(c, 8).values()) / 2**30:.1f}" for c in configs)
+            assert cell == " / ".join(f"{sum(data_parallel_traffic(c, 8).values()) / 2**30:.1f}" for c in configs)
 
 
 def test_every_flag_exists() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.search import NAME as SEARCHED
-from megatron.pipeline.simulate import Costs, Timeline, simulate
+from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from tools.draw_schedule import main
 
 ROOT = Path(__file__).parents[2]
@@ -84,8 +84,8 @@ def test_products_are_read() -> None:
 def timeline(name: str, p: int, v: int, m: int, f: Fraction, i: Fraction, w: Fraction) -> Timeline:
     stages, share = p * v, Fraction(1, v)
     forward, input, weight = ((Fraction(x) * share,) * stages for x in (f, i, w))
-    costs = Costs(forward, input, weight, 0, 0, (share,) * stages, (share,) * stages)
-    return simulate(add_communication(make(name, p, v, m)), costs)
+    costs = StageCosts(forward, input, weight, 0, 0, (share,) * stages, (share,) * stages)
+    return simulate(add_communication(make_schedule(name, p, v, m)), costs)
 
 
 @pytest.mark.parametrize("row", rows("schedule | stages on a rank"), ids=lambda row: row[0])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arguments import parse
-from megatron.training.history import read_history
+from megatron.arguments.cli import parse
+from megatron.training.loggers.run_folder import read_history
 from tools import generate, inspect_checkpoint
 
 ROOT = Path(__file__).parents[2]

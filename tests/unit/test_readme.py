@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.presets import PRESETS
+from megatron.arguments.presets import PRESETS
 from tests.distributed import product
 from tests.distributed.grid import FACTORS, valid
 from tests.distributed.pairwise import covering

@@ -19,21 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.numbers import format_bytes
+from megatron.config.text import format_bytes
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, Tokenizer, unicode_text
-from megatron.data.tokenizers.failures import failures_as
-from megatron.data.tokenizers.huggingface import TOKENIZER
+from megatron.data.tokenizers.base import EncodedBatch, Tokenizer, convert_library_errors, unicode_text
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 
-FAST = "gigatoken"
-OWN = "hf"
-MOST_OVERLAPS = 20_000  # limit for tokenizers with thousands of added tokens, whose pairs may all overlap
-WISHES = ("auto", FAST, OWN)
+GIGATOKEN = "gigatoken"
+OWN_LIBRARY = "hf"
+MAX_OVERLAPS = 20_000  # limit for tokenizers with thousands of added tokens, whose pairs may all overlap
+ENGINES = ("auto", GIGATOKEN, OWN_LIBRARY)
 """Values of ``--engine``. ``auto`` is gigatoken if its ids are equal; ``hf`` is the tokenizer's own library."""
 
-EncodeBatch = Callable[[Sequence[str | bytes]], Encoded]
+EncodeBatch = Callable[[Sequence[str | bytes]], EncodedBatch]
 
-ODD: tuple[str, ...] = (
+EDGE_CASE_TEXTS: tuple[str, ...] = (
     "",
     " ",
     "   three before and after   ",
@@ -60,7 +59,7 @@ ODD: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Engine:
+class EncodeEngine:
     """Library that encodes a tokenizer's texts."""
 
     name: str  # library and version, shown to the user and passed to `build_engine`
@@ -72,7 +71,7 @@ class _NotFastError(Exception):
     """gigatoken cannot be used, for the reason in the message."""
 
 
-def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto") -> Engine:
+def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto") -> EncodeEngine:
     """Choose the engine for a corpus that begins with ``sample``.
 
     Args:
@@ -83,42 +82,42 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto
     Raises:
         DataError: if ``wish`` is unknown, or is ``gigatoken`` and that cannot be used.
     """
-    if wish not in WISHES:
-        raise DataError(f"there is no engine '{wish}'", *(f"--engine {name}" for name in WISHES))
-    if wish == OWN:
+    if wish not in ENGINES:
+        raise DataError(f"there is no engine '{wish}'", *(f"--engine {name}" for name in ENGINES))
+    if wish == OWN_LIBRARY:
         return _own_library(tokenizer, "requested")
     try:
         file = _tokenizer_json(tokenizer)
         encode_batch = _load_gigatoken(tokenizer, file)
         added = [token["content"] for token in file.get("added_tokens") or ()]
-        _compare(tokenizer, encode_batch, [*ODD, *_texts_around(added), *sample])
+        _compare(tokenizer, encode_batch, [*EDGE_CASE_TEXTS, *_texts_around(added), *sample])
     except _NotFastError as error:
-        if wish == FAST:
+        if wish == GIGATOKEN:
             raise DataError(str(error), "--engine auto", "--engine hf") from error
         return _own_library(tokenizer, str(error))
     proof = format_bytes(sum(len(text.encode()) for text in sample))
-    reason = f"its ids equal those of {tokenizer.library} on the first {proof} and on {len(ODD)} edge cases"
-    return Engine(_with_version(FAST), reason, encode_batch)
+    reason = f"its ids equal those of {tokenizer.library} on the first {proof} and on {len(EDGE_CASE_TEXTS)} edge cases"
+    return EncodeEngine(_with_version(GIGATOKEN), reason, encode_batch)
 
 
-def build_engine(tokenizer: Tokenizer, name: str) -> Engine:
+def build_engine(tokenizer: Tokenizer, name: str) -> EncodeEngine:
     """Build the engine of this name, which `choose_engine` returned in another process.
 
     Raises:
         DataError: if it cannot be built here.
     """
-    if name.split()[0] != FAST:
+    if name.split()[0] != GIGATOKEN:
         return _own_library(tokenizer, "chosen by the main process")
     try:
         encode_batch = _load_gigatoken(tokenizer, _tokenizer_json(tokenizer))
     except _NotFastError as error:
         raise DataError(str(error), "--engine hf") from error
-    return Engine(_with_version(FAST), "chosen by the main process", encode_batch)
+    return EncodeEngine(_with_version(GIGATOKEN), "chosen by the main process", encode_batch)
 
 
-def _own_library(tokenizer: Tokenizer, reason: str) -> Engine:
+def _own_library(tokenizer: Tokenizer, reason: str) -> EncodeEngine:
     name = _with_version(tokenizer.library) if tokenizer.files else type(tokenizer).__name__
-    return Engine(name, reason, tokenizer.encode_batch)
+    return EncodeEngine(name, reason, tokenizer.encode_batch)
 
 
 def _with_version(library: str) -> str:
@@ -129,7 +128,7 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the parsed ``tokenizer.json`` of a tokenizer."""
     if not tokenizer.files:
         raise _NotFastError("this tokenizer needs no library")
-    content = tokenizer.hugging_face_files().get(TOKENIZER)
+    content = tokenizer.hugging_face_files().get(TOKENIZER_JSON)
     if content is None:
         raise _NotFastError("gigatoken needs a tokenizer.json, and this tokenizer has none")
     return dict(json.loads(content))
@@ -145,7 +144,7 @@ def _load_gigatoken(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatc
     if not tokenizer.settings.get("parse_special_tokens"):
         file = _without_special_tokens(file)
     _refuse_added_tokens(file)
-    with failures_as(lambda message: _NotFastError(f"gigatoken cannot read this tokenizer: {message}")):
+    with convert_library_errors(lambda message: _NotFastError(f"gigatoken cannot read this tokenizer: {message}")):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return lambda texts: _encode_batch(fast, texts)
 
@@ -167,7 +166,7 @@ def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
         raise _NotFastError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
 
 
-def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
+def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
     """Return the ids of the texts.
 
     Raises:
@@ -177,7 +176,9 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
     if not all(isinstance(text, bytes) for text in texts):
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
-        with failures_as(lambda why: DataError(f"gigatoken cannot encode these texts: {why}", f"--engine {OWN}")):
+        with convert_library_errors(
+            lambda why: DataError(f"gigatoken cannot encode these texts: {why}", f"--engine {OWN_LIBRARY}")
+        ):
             return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:
@@ -185,9 +186,9 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
         raise
 
 
-def _from_ragged(layout: Any) -> Encoded:
+def _from_ragged(layout: Any) -> EncodedBatch:
     offsets: NDArray[np.int64] = layout.offsets.data
-    return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
+    return EncodedBatch(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
 def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
@@ -203,7 +204,7 @@ def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[st
     raise _NotFastError(f"gigatoken and {tokenizer.library} give different ids, first for {_shorten(different)}")
 
 
-def _split(encoded: Encoded) -> list[NDArray[Any]]:
+def _split(encoded: EncodedBatch) -> list[NDArray[Any]]:
     """Split concatenated ids into those of each text."""
     return np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]
 
@@ -226,7 +227,7 @@ def _overlaps(tokens: Sequence[str]) -> list[str]:
             by_prefix.setdefault(token[:size], []).append(token)
     suffixes = [(token, token[start:]) for token in tokens for start in range(1, len(token))]
     texts = (token + other[len(suffix) :] for token, suffix in suffixes for other in by_prefix.get(suffix, ()))
-    return list(islice(texts, MOST_OVERLAPS))
+    return list(islice(texts, MAX_OVERLAPS))
 
 
 def _shorten(text: str) -> str:

@@ -1,28 +1,48 @@
-"""Tokenizers stored as a Hugging Face ``tokenizer.json``."""
+"""Tokenizers of the Hugging Face ``tokenizers`` library, and tokenizers without files.
+
+`HuggingFaceTokenizer` reads a ``tokenizer.json``; `GPT2BPETokenizer` converts GPT-2's ``vocab.json`` and
+``merges.txt``
+to one. `ByteTokenizer` encodes bytes, and `NullTokenizer` reads ids written as decimal numbers. All give the ids of
+the
+text alone: no special tokens are added, and those spelled out in text stay text unless requested.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.data.digest import fingerprint
+from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import LibraryTokenizer, earlier_fingerprints
-from megatron.data.tokenizers.hub import fetch, is_hub_name
-from megatron.data.tokenizers.reading import read_file
+from megatron.data.tokenizers.base import (
+    EncodedBatch,
+    LibraryTokenizer,
+    download_from_hub,
+    is_hub_name,
+    legacy_fingerprints,
+    read_tokenizer_file,
+)
 
-TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-PIECES = "tokenizer.model"  # SentencePiece model in a Hugging Face folder
+TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+SENTENCEPIECE_MODEL = "tokenizer.model"  # SentencePiece model in a Hugging Face folder
 END_OF_DOCUMENT = "<|endoftext|>"
-NO_FILES = "no tokenizer.json gives the same ids as this tokenizer: a model trained with it is exported without one"
-ENDS = (END_OF_DOCUMENT, "</s>")  # end-of-document tokens tried if the files have no eos_token
+NO_EXPORT_NOTE = (
+    "no tokenizer.json gives the same ids as this tokenizer: a model trained with it is exported without one"
+)
+DEFAULT_EOD_TOKENS = (END_OF_DOCUMENT, "</s>")  # end-of-document tokens tried if the files have no eos_token
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -44,18 +64,18 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         Raises:
             DataError: if the file is missing, damaged or non-deterministic, or nothing defines the end-of-document id.
         """
-        folder = local_folder(path)
+        folder = resolve_tokenizer_path(path)
         self._load(_read_files(folder), folder, parse_special_tokens)
 
     def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
         """Initialize from file contents; ``path`` is used in messages."""
         self.files = files
-        self._tokenizer = _parse(files[TOKENIZER], path)
+        self._tokenizer = _parse(files[TOKENIZER_JSON], path)
         self._tokenizer.encode_special_tokens = not parse_special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         self.eod = _eod_id(files, ids, path)
-        self.pad = ids.get(special_token(files, "pad_token") or "")
+        self.pad = ids.get(find_special_token(files, "pad_token") or "")
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: number for number, token in sorted(added.items()) if token.special}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
@@ -63,12 +83,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that affects ids, however the file spells it."""
-        return fingerprint(deciding(self._tokenizer))
+        return fingerprint(canonical_json(self._tokenizer))
 
     @property
-    def earlier_fingerprints(self) -> tuple[str, ...]:
+    def legacy_fingerprints(self) -> tuple[str, ...]:
         """Digests of the text of ``tokenizer.json``, without and with the setting."""
-        return earlier_fingerprints(self.files[TOKENIZER].decode())
+        return legacy_fingerprints(self.files[TOKENIZER_JSON].decode())
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow."""
@@ -78,9 +98,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """Return the text, including special tokens; unknown ids are skipped."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def found_in_text(self) -> list[str]:
+    def special_tokens_found_in_text(self) -> list[str]:
         """Return the special tokens, except the unknown token, whose spelling is encoded as their id."""
-        unknown = getattr(self._tokenizer.model, "unk_token", None) or special_token(self.files, "unk_token")
+        unknown = getattr(self._tokenizer.model, "unk_token", None) or find_special_token(self.files, "unk_token")
         ids = {token: self.encode(token) for token in self.special_ids if token != unknown}
         return [token for token, found in ids.items() if self.special_ids[token] in found]
 
@@ -89,7 +109,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return dict(self.files)
 
 
-def deciding(tokenizer: tokenizers.Tokenizer) -> str:
+def canonical_json(tokenizer: tokenizers.Tokenizer) -> str:
     """Return as JSON the parts of a tokenizer that affect ids, in a canonical form.
 
     Templates, decoders, truncation and padding do not affect ids. Null, ``false`` and ``""`` mean the default and are
@@ -114,37 +134,43 @@ def _without_defaults(value: Any) -> Any:
 
 def _eod_id(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
     try:
-        end, named = end_of_text(files, ids), special_token(files, "eos_token")
+        end, named = find_eod_id(files, ids), find_special_token(files, "eos_token")
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     if end is not None:
         return end
     seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
-    raise DataError(f"{seen}, which ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
+    raise DataError(
+        f"{seen}, which ends a document", f'"eos_token": "..." in {TOKENIZER_CONFIG} beside {TOKENIZER_JSON}'
+    )
 
 
-def local_folder(path: str | Path) -> Path:
+def resolve_tokenizer_path(path: str | Path) -> Path:
     """Return ``path``, or the local folder that a hub name was downloaded to.
 
     Raises:
         DataError: if it cannot be downloaded.
     """
-    return fetch(str(path), (TOKENIZER, CONFIG, SPECIAL)) if is_hub_name(str(path)) else Path(path)
+    return (
+        download_from_hub(str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
+        if is_hub_name(str(path))
+        else Path(path)
+    )
 
 
 def _read_files(path: Path) -> dict[str, bytes]:
     """Read ``tokenizer.json`` and the configuration files present beside it."""
-    main = path / TOKENIZER if path.is_dir() else path
+    main = path / TOKENIZER_JSON if path.is_dir() else path
     if not main.is_file():
         fetch = f"hf download {path} --include 'tokenizer*' 'special*' --local-dir DIR"
         convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
         how = [f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch]
-        if (main.with_name(PIECES)).is_file():
+        if (main.with_name(SENTENCEPIECE_MODEL)).is_file():
             how.insert(0, f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(path))}")
         raise DataError(f"there is no {main}", *how, "--tokenizer-model DIR")
-    files = {TOKENIZER: read_file(main)}
-    beside = {name: main.with_name(name) for name in (CONFIG, SPECIAL)}
-    return files | {name: read_file(file) for name, file in beside.items() if file.is_file()}
+    files = {TOKENIZER_JSON: read_tokenizer_file(main)}
+    beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
+    return files | {name: read_tokenizer_file(file) for name, file in beside.items() if file.is_file()}
 
 
 def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
@@ -161,7 +187,7 @@ def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:
+def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:
     """Return the id of the end-of-document token, for data, generation and export alike.
 
     It is the ``eos_token`` of ``tokenizer_config.json``, else of ``special_tokens_map.json``. If neither names one, it
@@ -174,18 +200,18 @@ def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | Non
     Raises:
         DataError: if a file is not JSON or its entry is not a token.
     """
-    named = special_token(files, "eos_token")
-    token = next((end for end in ENDS if end in ids), None) if named is None else named
+    named = find_special_token(files, "eos_token")
+    token = next((end for end in DEFAULT_EOD_TOKENS if end in ids), None) if named is None else named
     return None if token is None else ids.get(token)
 
 
-def special_token(files: Mapping[str, bytes], role: str) -> str | None:
+def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
     """Return the token that the files define for a ``role`` such as ``eos_token``, or None.
 
     Raises:
         DataError: if a file is not JSON or its entry is not a token.
     """
-    for name in (CONFIG, SPECIAL):
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
         try:
             token = json.loads(files.get(name, b"{}")).get(role)
         except (ValueError, AttributeError) as error:
@@ -198,12 +224,12 @@ def special_token(files: Mapping[str, bytes], role: str) -> str | None:
     return None
 
 
-def tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
+def make_tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
     """Return the files, by name, for ``transformers.AutoTokenizer``, with `END_OF_DOCUMENT` as ``eos_token``."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
     settings: dict[str, Any] = {**config, "clean_up_tokenization_spaces": False}
     content = tokenizer.to_str(pretty=True) + "\n"
-    return {TOKENIZER: content.encode(), CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    return {TOKENIZER_JSON: content.encode(), TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
 
 
 def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
@@ -217,7 +243,7 @@ def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def byte_letters() -> list[str]:
+def bytes_to_unicode() -> list[str]:
     """Return the printable character for each of the 256 bytes in a byte-level vocabulary.
 
     Source: GPT-2's ``bytes_to_unicode``. Printable Latin-1 characters stand for themselves; the others are mapped to
@@ -228,9 +254,176 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def bytes_as_ids() -> tokenizers.Tokenizer:
+def byte_tokenizer() -> tokenizers.Tokenizer:
     """Return a tokenizer whose ids are the bytes of the text, and 256 for `END_OF_DOCUMENT`."""
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary = {letter: byte for byte, letter in enumerate(bytes_to_unicode())}
     tokenizer = byte_level_bpe(models.BPE(vocabulary, []), words=False)
     tokenizer.add_special_tokens([END_OF_DOCUMENT])
     return tokenizer
+
+
+VOCAB_AND_MERGES_FLAGS = "--vocab-file vocab.json --merge-file merges.txt"
+
+
+class GPT2BPETokenizer(HuggingFaceTokenizer):
+    """Byte-level BPE with GPT-2's word splitting, stored as a ``tokenizer.json``.
+
+    Its ids equal those of ``transformers``' GPT2Tokenizer without special tokens; ``<|endoftext|>`` ends a document.
+    """
+
+    @classmethod
+    def from_vocabulary(cls, vocab: Path, merges: Path, parse_special_tokens: bool = False) -> GPT2BPETokenizer:
+        """Build the tokenizer from ``vocab.json`` and ``merges.txt``.
+
+        Raises:
+            DataError: if a file is missing, damaged or swapped with the other, or lacks a byte or ``<|endoftext|>``.
+        """
+        first, second = (read_tokenizer_file(path, VOCAB_AND_MERGES_FLAGS).lstrip()[:1] for path in (vocab, merges))
+        if first != b"{" and second == b"{":
+            fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
+            raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
+        vocabulary, pairs = _read_vocabulary(vocab), _read_merges(merges)
+        try:
+            tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
+        except Exception as error:  # the library raises no other class
+            raise DataError(f"{merges} does not belong to {vocab}: {error}", "download both again") from error
+        tokenizer.add_special_tokens([END_OF_DOCUMENT])
+        new = cls.__new__(cls)
+        new._load(make_tokenizer_files(tokenizer), vocab, parse_special_tokens)
+        return new
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    content = read_tokenizer_file(path, "--vocab-file vocab.json")
+    try:
+        vocabulary = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}", "download it again") from error
+    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+        raise DataError(f"{path} is not a JSON object from tokens to ids", "--vocab-file vocab.json")
+    if len(set(vocabulary.values())) < len(vocabulary) or min(vocabulary.values(), default=0) < 0:
+        raise DataError(f"{path} has a duplicate or negative id", "download it again")
+    missing = [token for token in (*bytes_to_unicode(), END_OF_DOCUMENT) if token not in vocabulary]
+    if missing:
+        seen = f"{path} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT}, first '{missing[0]}'"
+        raise DataError(
+            seen, "--vocab-file vocab.json of a byte-level BPE", f"--tokenizer-model DIR_WITH_{TOKENIZER_JSON}"
+        )
+    return vocabulary
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    """Return the merges in order of priority; a first line ``#version`` is skipped."""
+    content = read_tokenizer_file(path, "--merge-file merges.txt")
+    try:
+        lines = content.decode().replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error.reason}", "--merge-file merges.txt") from error
+    start = 1 if lines[0].startswith("#version") else 0
+    pairs = []
+    for number, line in enumerate(lines[start:], 1 + start):
+        words = line.split(" ")
+        if len(words) == 2:
+            pairs.append((words[0], words[1]))
+        elif line:
+            raise DataError(
+                f"{path}:{number} is not two tokens separated by a space: '{line[:40]}'", "download it again"
+            )
+    return pairs
+
+
+MAX_DIGITS = 100  # digits of a number; int() rejects strings of thousands of digits
+
+
+class ByteTokenizer:
+    """Tokenizer whose ids are the UTF-8 bytes of the text; 256 ends a document. Any bytes can be encoded."""
+
+    vocab_size = 257
+    eod = 256
+    pad = None
+    special_ids: Mapping[str, int] = {END_OF_DOCUMENT: 256}
+    files: Mapping[str, bytes] = {}
+    settings: Mapping[str, Any] = {}
+    legacy_fingerprints: tuple[str, ...] = ()
+    library = "numpy"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the fixed mapping."""
+        return fingerprint("0..255 are bytes", f"256 is {END_OF_DOCUMENT}")
+
+    def encode(self, text: str | bytes) -> NDArray[np.uint8]:
+        """Return one id per byte."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
+        """Return one id per byte of each text."""
+        pieces = [text.encode() if isinstance(text, str) else text for text in texts]
+        lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        return EncodedBatch(np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint16), lengths)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+        pieces = (END_OF_DOCUMENT.encode() if i == self.eod else bytes((i,)) for i in ids)
+        return b"".join(pieces).decode(errors="replace")
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Return a tokenizer of equal ids, except that ``transformers`` encodes ``<|endoftext|>`` in text as one id."""
+        return make_tokenizer_files(byte_tokenizer())
+
+
+class NullTokenizer:
+    """Tokenizer of text that consists of space-separated decimal ids; the last id ends a document."""
+
+    pad = None
+    special_ids: Mapping[str, int] = {}
+    files: Mapping[str, bytes] = {}
+    settings: Mapping[str, Any] = {}
+    legacy_fingerprints: tuple[str, ...] = ()
+    library = "numpy"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the vocabulary size."""
+        return fingerprint("decimal ids", str(self.vocab_size))
+
+    def encode(self, text: str | bytes) -> NDArray[np.int64]:
+        """Return the numbers in the text.
+
+        Raises:
+            DataError: if a word is not an id of the vocabulary.
+        """
+        words = text.split()
+        wrong = next((w for w in words if not self._is_id(w)), None)
+        if wrong is not None:
+            shown = wrong.decode(errors="replace") if isinstance(wrong, bytes) else wrong
+            raise DataError(
+                f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'",
+                "--tokenizer-type ByteTokenizer",
+            )
+        return np.array([int(w) for w in words], dtype=np.int64)
+
+    def _is_id(self, word: str | bytes) -> bool:
+        return word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS and int(word) < self.vocab_size
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
+        """Return the numbers in each text.
+
+        Raises:
+            DataError: if a word is not an id of the vocabulary.
+        """
+        arrays = [self.encode(text) for text in texts]
+        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
+        return EncodedBatch(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids as decimal numbers."""
+        return " ".join(str(i) for i in ids)
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Return no files: the text behind the ids is unknown."""
+        return {}

@@ -1,51 +1,364 @@
-"""Public names of the tokenizers and of the tokenizer record beside a dataset."""
+"""Select, build and record tokenizers.
+
+`TokenizerOptions` holds the flags of a tokenizer, and `build_tokenizer` builds it. `TokenizerRecord` describes the
+tokenizer that wrote a dataset. It lies beside the dataset in ``<prefix>.tokens.json``, with the tokenizer's files in
+``<prefix>.tokenizer/``, so that training, merging and export use the same ids.
+"""
 
 from __future__ import annotations
 
-from megatron.data.tokenizers.choice import TOKENIZER_TYPES, TokenizerChoice, add_tokenizer_flags, build_tokenizer
-from megatron.data.tokenizers.encoded import Encoded, Tokenizer
-from megatron.data.tokenizers.gpt2 import GPT2BPETokenizer
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, HuggingFaceTokenizer
-from megatron.data.tokenizers.plain import ByteTokenizer, NullTokenizer
-from megatron.data.tokenizers.record import (
-    FOLDER,
-    RECORD,
-    TokenizerRecord,
-    read_record,
-    recorded_tokenizer,
-    same_ids,
-    tokenizer_files,
-    wrote,
-)
-from megatron.data.tokenizers.sentencepiece_model import (
-    GPTSentencePieceTokenizer,
-    Llama2Tokenizer,
-    SentencePieceTokenizer,
-)
-from megatron.data.tokenizers.tiktoken_file import TikTokenizer
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-__all__ = [
-    "END_OF_DOCUMENT",
-    "FOLDER",
-    "RECORD",
-    "TOKENIZER_TYPES",
-    "ByteTokenizer",
-    "Encoded",
-    "GPT2BPETokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "NullTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "Tokenizer",
-    "TokenizerChoice",
-    "TokenizerRecord",
-    "add_tokenizer_flags",
-    "build_tokenizer",
-    "read_record",
-    "recorded_tokenizer",
-    "same_ids",
-    "tokenizer_files",
-    "wrote",
-]
+from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.huggingface import (
+    ByteTokenizer,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    resolve_tokenizer_path,
+)
+from megatron.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+from megatron.data.tokenizers.tiktoken import TikTokenizer
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """Tokenizer settings, named as the command-line flags."""
+
+    tokenizer_type: str  # one of `TOKENIZER_TYPES`
+    tokenizer_model: str | None = None  # folder, file or Hugging Face hub name
+    vocab_file: str | None = None  # GPT2BPETokenizer only
+    merge_file: str | None = None  # GPT2BPETokenizer only
+    vocab_size: int | None = None  # required by NullTokenizer; elsewhere it is only checked
+    tiktoken_pattern: str | None = None  # pre-tokenization regex of TikTokenizer: ``v1`` or ``v2``
+    tiktoken_num_special_tokens: int = 1000  # ids that TikTokenizer reserves before those of its file
+    parse_special_tokens: bool = False  # encode special tokens spelled out in text as their ids
+
+    @classmethod
+    def of(cls, data: DataConfig, vocab_size: int | None) -> TokenizerOptions:
+        """Return the tokenizer settings of a run's configuration.
+
+        Raises:
+            DataError: if the configuration has no tokenizer type.
+        """
+        if data.tokenizer_type is None:
+            raise DataError("the tokenizer of the data is not specified", "--tokenizer-type TYPE")
+        return cls(
+            data.tokenizer_type,
+            data.tokenizer_model,
+            data.vocab_file,
+            data.merge_file,
+            vocab_size,
+            data.tiktoken_pattern,
+            data.tiktoken_num_special_tokens,
+        )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TokenizerOptions:
+        """Return the settings parsed by `add_tokenizer_flags`."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    def local(self) -> TokenizerOptions:
+        """Replace a hub name by its downloaded folder, so that worker processes need no network."""
+        if self.tokenizer_type != "HuggingFaceTokenizer" or self.tokenizer_model is None:
+            return self
+        return replace(self, tokenizer_model=str(resolve_tokenizer_path(self.tokenizer_model)))
+
+
+def _hugging_face(choice: TokenizerOptions) -> Tokenizer:
+    if choice.tokenizer_model is None:
+        raise DataError("HuggingFaceTokenizer needs --tokenizer-model", "--tokenizer-model DIR_OR_tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+    # A unigram model may have the spelling of a special token as an ordinary piece; text cannot be kept apart then.
+    found = [] if choice.parse_special_tokens else tokenizer.special_tokens_found_in_text()
+    if found:
+        number = tokenizer.special_ids[found[0]]
+        seen = f"this tokenizer encodes '{found[0]}' in plain text as the special token {number}"
+        fix = "--parse-special-tokens, if that is intended for this corpus"
+        raise DataError(f"{seen}, and this cannot be turned off", fix)
+    return tokenizer
+
+
+def _gpt2(choice: TokenizerOptions) -> Tokenizer:
+    files = "--vocab-file vocab.json --merge-file merges.txt"
+    if choice.tokenizer_model is not None:
+        if choice.vocab_file is not None or choice.merge_file is not None:
+            raise DataError("GPT2BPETokenizer takes either two files or a tokenizer.json, not both", files)
+        return GPT2BPETokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+    if choice.vocab_file is None or choice.merge_file is None:
+        raise DataError("GPT2BPETokenizer needs two files", files)
+    return GPT2BPETokenizer.from_vocabulary(
+        Path(choice.vocab_file), Path(choice.merge_file), choice.parse_special_tokens
+    )
+
+
+def _sentencepiece(cls: type[SentencePieceTokenizer]) -> Callable[[TokenizerOptions], Tokenizer]:
+    def build(choice: TokenizerOptions) -> Tokenizer:
+        if choice.tokenizer_model is None:
+            raise DataError(f"{cls.__name__} needs --tokenizer-model", "--tokenizer-model FILE.model")
+        return cls(choice.tokenizer_model, choice.parse_special_tokens)
+
+    return build
+
+
+def _tiktoken(choice: TokenizerOptions) -> Tokenizer:
+    if choice.tokenizer_model is None:
+        raise DataError("TikTokenizer needs --tokenizer-model", "--tokenizer-model FILE.tiktoken")
+    return TikTokenizer(
+        choice.tokenizer_model,
+        choice.tiktoken_pattern,
+        choice.tiktoken_num_special_tokens,
+        choice.vocab_size,
+        choice.parse_special_tokens,
+    )
+
+
+def _null(choice: TokenizerOptions) -> Tokenizer:
+    if choice.vocab_size is None or choice.vocab_size < 1:
+        raise DataError("NullTokenizer needs --vocab-size", "--vocab-size 50257")
+    return NullTokenizer(choice.vocab_size)
+
+
+TOKENIZER_BUILDERS: dict[str, Callable[[TokenizerOptions], Tokenizer]] = {
+    "HuggingFaceTokenizer": _hugging_face,
+    "GPT2BPETokenizer": _gpt2,
+    "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
+    "GPTSentencePieceTokenizer": _sentencepiece(GPTSentencePieceTokenizer),
+    "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
+    "TikTokenizer": _tiktoken,
+    "ByteTokenizer": lambda choice: ByteTokenizer(),
+    "NullTokenizer": _null,
+}
+TOKENIZER_TYPES = tuple(TOKENIZER_BUILDERS)
+
+_FILE = ("tokenizer_model", "parse_special_tokens")
+USED_OPTIONS: dict[str, tuple[str, ...]] = {
+    "HuggingFaceTokenizer": _FILE,
+    "GPT2BPETokenizer": (*_FILE, "vocab_file", "merge_file"),
+    "SentencePieceTokenizer": _FILE,
+    "GPTSentencePieceTokenizer": _FILE,
+    "Llama2Tokenizer": _FILE,
+    "TikTokenizer": (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens"),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+}
+"""Settings used by each type besides its name and size. Any other setting is refused."""
+
+
+def build_tokenizer(choice: TokenizerOptions) -> Tokenizer:
+    """Build the tokenizer of a choice.
+
+    Raises:
+        DataError: if the type is unknown, a setting is missing or unused by this type, a file is missing or damaged, or
+            the vocabulary size differs from ``tokenizer.vocab_size``.
+    """
+    if choice.tokenizer_type not in TOKENIZER_BUILDERS:
+        raise _unknown_type(choice.tokenizer_type)
+    used = {"tokenizer_type", "vocab_size", *USED_OPTIONS[choice.tokenizer_type]}
+    for field in fields(choice):
+        if field.name not in used and getattr(choice, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise DataError(f"{choice.tokenizer_type} does not use {flag}", f"leave out {flag}")
+    tokenizer = TOKENIZER_BUILDERS[choice.tokenizer_type](choice)
+    if choice.vocab_size not in (None, tokenizer.vocab_size):
+        seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
+        raise DataError(seen, "leave out --vocab-size")
+    return tokenizer
+
+
+def _unknown_type(tokenizer_type: str) -> DataError:
+    if tokenizer_type in UNSUPPORTED_TOKENIZER_TYPES:
+        seen = f"Megatron-LM's {tokenizer_type} is not supported: it {UNSUPPORTED_TOKENIZER_TYPES[tokenizer_type]}"
+    else:
+        seen = f"there is no {tokenizer_type}"
+    return DataError(
+        f"{seen}; tokenizers for text: {', '.join(TOKENIZER_TYPES[:-1])}; ids made by another tool are read by "
+        "NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
+        "--tokenizer-type ByteTokenizer",
+        "--tokenizer-type NullTokenizer --vocab-size N",
+        "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
+    )
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the tokenizer flags of a data tool; read them with `TokenizerOptions.from_args`."""
+    tokens = parser.add_argument_group("tokenizer")
+    types = f"tokenizer class: {' or '.join(TOKENIZER_TYPES)}"
+    tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)
+    model = "folder, file, or name of a model on the Hugging Face hub"
+    tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
+    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
+    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
+    number = "ids that TikTokenizer reserves for special tokens before those of its file (1000)"
+    tokens.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
+    literal = "encode special tokens spelled out in text as their ids; by default they stay text"
+    tokens.add_argument("--parse-special-tokens", action="store_true", help=literal)
+
+
+RECORD_SUFFIX = "tokens.json"  # <prefix>.tokens.json describes the tokenizer of <prefix>.bin
+FILES_SUFFIX = "tokenizer"  # <prefix>.tokenizer/ holds its files, if it has any
+CANONICAL_TYPES = {
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    "Llama2Tokenizer": "SentencePieceTokenizer",
+    "GPT2BPETokenizer": "HuggingFaceTokenizer",  # kept as a tokenizer.json
+}
+"""Tokenizer types that give the same ids as another type when built from the same files."""
+REWRITE_FIX = "rewrite the dataset with tools/preprocess_data.py"
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """Description of the tokenizer that wrote a dataset. Fields missing from older records are ``None``."""
+
+    tokenizer_type: str
+    vocab_size: int
+    eod: int
+    fingerprint: str
+    pad: int | None = None
+    special_ids: Mapping[str, int] | None = None
+    settings: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenizerRecord:
+        """Return the record of a tokenizer."""
+        return cls(
+            type(tokenizer).__name__,
+            tokenizer.vocab_size,
+            tokenizer.eod,
+            tokenizer.fingerprint,
+            tokenizer.pad,
+            dict(tokenizer.special_ids),
+            dict(tokenizer.settings),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of the record file."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @property
+    def parses_special_tokens(self) -> bool:
+        """True if special tokens spelled out in text were encoded as their ids."""
+        return bool((self.settings or {}).get("parse_special_tokens"))
+
+    def matches_type(self, tokenizer_type: str) -> bool:
+        """Return True if ``tokenizer_type`` is this type or an equivalent one."""
+        return tokenizer_type in (self.tokenizer_type, canonical_type(self.tokenizer_type)) or (
+            canonical_type(tokenizer_type) == canonical_type(self.tokenizer_type) == "SentencePieceTokenizer"
+        )
+
+
+def canonical_type(tokenizer_type: str) -> str:
+    """Return the canonical name of equivalent types."""
+    return CANONICAL_TYPES.get(tokenizer_type, tokenizer_type)
+
+
+def have_same_ids(one: str | Path, other: str | Path) -> bool:
+    """Return True if two datasets both have a record and an id means the same text in both.
+
+    Raises:
+        DataError: if a record is invalid.
+    """
+    a, b = read_tokenizer_record(one), read_tokenizer_record(other)
+    if a is None or b is None or (a.vocab_size, a.eod) != (b.vocab_size, b.eod):
+        return False
+    if a.fingerprint == b.fingerprint:
+        return True
+    current = _current_fingerprint(one)
+    return current is not None and current == _current_fingerprint(other)
+
+
+def was_written_with(prefix: str | Path, tokenizer: Tokenizer) -> bool:
+    """Return True if a dataset has a record and ``tokenizer`` gives the ids it was written with.
+
+    Raises:
+        DataError: if the record is invalid.
+    """
+    record = read_tokenizer_record(prefix)
+    if record is None or (record.vocab_size, record.eod) != (tokenizer.vocab_size, tokenizer.eod):
+        return False
+    known = (tokenizer.fingerprint, *tokenizer.legacy_fingerprints)
+    return record.fingerprint in known or _current_fingerprint(prefix) == tokenizer.fingerprint
+
+
+def _current_fingerprint(prefix: str | Path) -> str | None:
+    """Return the current fingerprint of the recorded tokenizer, or None if it can no longer be rebuilt."""
+    try:
+        tokenizer = load_recorded_tokenizer(prefix)
+    except DataError:
+        return None
+    return None if tokenizer is None else tokenizer.fingerprint
+
+
+def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None) -> TokenizerRecord | None:
+    """Read the record of a dataset; return None if there is none, as for a dataset of Megatron-LM.
+
+    Raises:
+        DataError: if the record is invalid or names another type than ``tokenizer_type``.
+    """
+    path = Path(f"{prefix}.{RECORD_SUFFIX}")
+    try:
+        record = TokenizerRecord(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: {error}", REWRITE_FIX) from error
+    if tokenizer_type is not None and not record.matches_type(tokenizer_type):
+        raise DataError(
+            f"{prefix} was written with {record.tokenizer_type}, not with {tokenizer_type}",
+            f"--tokenizer-type {record.tokenizer_type}",
+        )
+    return record
+
+
+def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = None) -> Tokenizer | None:
+    """Rebuild the tokenizer that wrote a dataset; return None if there is no record.
+
+    Raises:
+        DataError: if the record names another type than ``tokenizer_type``, or the rebuilt tokenizer differs from it.
+    """
+    record = read_tokenizer_record(prefix, tokenizer_type)
+    if record is None:
+        return None
+    tokenizer = _rebuild(record, Path(f"{prefix}.{FILES_SUFFIX}"), Path(f"{prefix}.{RECORD_SUFFIX}"))
+    current = TokenizerRecord.of(tokenizer)
+    if record.fingerprint in tokenizer.legacy_fingerprints:
+        current = replace(current, fingerprint=record.fingerprint)
+    if record.special_ids is None:  # an older record, without these fields
+        current = replace(current, pad=None, special_ids=None, settings=None)
+    if current != record:
+        raise DataError(f"{prefix}.{RECORD_SUFFIX} records {record}, but that tokenizer is now {current}", REWRITE_FIX)
+    return tokenizer
+
+
+def _rebuild(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
+    needs_size = record.tokenizer_type in ("NullTokenizer", "TikTokenizer")
+    model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
+    size = record.vocab_size if needs_size else None
+    try:
+        if record.tokenizer_type == "HuggingFaceTokenizer":
+            # Not through build_tokenizer, which refuses some tokenizers that older data were written with.
+            return HuggingFaceTokenizer(folder, **(record.settings or {}))
+        choice = TokenizerOptions(record.tokenizer_type, model, vocab_size=size, **(record.settings or {}))
+    except TypeError as error:
+        raise DataError(f"{path}: {error}", REWRITE_FIX) from error
+    return build_tokenizer(choice)
+
+
+def hugging_face_files_of(prefix: str | Path) -> dict[str, bytes]:
+    """Return the Hugging Face files, by name, of the tokenizer that wrote a dataset.
+
+    Empty without a record and for NullTokenizer. Those of a ByteTokenizer give the same ids, except that
+    ``transformers`` encodes ``<|endoftext|>`` in text as one id unless ``split_special_tokens=True``.
+    """
+    tokenizer = load_recorded_tokenizer(prefix)
+    return {} if tokenizer is None else tokenizer.hugging_face_files()

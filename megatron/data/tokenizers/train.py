@@ -1,28 +1,262 @@
-"""Train a tokenizer from text files."""
+"""Train a tokenizer on text files: byte-level BPE like GPT-2's, or SentencePiece like Llama's.
+
+`train_tokenizer` reads the documents, trains, and measures the compression on the first texts. The result depends
+only
+on the texts. `save_tokenizer` writes its files into a new folder, atomically.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+import random
+import re
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron.config.numbers import format_bytes
-from megatron.data.command_line import counted
-from megatron.data.errors import DataError
-from megatron.data.text.child import Teller
-from megatron.data.text.corpus import Document, read_documents
-from megatron.data.tokenizers.huggingface import NO_FILES, TOKENIZER
-from megatron.data.tokenizers.learnt import Learnt
-from megatron.data.tokenizers.train_bpe import train_bpe
-from megatron.data.tokenizers.train_sentencepiece import train_sentencepiece
+from tokenizers import models, trainers
 
-TOLD = 20  # bad documents reported one by one; the others are only counted
-TELL_SECONDS = 0.2
+from megatron.config.text import format_bytes
+from megatron.data.errors import DataError, pluralize
+from megatron.data.preprocess.corpus import TextDocument, read_documents
+from megatron.data.preprocess.encode import ProgressSender
+from megatron.data.tokenizers.huggingface import (
+    END_OF_DOCUMENT,
+    NO_EXPORT_NOTE,
+    TOKENIZER_JSON,
+    byte_level_bpe,
+    bytes_to_unicode,
+    make_tokenizer_files,
+)
+from megatron.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+
+SAMPLE_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainedTokenizer:
+    """Trained tokenizer and statistics of its text."""
+
+    files: Mapping[str, bytes]  # of the tokenizer, by name
+    entries: int  # vocabulary size
+    documents: int
+    text_bytes: int  # UTF-8 bytes of all texts
+    sample_bytes: int  # UTF-8 bytes of the first texts, up to `SAMPLE_BYTES`, encoded to measure the compression
+    sample_tokens: int  # ids of the sample
+
+
+class TrainingTexts:
+    """Iterator over the texts of documents that collects statistics."""
+
+    def __init__(self, documents: Iterable[TextDocument]) -> None:
+        self._documents = documents
+        self.documents = 0
+        self.text_bytes = 0  # in UTF-8
+        self.sample: list[str] = []  # the first texts, up to `SAMPLE_BYTES`
+        self.sample_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the texts.
+
+        Raises:
+            DataError: at the end, if all were empty.
+        """
+        for document in self._documents:
+            self.documents += 1
+            for text in document.texts:
+                if isinstance(text, bytes):
+                    text = text.decode()
+                size = len(text.encode())
+                self.text_bytes += size
+                if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
+                    self.sample.append(text)
+                    self.sample_bytes += size
+                yield text
+        if not self.text_bytes:
+            raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raise DataError if a folder exists and is not empty."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        content = "holds a tokenizer" if (folder / "tokenizer.json").exists() else "is not an empty folder"
+        raise DataError(f"{folder} already exists and {content}", "another --output", f"remove {folder}")
+
+
+def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of a tokenizer into a new folder, atomically.
+
+    Raises:
+        DataError: if the folder exists and is not empty.
+        OSError: if it cannot be written.
+    """
+    check_output_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    temporary.mkdir()
+    try:
+        for name, content in files.items():
+            with open(temporary / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+BPE_SMALLEST = 257  # the bytes and the end-of-document token
+MIN_PAIR_FREQUENCY = 2  # minimum frequency of a merge
+
+
+def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedTokenizer:
+    """Train a tokenizer of at most ``vocab_size`` entries: the 256 bytes, `END_OF_DOCUMENT` and frequent merges.
+
+    The result depends on the texts but not on their order. It is smaller if the text has no more pairs to merge.
+
+    Raises:
+        DataError: if ``vocab_size`` is too small or there is no text.
+    """
+    check_bpe_size(vocab_size)
+    tokenizer = byte_level_bpe(models.BPE(), words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_PAIR_FREQUENCY,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=bytes_to_unicode(),
+        show_progress=False,
+    )
+    texts = TrainingTexts(documents)
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    encoded = tokenizer.encode_batch_fast(texts.sample)
+    tokens = sum(len(one.ids) for one in encoded)
+    files, entries = make_tokenizer_files(tokenizer), tokenizer.get_vocab_size()
+    return TrainedTokenizer(files, entries, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+
+
+def check_bpe_size(vocab_size: int) -> None:
+    """Raise DataError if the vocabulary is too small for the 256 bytes and the end-of-document token."""
+    if vocab_size < BPE_SMALLEST:
+        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_DOCUMENT}"
+        raise DataError(seen, f"--vocab-size {BPE_SMALLEST} or more")
+
+
+MODEL_TYPES = ("bpe", "unigram")
+MAX_SENTENCE_CHARS = 10_000  # characters of a sentence; longer lines, which SentencePiece would skip, are split
+NUM_THREADS = 16  # constant, because the result depends on it
+SENTENCEPIECE_SMALLEST = 259  # the 256 bytes, <unk>, <s> and </s>
+
+
+class SentenceSample:
+    """Uniform random sample of at most ``most`` lines of the texts.
+
+    Source: algorithm R of Vitter, "Random sampling with a reservoir", 1985.
+    """
+
+    def __init__(self, texts: Iterable[str], most: int) -> None:
+        generator = random.Random(0)
+        reservoir: list[tuple[int, str]] = []
+        self.seen = 0
+        for line in _lines(texts):
+            if self.seen < most:
+                reservoir.append((self.seen, line))
+            elif (place := generator.randrange(self.seen + 1)) < most:
+                reservoir[place] = (self.seen, line)
+            self.seen += 1
+        self.kept = [line for _, line in sorted(reservoir)]  # in the order of the text
+
+
+def train_sentencepiece(
+    documents: Iterable[TextDocument], vocab_size: int, model_type: str, max_sentences: int
+) -> tuple[TrainedTokenizer, SentenceSample]:
+    """Train a tokenizer of at most ``vocab_size`` pieces, including the 256 bytes, so that every text can be encoded.
+
+    Text is not normalized and no space is removed. Digits are separate pieces; runs of spaces may be pieces. Equal
+    texts give equal files.
+
+    Args:
+        documents: read once.
+        vocab_size: number of pieces.
+        model_type: ``bpe`` or ``unigram``.
+        max_sentences: number of lines to train on, kept in memory.
+
+    Returns:
+        The tokenizer, and the lines it was trained on.
+
+    Raises:
+        DataError: if ``vocab_size`` is too small or there is no text.
+    """
+    check_sentencepiece_size(vocab_size)
+    texts = TrainingTexts(documents)
+    sentences = SentenceSample(texts, max_sentences)
+    content = _run_trainer(sentences.kept, vocab_size, model_type)
+    tokenizer = SentencePieceTokenizer.of(content, Path(MODEL_FILE))
+    tokens = tokenizer.encode_batch(texts.sample).ids.size
+    files = {MODEL_FILE: content, **tokenizer.hugging_face_files()}
+    trained = TrainedTokenizer(
+        files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens
+    )
+    return trained, sentences
+
+
+def check_sentencepiece_size(vocab_size: int) -> None:
+    """Raise DataError if the vocabulary is too small for the 256 bytes and the special tokens."""
+    if vocab_size < SENTENCEPIECE_SMALLEST:
+        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes, <unk>, <s> and </s>"
+        raise DataError(seen, f"--vocab-size {SENTENCEPIECE_SMALLEST} or more")
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            yield from (line[start : start + MAX_SENTENCE_CHARS] for start in range(0, len(line), MAX_SENTENCE_CHARS))
+
+
+def _run_trainer(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        _import_sentencepiece().SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=file,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=8 * MAX_SENTENCE_CHARS,
+            num_threads=NUM_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        needed = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error))
+        if needed is None:
+            raise DataError(f"SentencePiece cannot train on this text: {error}", "another --input") from error
+        seen = f"a vocabulary of {vocab_size} is too small for the bytes and the frequent characters of the text"
+        raise DataError(seen, f"--vocab-size {needed[1]} or more") from error
+    return file.getvalue()
+
+
+def _import_sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise DataError("sentencepiece is needed for --type sentencepiece", "pip install sentencepiece") from error
+    return sentencepiece
+
+
+MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
+PROGRESS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class TokenizerTrainingOptions:
     """Settings of the training of a tokenizer."""
 
     files: tuple[Path, ...]  # read in this order
@@ -34,15 +268,15 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TokenizerTrainingResult:
     """Result of the training of a tokenizer."""
 
-    tokenizer: Learnt
+    tokenizer: TrainedTokenizer
     bad: int  # number of documents skipped
     notes: tuple[str, ...]  # lines to print
 
 
-def train(plan: Training, teller: Teller) -> Trained:
+def train_tokenizer(plan: TokenizerTrainingOptions, teller: ProgressSender) -> TokenizerTrainingResult:
     """Train a tokenizer.
 
     Raises:
@@ -51,41 +285,41 @@ def train(plan: Training, teller: Teller) -> Trained:
     """
     documents = _CorpusReader(plan, teller)
     if plan.model_type is None:
-        return Trained(train_bpe(documents, plan.vocab_size), documents.bad, ())
+        return TokenizerTrainingResult(train_bpe(documents, plan.vocab_size), documents.bad, ())
     tokenizer, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.max_sentences)
     kept = len(sentences.kept)
     sample = "all of them" if kept == sentences.seen else f"a sample of {kept:,} (--input-sentence-size)"
     notes = [f"lines: {sentences.seen:,}, trained on {sample}"]
-    if TOKENIZER not in tokenizer.files:
-        notes.append(NO_FILES)
-    return Trained(tokenizer, documents.bad, tuple(notes))
+    if TOKENIZER_JSON not in tokenizer.files:
+        notes.append(NO_EXPORT_NOTE)
+    return TokenizerTrainingResult(tokenizer, documents.bad, tuple(notes))
 
 
 class _CorpusReader:
     """Iterator over the documents of a plan that reports progress."""
 
-    def __init__(self, plan: Training, teller: Teller) -> None:
+    def __init__(self, plan: TokenizerTrainingOptions, teller: ProgressSender) -> None:
         self._plan = plan
         self._teller = teller
         self.bad = 0  # documents skipped
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[TextDocument]:
         documents = num_bytes = 0
         last_report = 0.0
         on_bad = self._skip if self._plan.skip_bad else None
         for file in self._plan.files:
             for document in read_documents(file, self._plan.keys, on_bad):
                 documents, num_bytes = documents + 1, num_bytes + document.num_bytes
-                if time.monotonic() - last_report >= TELL_SECONDS:
+                if time.monotonic() - last_report >= PROGRESS_SECONDS:
                     last_report = time.monotonic()
-                    self._teller.set_stage(f"reading: {counted(documents, 'documents')}, {format_bytes(num_bytes)}")
+                    self._teller.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
                 yield document
-        corpus = f"{counted(documents, 'documents')}, {format_bytes(num_bytes)}"
+        corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
         self._teller.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
 
     def _skip(self, error: DataError) -> None:
         self.bad += 1
-        if self.bad <= TOLD:
+        if self.bad <= MAX_REPORTED:
             self._teller.message(f"passed over: {error.seen}")
-        if self.bad == TOLD:
+        if self.bad == MAX_REPORTED:
             self._teller.message("passed over: further ones are only counted")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks import bandwidth
 from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
-from megatron.parallel import comm
-from megatron.parallel.mesh import everyone
+from megatron.distributed import comm
+from megatron.distributed.mesh import world_group
 from tests.distributed.pool import Pool, RankError
 
 
@@ -58,7 +58,7 @@ def test_shares_of_the_bus_are_those_of_nccl_tests() -> None:
 def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list[Figure]:
     """What the benchmark finds of three ranks; ``wrong`` when nothing is sent in an all-to-all."""
     fault = patch.object(comm, "start_all_to_all", lambda x, group: comm.Pending(x)) if wrong else nullcontext()
-    world = everyone(rank, ranks)
+    world = world_group(rank, ranks)
     with fault, patch.object(bandwidth, "SECONDS", 0.0):
         told = bandwidth.figures_of({EVERYWHERE: world}, world, sizes, torch.device("cpu"))
     return [Figure(**figure) for figure in told["figures"]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import pipeline
-from megatron.parallel import comm
+from megatron.distributed import comm
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])  # those that hand nothing over on a rank

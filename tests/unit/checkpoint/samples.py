@@ -10,12 +10,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.remote import Location
-from megatron.checkpoint.store import write
-from megatron.parallel.comm import Group
-from megatron.parallel.shard import Box
+from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.distributed.comm import Group
+from megatron.distributed.sharding import Box
 
 ALONE = Group()
 
@@ -30,19 +30,19 @@ class Sample:
     def entry(self, boxes: list[Box], dtype: torch.dtype | None = None) -> GlobalTensor:
         """To write these boxes; parts are views with odd strides."""
         seen = self.tensor.view(self.view)
-        return self._global(tuple(Part(box, seen[box.slices]) for box in boxes), dtype)
+        return self._global(tuple(TensorPart(box, seen[box.slices]) for box in boxes), dtype)
 
     def empty(self, boxes: list[Box], dtype: torch.dtype | None = None) -> GlobalTensor:
         """To fill these boxes, from whatever the memory held."""
         dtype = dtype or self.tensor.dtype
-        return self._global(tuple(Part(box, torch.full(box.size, 77, dtype=dtype)) for box in boxes), dtype)
+        return self._global(tuple(TensorPart(box, torch.full(box.size, 77, dtype=dtype)) for box in boxes), dtype)
 
     def is_in(self, filled: GlobalTensor) -> bool:
         """Whether every part has its elements, to the bit."""
         seen = self.tensor.view(self.view)
         return all(same(part.resolve(), seen[part.box.slices].to(filled.dtype)) for part in filled.parts)
 
-    def _global(self, parts: tuple[Part, ...], dtype: torch.dtype | None) -> GlobalTensor:
+    def _global(self, parts: tuple[TensorPart, ...], dtype: torch.dtype | None) -> GlobalTensor:
         return GlobalTensor(tuple(self.tensor.shape), self.view, dtype or self.tensor.dtype, parts)
 
 
@@ -75,7 +75,7 @@ def small() -> dict[str, Sample]:
 
 def partition(view: tuple[int, ...], draw: random.Random, pieces: int) -> list[Box]:
     """Random boxes that make up a tensor: each is cut in two at a random place while there are too few."""
-    found = [whole(view)]
+    found = [whole_box(view)]
     for _ in range(pieces - 1):
         box = max(found, key=lambda b: b.numel)
         dims = [i for i, n in enumerate(box.size) if n > 1]
@@ -102,9 +102,11 @@ def dealt(tensors: Mapping[str, Sample], rank: int, world: int, seed: int) -> di
 
 def all_of(tensors: Mapping[str, Sample]) -> dict[str, GlobalTensor]:
     """To write everything from one process."""
-    return {name: sample.entry([whole(sample.view)]) for name, sample in tensors.items()}
+    return {name: sample.entry([whole_box(sample.view)]) for name, sample in tensors.items()}
 
 
 def save(path: Location, tensors: Mapping[str, Sample], **state: object) -> None:
     """A checkpoint by one process, with a small file."""
-    write(path, all_of(tensors), state, {"model": {"hidden_size": 5}}, ALONE, {"tokenizer/tokenizer.json": b"{}"})
+    save_sharded(
+        path, all_of(tensors), state, {"model": {"hidden_size": 5}}, ALONE, {"tokenizer/tokenizer.json": b"{}"}
+    )

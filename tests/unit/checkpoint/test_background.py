@@ -14,13 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.background import ALIGNMENT, Staging, in_background
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.room import bytes_of
-from megatron.checkpoint.store import write
+from megatron.checkpoint.format import Manifest, whole_box
+from megatron.checkpoint.load import CheckpointReader, save_sharded
+from megatron.checkpoint.save import ALIGNMENT, HostCopyBuffer, local_bytes, run_in_background
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from tests.unit.checkpoint.samples import ALONE, partition, same, samples
 
 
@@ -29,7 +26,7 @@ def parts_of(seed: int) -> dict[str, GlobalTensor]:
     draw, entries = random.Random(seed), {}
     for name, sample in samples(seed).items():
         entry = sample.entry(partition(sample.view, draw, draw.randint(1, 5)))
-        late = tuple(Part(part.box, part.resolve) if draw.random() < 0.5 else part for part in entry.parts)
+        late = tuple(TensorPart(part.box, part.resolve) if draw.random() < 0.5 else part for part in entry.parts)
         entries[name] = GlobalTensor(entry.shape, entry.view, entry.dtype, late)
     return entries
 
@@ -39,7 +36,7 @@ def parts_of(seed: int) -> dict[str, GlobalTensor]:
 def test_the_copy_is_equal_to_the_bit_and_nothing_changes_it(seed: int) -> None:
     tensors = parts_of(seed)
     before = {name: [part.resolve().clone() for part in tensor.parts] for name, tensor in tensors.items()}
-    copies = Staging(tensors).copy(tensors)
+    copies = HostCopyBuffer(tensors).copy(tensors)
     for tensor in tensors.values():
         for part in tensor.parts:
             part.resolve().fill_(13)
@@ -51,25 +48,25 @@ def test_the_copy_is_equal_to_the_bit_and_nothing_changes_it(seed: int) -> None:
 
 def test_the_memory_is_taken_once_and_is_as_large_as_the_parts() -> None:
     tensors = parts_of(3)
-    staging = Staging(tensors)
+    staging = HostCopyBuffer(tensors)
     count = sum(len(tensor.parts) for tensor in tensors.values())
-    assert bytes_of(tensors) <= staging.bytes < bytes_of(tensors) + ALIGNMENT * count
+    assert local_bytes(tensors) <= staging.bytes < local_bytes(tensors) + ALIGNMENT * count
     places = [[p.resolve().data_ptr() for t in staging.copy(tensors).values() for p in t.parts] for _ in range(2)]
     assert places[0] == places[1]
 
 
 def test_other_sizes_are_refused() -> None:
-    small = {"a": GlobalTensor((4,), (4,), torch.float32, (Part(whole((4,)), torch.zeros(4)),))}
-    large = {"a": GlobalTensor((40,), (40,), torch.float32, (Part(whole((40,)), torch.zeros(40)),))}
+    small = {"a": GlobalTensor((4,), (4,), torch.float32, (TensorPart(whole_box((4,)), torch.zeros(4)),))}
+    large = {"a": GlobalTensor((40,), (40,), torch.float32, (TensorPart(whole_box((40,)), torch.zeros(40)),))}
     with pytest.raises(ValueError, match="a does not fit into the host buffer"):
-        Staging(small).copy(large)
+        HostCopyBuffer(small).copy(large)
 
 
 def test_a_checkpoint_of_the_copy_has_the_same_bytes(tmp_path: Path) -> None:
-    tensors = {name: sample.entry([whole(sample.view)]) for name, sample in samples(5).items()}
-    write(tmp_path / "plain", tensors, {}, {}, ALONE)
-    copies = Staging(tensors).copy(tensors)
-    in_background(lambda: write(tmp_path / "copied", copies, {}, {}, ALONE), "save").result(60)
+    tensors = {name: sample.entry([whole_box(sample.view)]) for name, sample in samples(5).items()}
+    save_sharded(tmp_path / "plain", tensors, {}, {}, ALONE)
+    copies = HostCopyBuffer(tensors).copy(tensors)
+    run_in_background(lambda: save_sharded(tmp_path / "copied", copies, {}, {}, ALONE), "save").result(60)
     names = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*") if path.is_file())
     assert len(names) == 3
     for name in names:
@@ -85,14 +82,14 @@ def anonymous() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_the_memory_it_takes_is_bounded(tmp_path: Path) -> None:
     """That of the parts at the start, and less than a tenth more while it is written."""
-    write(tmp_path / "first", parts_whole(1 << 10), {}, {}, ALONE)  # what is imported at the first save
+    save_sharded(tmp_path / "first", parts_whole(1 << 10), {}, {}, ALONE)  # what is imported at the first save
     tensors = parts_whole(6 << 20)
-    size, before = bytes_of(tensors), anonymous()
-    staging = Staging(tensors)
+    size, before = local_bytes(tensors), anonymous()
+    staging = HostCopyBuffer(tensors)
     assert abs(anonymous() - before - size) < 0.05 * size
     for number in range(2):
         copies = staging.copy(tensors)
-        future = in_background(partial(write, tmp_path / f"save-{number}", copies, {}, {}, ALONE), "save")
+        future = run_in_background(partial(save_sharded, tmp_path / f"save-{number}", copies, {}, {}, ALONE), "save")
         seen = [anonymous()]
         while not wait([future], 0.005).done:
             seen.append(anonymous())
@@ -106,7 +103,7 @@ def parts_whole(rows: int) -> dict[str, GlobalTensor]:
     """Four tensors of so many elements, transposed in memory so that they cannot be written as they lie."""
     made = {f"t{i}": torch.rand(rows // 64, 64).mT.contiguous().mT for i in range(4)}
     return {
-        name: GlobalTensor(tuple(t.shape), tuple(t.shape), t.dtype, (Part(whole(tuple(t.shape)), t),))
+        name: GlobalTensor(tuple(t.shape), tuple(t.shape), t.dtype, (TensorPart(whole_box(tuple(t.shape)), t),))
         for name, t in made.items()
     }
 
@@ -119,7 +116,7 @@ def test_work_goes_on_beside_the_caller() -> None:
         seen.append(threading.current_thread().name)
         return "done"
 
-    future = in_background(work, "save of step 3")
+    future = run_in_background(work, "save of step 3")
     time.sleep(0.05)
     assert not future.done()
     go.set()
@@ -131,10 +128,10 @@ def test_what_it_raises_comes_with_the_result() -> None:
         raise MemoryError("none left")
 
     with pytest.raises(MemoryError, match="none left"):
-        in_background(work, "save").result(10)
+        run_in_background(work, "save").result(10)
 
 
 def test_nothing_waits_for_it_at_the_end() -> None:
     threads = []
-    in_background(lambda: threads.append(threading.current_thread()), "save").result(10)
+    run_in_background(lambda: threads.append(threading.current_thread()), "save").result(10)
     assert threads[0].daemon

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint import boxes
-from megatron.parallel.shard import Box
+from megatron.checkpoint import format
+from megatron.distributed.sharding import Box
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -50,10 +50,10 @@ def test_intersection(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     a, b = data.draw(box_of(shape)), data.draw(box_of(shape))
     both = counted(shape, [a]) * counted(shape, [b])
-    shared = boxes.intersect(a, b)
+    shared = format.intersect(a, b)
     assert np.array_equal(both, counted(shape, [shared] if shared else []))
     if shared:
-        assert np.array_equal(both[a.slices][boxes.relative(shared, a).slices], both[shared.slices])
+        assert np.array_equal(both[a.slices][format.relative_box(shared, a).slices], both[shared.slices])
 
 
 @quick
@@ -61,7 +61,7 @@ def test_intersection(data: st.DataObject) -> None:
 def test_cut(data: st.DataObject, limit: int) -> None:
     shape = data.draw(shapes)
     box = data.draw(box_of(shape))
-    pieces = list(boxes.cut(box, limit))
+    pieces = list(format.split_box(box, limit))
     assert np.array_equal(counted(shape, pieces), counted(shape, [box]))
     assert all(0 < piece.numel <= limit for piece in pieces)
     order = np.arange(prod(shape)).reshape(shape)
@@ -73,10 +73,10 @@ def test_cut(data: st.DataObject, limit: int) -> None:
 @given(st.data())
 def test_a_partition_is_proved(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    pieces = data.draw(st.permutations(data.draw(partition_of(boxes.whole(shape)))))
-    assert boxes.partition_problem(shape, pieces) is None
-    assert boxes.partition_problem(shape, pieces[1:]) is not None
-    assert "overlap" in str(boxes.partition_problem(shape, [*pieces, pieces[0]]))
+    pieces = data.draw(st.permutations(data.draw(partition_of(format.whole_box(shape)))))
+    assert format.partition_problem(shape, pieces) is None
+    assert format.partition_problem(shape, pieces[1:]) is not None
+    assert "overlap" in str(format.partition_problem(shape, [*pieces, pieces[0]]))
 
 
 @quick
@@ -84,7 +84,7 @@ def test_a_partition_is_proved(data: st.DataObject) -> None:
 def test_any_boxes_against_counting(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     pieces = data.draw(st.lists(box_of(shape), max_size=4))
-    assert (boxes.partition_problem(shape, pieces) is None) == bool((counted(shape, pieces) == 1).all())
+    assert (format.partition_problem(shape, pieces) is None) == bool((counted(shape, pieces) == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_any_boxes_against_counting(data: st.DataObject) -> None:
     ],
 )
 def test_sentences(found: list[Box], sentence: str) -> None:
-    assert boxes.partition_problem((4, 3), found) == sentence
+    assert format.partition_problem((4, 3), found) == sentence
 
 
 @pytest.mark.parametrize("grid", [(20_000, 1), (1, 20_000), (140, 140)])
 def test_twenty_thousand_boxes_take_a_second(grid: tuple[int, int]) -> None:
     found = [Box((3 * i, 2 * j), (3, 2)) for i in range(grid[0]) for j in range(grid[1])]
     start = time.process_time()
-    assert boxes.partition_problem((3 * grid[0], 2 * grid[1]), found) is None
+    assert format.partition_problem((3 * grid[0], 2 * grid[1]), found) is None
     assert time.process_time() - start < 2
 
 
@@ -117,33 +117,38 @@ def test_folded(data: st.DataObject) -> None:
     shape = tuple(prod(group) for group in groups)
     box = data.draw(box_of(view))
     order = np.arange(prod(view))
-    for inner, outer in boxes.folded(box, shape, view):
+    for inner, outer in format.boxes_in_shape(box, shape, view):
         assert np.array_equal(order.reshape(view)[inner.slices].reshape(outer.size), order.reshape(shape)[outer.slices])
-    pieces = [inner for inner, _ in boxes.folded(box, shape, view)]
+    pieces = [inner for inner, _ in format.boxes_in_shape(box, shape, view)]
     assert np.array_equal(counted(view, pieces), counted(view, [box]))
 
 
 def test_what_is_no_view() -> None:
-    assert boxes.folding((12, 5), (2, 6, 5)) == (slice(0, 2), slice(2, 3))
-    assert boxes.folding((12, 5), (5, 12)) is boxes.folding((8,), (2, 3)) is boxes.folding((2, 3), (6,)) is None
+    assert format.match_view_dims((12, 5), (2, 6, 5)) == (slice(0, 2), slice(2, 3))
+    assert (
+        format.match_view_dims((12, 5), (5, 12))
+        is format.match_view_dims((8,), (2, 3))
+        is format.match_view_dims((2, 3), (6,))
+        is None
+    )
     with pytest.raises(ValueError, match="not a view"):
-        list(boxes.folded(boxes.whole((5, 12)), (12, 5), (5, 12)))
+        list(format.boxes_in_shape(format.whole_box((5, 12)), (12, 5), (5, 12)))
 
 
 @quick
 @given(st.data())
 def test_the_index_finds_what_a_search_finds(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    among = data.draw(st.lists(box_of(shape), max_size=8)) + data.draw(partition_of(boxes.whole(shape)))
+    among = data.draw(st.lists(box_of(shape), max_size=8)) + data.draw(partition_of(format.whole_box(shape)))
     box = data.draw(box_of(shape))
-    found = sorted(boxes.BoxIndex(among).shared(box), key=lambda item: item[0])
-    searched = [(number, boxes.intersect(other, box)) for number, other in enumerate(among)]
+    found = sorted(format.BoxIndex(among).shared(box), key=lambda item: item[0])
+    searched = [(number, format.intersect(other, box)) for number, other in enumerate(among)]
     assert found == [(number, shared) for number, shared in searched if shared is not None]
 
 
 def test_the_index_looks_at_neighbours_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Box((8 * i, 0), (8, 5)) for i in range(10_000)]
-    index, real, looked = boxes.BoxIndex(rows), boxes.intersect, []
-    monkeypatch.setattr(boxes, "intersect", lambda a, b: looked.append(a) or real(a, b))
+    index, real, looked = format.BoxIndex(rows), format.intersect, []
+    monkeypatch.setattr(format, "intersect", lambda a, b: looked.append(a) or real(a, b))
     assert [number for number, _ in index.shared(Box((804, 1), (12, 2)))] == [100, 101]
     assert len(looked) <= 3

@@ -24,13 +24,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, within
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest, marker
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.store import read
-from megatron.checkpoint.verify import damage
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, strip_folder
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
+from megatron.checkpoint.load import CheckpointReader, load_sharded
+from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.samples import ALONE, Sample, same, save, small
 from tests.watched_calls import CALLS
 
@@ -44,7 +42,7 @@ def content(value: float) -> dict[str, Sample]:
 
 def is_whole(manifest: Manifest, value: float) -> bool:
     reader = CheckpointReader(manifest)
-    return not list(damage(manifest)) and all(
+    return not list(list_damage(manifest)) and all(
         same(reader.read(name), sample.tensor.view(sample.view)) for name, sample in content(value).items()
     )
 
@@ -69,15 +67,15 @@ def watched(before: Callable[[str, int, tuple[Any, ...]], None]) -> Iterator[Non
         yield
 
 
-def again(runs: Checkpoints) -> None:
+def again(runs: CheckpointFolder) -> None:
     """What a run that went back does: an iteration that exists is saved once more, and an older one removed."""
     save(runs.path(2), content(20))
     runs.retain(1)
 
 
-def onward(runs: Checkpoints) -> None:
+def onward(runs: CheckpointFolder) -> None:
     """What a run does first of all: into a folder that does not exist yet."""
-    save(Checkpoints(runs.folder / "new").path(3), content(30))
+    save(CheckpointFolder(runs.folder / "new").path(3), content(30))
 
 
 SCENARIOS = [again, onward]
@@ -86,18 +84,18 @@ SCENARIOS = [again, onward]
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
     """A folder with two checkpoints."""
-    runs = Checkpoints(tmp_path / "template")
+    runs = CheckpointFolder(tmp_path / "template")
     for iteration in (1, 2):
         save(runs.path(iteration), content(iteration))
     return runs.folder
 
 
-def recorded(template: Path, scenario: Callable[[Checkpoints], None]) -> list[tuple[str, tuple[Any, ...]]]:
+def recorded(template: Path, scenario: Callable[[CheckpointFolder], None]) -> list[tuple[str, tuple[Any, ...]]]:
     """The calls of a scenario that nothing disturbs."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
     shutil.copytree(template, template.with_name("recorded"))
     with watched(lambda name, _, args: calls.append((name, args))):
-        scenario(Checkpoints(template.with_name("recorded")))
+        scenario(CheckpointFolder(template.with_name("recorded")))
     return calls
 
 
@@ -123,9 +121,9 @@ def killed_at(target: int, act: Callable[[], None], torn: bool = True) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def check_survivors(runs: Checkpoints) -> None:
+def check_survivors(runs: CheckpointFolder) -> None:
     """The newest checkpoint that is offered is whole, the others say why not; saving and removing go on."""
-    for folder in (runs, Checkpoints(runs.folder / "new")):
+    for folder in (runs, CheckpointFolder(runs.folder / "new")):
         found = folder.candidates()
         assert all(f.manifest or "has no COMPLETE" in str(f.problem) for f in found)
         for f in found:
@@ -138,17 +136,17 @@ def check_survivors(runs: Checkpoints) -> None:
     assert is_whole(Manifest.open(runs.path(2)), 22)
 
 
-def kill(template: Path, scenario: Callable[[Checkpoints], None], targets: list[int], torn: bool) -> None:
+def kill(template: Path, scenario: Callable[[CheckpointFolder], None], targets: list[int], torn: bool) -> None:
     for target in targets:
         folder = template.with_name(f"kill{target}")
         shutil.copytree(template, folder)
-        assert killed_at(target, partial(scenario, Checkpoints(folder)), torn) == -signal.SIGKILL
-        check_survivors(Checkpoints(folder))
+        assert killed_at(target, partial(scenario, CheckpointFolder(folder)), torn) == -signal.SIGKILL
+        check_survivors(CheckpointFolder(folder))
         shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_killed_at_one_call_of_each_kind(template: Path, scenario: Callable[[Checkpoints], None]) -> None:
+def test_killed_at_one_call_of_each_kind(template: Path, scenario: Callable[[CheckpointFolder], None]) -> None:
     calls, draw = recorded(template, scenario), random.Random(5)
     kinds = {name for name, _ in calls}
     assert kinds >= {"open", "write", "fsync", "close", "mkdir", "rename"}
@@ -158,7 +156,7 @@ def test_killed_at_one_call_of_each_kind(template: Path, scenario: Callable[[Che
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 @pytest.mark.parametrize("torn", [False, True])
-def test_killed_at_every_call(template: Path, scenario: Callable[[Checkpoints], None], torn: bool) -> None:
+def test_killed_at_every_call(template: Path, scenario: Callable[[CheckpointFolder], None], torn: bool) -> None:
     calls = recorded(template, scenario)
     kill(template, scenario, [i for i, call in enumerate(calls) if not torn or call[0] == "write"], torn)
 
@@ -179,7 +177,7 @@ def test_the_marker_is_made_when_all_else_is_on_the_disk(template: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", opened)
         with watched(before):
-            save(Checkpoints(template).path(3), content(3))
+            save(CheckpointFolder(template).path(3), content(3))
     done = [event for event in events if event[0] in ("write", "fsync", "rename")]
     part = f"{MARKER}.part"
     names = ["tensors_00000.safetensors", "tokenizer.json", MANIFEST, part]
@@ -228,7 +226,7 @@ def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any
 def test_every_call_fails(template: Path, once: bool) -> None:
     """Nothing is published, nothing is left, and what was there is as it was; or nobody needed the call."""
 
-    def overwrite(runs: Checkpoints) -> None:
+    def overwrite(runs: CheckpointFolder) -> None:
         save(runs.path(2), content(20))
 
     calls, codes = recorded(template, overwrite), [errno.ENOSPC, errno.EIO, errno.EROFS]
@@ -237,7 +235,7 @@ def test_every_call_fails(template: Path, once: bool) -> None:
             continue  # files are synced before they are closed
         folder, code = template.with_name(f"fail{target}"), codes[target % 3]
         shutil.copytree(template, folder)
-        runs = Checkpoints(folder)
+        runs = CheckpointFolder(folder)
         try:
             with watched(failing(target, code, once)):
                 overwrite(runs)
@@ -257,7 +255,7 @@ def test_every_call_fails(template: Path, once: bool) -> None:
 
 def test_a_file_that_may_not_grow(template: Path) -> None:
     """Not a made-up error: the system itself ends the write after 300 bytes."""
-    runs = Checkpoints(template)
+    runs = CheckpointFolder(template)
     child = os.fork()
     if not child:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -279,7 +277,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     if mount.returncode:
         pytest.skip("a file system may not be mounted here")
     try:
-        runs = Checkpoints(disk)
+        runs = CheckpointFolder(disk)
         save(runs.path(1), content(1))
         large = {"w": Sample(torch.ones(20_000), (20_000,))}
         with pytest.raises(StorageError, match=r"tensors_00000\.safetensors: the disk is full \(rank 0\)"):
@@ -299,18 +297,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         save(tmp_path / "file" / "iter_0000001", content(1))
 
 
-def load(runs: Checkpoints) -> tuple[int, list[str]]:
+def load(runs: CheckpointFolder) -> tuple[int, list[str]]:
     """What a run does at its start: the newest checkpoint that can be read, and why newer ones were not."""
     reasons = []
     for found in runs.scan():
         if found.manifest is None:
             reasons.append(str(found.problem))
             continue
-        wanted = {name: sample.empty([whole(sample.view)]) for name, sample in small().items()}
+        wanted = {name: sample.empty([whole_box(sample.view)]) for name, sample in small().items()}
         try:
             found.manifest.read_file("tokenizer/tokenizer.json")
-            read(found.manifest, wanted, ALONE)
-        except DamagedError as error:
+            load_sharded(found.manifest, wanted, ALONE)
+        except DamagedCheckpointError as error:
             reasons.append(str(error))
             continue
         assert all(content(found.iteration)[name].is_in(entry) for name, entry in wanted.items())
@@ -320,11 +318,11 @@ def load(runs: Checkpoints) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_truncated(template: Path, name: str) -> None:
-    path = Checkpoints(template).path(2) / name
+    path = CheckpointFolder(template).path(2) / name
     data = path.read_bytes()
     for length in {n for n in (0, 1, 8, len(data) // 2, len(data) - 1) if n < len(data)}:
         path.write_bytes(data[:length])
-        iteration, (reason,) = load(Checkpoints(template))
+        iteration, (reason,) = load(CheckpointFolder(template))
         assert iteration == 1
         assert name in reason
         assert "truncated" in reason
@@ -332,8 +330,8 @@ def test_truncated(template: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_removed(template: Path, name: str) -> None:
-    (Checkpoints(template).path(2) / name).unlink()
-    iteration, (reason,) = load(Checkpoints(template))
+    (CheckpointFolder(template).path(2) / name).unlink()
+    iteration, (reason,) = load(CheckpointFolder(template))
     assert iteration == 1
     assert name in reason
 
@@ -341,7 +339,7 @@ def test_removed(template: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_every_byte_is_covered(template: Path, name: str) -> None:
     """Flip a bit of each byte in turn (of some, in a large file): it is noticed, and the file named."""
-    folder = Checkpoints(template).path(2)
+    folder = CheckpointFolder(template).path(2)
     path = folder / name
     data = path.read_bytes()
     draw = random.Random(7)
@@ -350,43 +348,43 @@ def test_every_byte_is_covered(template: Path, name: str) -> None:
         changed[place] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         try:
-            found = list(damage(Manifest.open(folder)))
+            found = list(list_damage(Manifest.open(folder)))
         except CheckpointError as error:
             found = [str(error)]
         assert len(found) == 1
         assert name in found[0]
         assert "flipped bytes" in found[0]
         if place % 97 == 0:
-            iteration, (reason,) = load(Checkpoints(template))
+            iteration, (reason,) = load(CheckpointFolder(template))
             assert iteration == 1
-            assert within(folder, reason) == within(folder, found[0])
+            assert strip_folder(folder, reason) == strip_folder(folder, found[0])
     path.write_bytes(data)
-    assert load(Checkpoints(template)) == (2, [])
+    assert load(CheckpointFolder(template)) == (2, [])
 
 
 def test_the_damaged_tensor_is_named(template: Path) -> None:
-    manifest = Manifest.open(Checkpoints(template).path(2))
+    manifest = Manifest.open(CheckpointFolder(template).path(2))
     chunk = manifest.tensors["optim.exp_avg.a"].chunks[0]
     with (manifest.path / chunk.file).open("r+b") as file:
         file.seek(chunk.offset)
         file.write(b"flip")
-    (reason,) = damage(manifest)
+    (reason,) = list_damage(manifest)
     assert reason == f"{manifest.path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"
 
 
 def test_bytes_that_no_checksum_speaks_for_are_found(template: Path) -> None:
     """A manifest that knows nothing of one of the tensors in a file, and whose marker fits."""
-    folder = Checkpoints(template).path(2)
+    folder = CheckpointFolder(template).path(2)
     data = json.loads((folder / MANIFEST).read_bytes())
     (chunk,) = data["tensors"].pop("a")["chunks"]
     (folder / MANIFEST).write_text(json.dumps(data))
-    (folder / MARKER).write_bytes(marker((folder / MANIFEST).read_bytes()))
-    (reason,) = damage(Manifest.open(folder))
+    (folder / MARKER).write_bytes(marker_content((folder / MANIFEST).read_bytes()))
+    (reason,) = list_damage(Manifest.open(folder))
     start, end = chunk["offset"], chunk["offset"] + chunk["bytes"]
     assert reason == f"{folder / chunk['file']}: bytes {start} to {end} have no checksum, or two"
 
 
 def test_nothing_can_be_read(template: Path) -> None:
     for iteration in (1, 2):
-        (Checkpoints(template).path(iteration) / MARKER).unlink()
-    assert load(Checkpoints(template))[0] == 0
+        (CheckpointFolder(template).path(iteration) / MARKER).unlink()
+    assert load(CheckpointFolder(template))[0] == 0

@@ -34,18 +34,16 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import lock
-from megatron.checkpoint.claims import Claim
-from megatron.checkpoint.errors import CheckpointError, SupersededError
-from megatron.checkpoint.exchange import Tier
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.local import Nodes
-from megatron.checkpoint.local_saving import keep_only, write_local
-from megatron.checkpoint.lock import hold
-from megatron.checkpoint.publish import begin
-from megatron.checkpoint.saving import Extra, write_small
-from megatron.checkpoint.store import write
-from megatron.config.launch import Start
+from megatron.checkpoint import folder as folder_module
+from megatron.checkpoint.durable_files import CheckpointError, SupersededError
+from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.local_folder import NodeMap
+from megatron.checkpoint.local_store import LocalStore, delete_other_local_checkpoints, save_local
+from megatron.checkpoint.publish import create_staged
+from megatron.checkpoint.save import CheckpointExtras, write_small_files
+from megatron.config.launch import JobStart
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, is_whole, watched
 from tests.unit.checkpoint.test_folder import make
@@ -53,30 +51,30 @@ from tests.unit.checkpoint.test_folder import make
 AT_IT: list[bool] = []
 """Not empty while the new start is at it, whose disk is not full."""
 
-OLD, NEW = Start(job="17"), Start(job="17", restart=1)
+OLD, NEW = JobStart(job="17"), JobStart(job="17", restart=1)
 
 
-def save_as(claim: Claim, iteration: int, value: float) -> None:
+def save_as(claim: Lease, iteration: int, value: float) -> None:
     """A checkpoint by the start that has the folder."""
-    path = Checkpoints(claim.folder).path(iteration)
-    write(path, all_of(content(value)), {"iteration": iteration}, {}, ALONE, {"tokenizer/t.json": b"{}"}, claim)
+    path = CheckpointFolder(claim.folder).path(iteration)
+    save_sharded(path, all_of(content(value)), {"iteration": iteration}, {}, ALONE, {"tokenizer/t.json": b"{}"}, claim)
 
 
-def again(claim: Claim) -> None:
+def again(claim: Lease) -> None:
     """A step that is there is saved once more, another for the first time, and older ones are removed."""
     save_as(claim, 2, 20)
     save_as(claim, 3, 30)
-    Checkpoints(claim.folder).retain(1, claim=claim)
+    CheckpointFolder(claim.folder).retain(1, claim=claim)
 
 
-def on_a_node(claim: Claim) -> None:
+def on_a_node(claim: Lease) -> None:
     """A checkpoint on a node's own disk, and the removal of the ones before."""
-    tier = Tier(Path(str(claim.folder)), Nodes((0,)), ALONE, ALONE, claim)
-    write_local(tier, 2, all_of(content(20)), Extra({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
-    assert keep_only(tier, 2) is None
+    tier = LocalStore(Path(str(claim.folder)), NodeMap((0,)), ALONE, ALONE, claim)
+    save_local(tier, 2, all_of(content(20)), CheckpointExtras({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
+    assert delete_other_local_checkpoints(tier, 2) is None
 
 
-def refused(claim: Claim) -> None:
+def refused(claim: Lease) -> None:
     """The disk is full when the checkpoint has its name: it is taken back, and the one before put back."""
     real, seen = os.rename, list[str]()
 
@@ -95,10 +93,10 @@ def refused(claim: Claim) -> None:
         save_as(claim, 2, 20)
 
 
-def old_start(folder: Path, scenario: Callable[[Claim], None]) -> Exception | None:
+def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | None:
     """A start that does as the scenario says; how it ended."""
     try:
-        with hold(folder, start=OLD) as claim:
+        with acquire_lease(folder, start=OLD) as claim:
             try:
                 scenario(claim)
             except OSError:
@@ -109,9 +107,9 @@ def old_start(folder: Path, scenario: Callable[[Claim], None]) -> Exception | No
     return None
 
 
-def new_start(claim: Claim, saves: bool) -> list[int]:
+def new_start(claim: Lease, saves: bool) -> list[int]:
     """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
-    runs = Checkpoints(claim.folder)
+    runs = CheckpointFolder(claim.folder)
     found = [(found.iteration, found.manifest) for found in runs.scan()]
     for iteration, manifest in found:
         assert manifest is not None
@@ -129,7 +127,7 @@ def everything(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def interleaved(folder: Path, at: int, scenario: Callable[[Claim], None], saves: bool) -> tuple[list[str], Any]:
+def interleaved(folder: Path, at: int, scenario: Callable[[Lease], None], saves: bool) -> tuple[list[str], Any]:
     """Begin the new start before call ``at`` of the old one; the calls of that, and how it ended.
 
     Raises:
@@ -144,7 +142,7 @@ def interleaved(folder: Path, at: int, scenario: Callable[[Claim], None], saves:
         if len(calls) == at:
             calls.append("new")
             AT_IT.append(True)
-            claim = stack.enter_context(hold(folder, start=NEW))
+            claim = stack.enter_context(acquire_lease(folder, start=NEW))
             assert new_start(claim, saves)[0] >= 2, "a whole checkpoint is lost"
             AT_IT.clear()
             left.update(everything(folder))
@@ -160,14 +158,14 @@ def interleaved(folder: Path, at: int, scenario: Callable[[Claim], None], saves:
     return calls, outcome
 
 
-def calls_of(template: Path, scenario: Callable[[Claim], None]) -> list[str]:
+def calls_of(template: Path, scenario: Callable[[Lease], None]) -> list[str]:
     """The old start's calls when nothing disturbs it."""
     folder = template.with_name("undisturbed")
     shutil.copytree(template, folder)
     return interleaved(folder, -1, scenario, saves=False)[0]
 
 
-def interleave(template: Path, scenario: Callable[[Claim], None], saves: bool, points: Iterable[int]) -> None:
+def interleave(template: Path, scenario: Callable[[Lease], None], saves: bool, points: Iterable[int]) -> None:
     """Try each of these points."""
     for at in points:
         folder = template.with_name(f"at-{at}")
@@ -209,31 +207,31 @@ def test_before_every_rename(template: Path, saves: bool) -> None:
 
 @SCENARIOS
 @pytest.mark.parametrize("saves", [True, False])
-def test_before_some_calls(template: Path, scenario: Callable[[Claim], None], saves: bool) -> None:
+def test_before_some_calls(template: Path, scenario: Callable[[Lease], None], saves: bool) -> None:
     interleave(template, scenario, saves, range(5, len(calls_of(template, scenario)), 37))
 
 
 @pytest.mark.slow
 @SCENARIOS
 @pytest.mark.parametrize("saves", [True, False])
-def test_before_every_call(template: Path, scenario: Callable[[Claim], None], saves: bool) -> None:
+def test_before_every_call(template: Path, scenario: Callable[[Lease], None], saves: bool) -> None:
     interleave(template, scenario, saves, range(len(calls_of(template, scenario))))
 
 
 def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked before each step and not fenced: what is stopped between the two does its harm."""
-    monkeypatch.setattr(lock, "take_over", lambda folder, epoch: None)
+    monkeypatch.setattr(folder_module, "take_over_staging", lambda folder, epoch: None)
     with pytest.raises(AssertionError):
         test_before_every_rename(template, saves=True)
 
 
 def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
-    with hold(tmp_path, start=OLD) as old:
-        folder = begin(tmp_path / "iter_0000005", old.staging)
-        with hold(tmp_path, start=NEW):
+    with acquire_lease(tmp_path, start=OLD) as old:
+        folder = create_staged(tmp_path / "iter_0000005", old.staging)
+        with acquire_lease(tmp_path, start=NEW):
             for name in ("tensors_00003.safetensors", "tokenizer/tokenizer.json"):
                 with pytest.raises(FileNotFoundError):
-                    write_small(folder, {name: b"late"})
+                    write_small_files(folder, {name: b"late"})
             assert [path.name for path in tmp_path.rglob("*")] == [".epoch-2", "claim.json"]
             with pytest.raises(SupersededError, match=r"E817 start 1 of .* is superseded by start 2, of process \d"):
                 old.check()
@@ -242,14 +240,14 @@ def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [".epoch-1", "."])
 def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "saved"
-    with hold(folder, start=OLD) as claim:
+    with acquire_lease(folder, start=OLD) as claim:
         save_as(claim, 1, 1)
         shutil.rmtree(folder / what)
         save_as(claim, 2, 2)
-        assert Checkpoints(folder).newest()[0].state["iteration"] == 2
-        with pytest.raises(CheckpointError, match="in use by process"), hold(folder, start=Start(job="18")):
+        assert CheckpointFolder(folder).newest()[0].state["iteration"] == 2
+        with pytest.raises(CheckpointError, match="in use by process"), acquire_lease(folder, start=JobStart(job="18")):
             pass
-        with hold(folder, start=NEW), pytest.raises(SupersededError):
+        with acquire_lease(folder, start=NEW), pytest.raises(SupersededError):
             save_as(claim, 3, 3)
 
 
@@ -257,11 +255,11 @@ def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what
 def test_a_number_that_is_given_again_is_not_the_old_starts(tmp_path: Path, what: str) -> None:
     """Somebody begins anew in an empty folder, and a start of before lives."""
     folder = tmp_path / "saved"
-    with hold(folder, start=OLD) as old:
+    with acquire_lease(folder, start=OLD) as old:
         shutil.rmtree(folder / what)
-        with hold(folder, start=Start(job="18")) as new:
+        with acquire_lease(folder, start=JobStart(job="18")) as new:
             assert new.epoch == old.epoch
-            built = begin(folder / "iter_0000002", new.staging)
+            built = create_staged(folder / "iter_0000002", new.staging)
             with pytest.raises(SupersededError):
                 save_as(old, 2, 2)
             assert built.is_dir()
@@ -275,36 +273,45 @@ def test_no_locks_and_the_newest_has_it(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with hold(tmp_path) as first, hold(tmp_path) as second:
+    with acquire_lease(tmp_path) as first, acquire_lease(tmp_path) as second:
         save_as(second, 2, 2)
         with pytest.raises(SupersededError):
             save_as(first, 1, 1)
-        assert [path.name for _, path in Checkpoints(tmp_path).named()] == ["iter_0000002"]
+        assert [path.name for _, path in CheckpointFolder(tmp_path).named()] == ["iter_0000002"]
 
 
 @pytest.mark.parametrize(
     ("start", "taken"),
-    [(NEW, True), (Start(job="17", step=3), True), (OLD, False), (Start(job="18", restart=1), False), (Start(), False)],
+    [
+        (NEW, True),
+        (JobStart(job="17", step=3), True),
+        (OLD, False),
+        (JobStart(job="18", restart=1), False),
+        (JobStart(), False),
+    ],
     ids=str,
 )
-def test_who_supersedes_and_who_is_refused(tmp_path: Path, start: Start, taken: bool) -> None:
-    with hold(tmp_path, start=OLD) as old:
+def test_who_supersedes_and_who_is_refused(tmp_path: Path, start: JobStart, taken: bool) -> None:
+    with acquire_lease(tmp_path, start=OLD) as old:
         if taken:
-            with hold(tmp_path, start=start) as new:
+            with acquire_lease(tmp_path, start=start) as new:
                 assert new.epoch == 2
                 with pytest.raises(SupersededError):
                     old.check()
             return
         sentence = r"in use by process \d+ on .* \(Slurm job 17, restart 0\) since 2.* UTC\n  fix: --save ANOTHER"
-        with pytest.raises(CheckpointError, match=sentence), hold(tmp_path, start=start):
+        with pytest.raises(CheckpointError, match=sentence), acquire_lease(tmp_path, start=start):
             pass
         old.check()
 
 
 def test_a_lock_that_a_lost_machine_still_has_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hold(tmp_path):
+    with acquire_lease(tmp_path):
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        with pytest.raises(CheckpointError, match=r"if that machine is gone, its lock expires"), hold(tmp_path):
+        with (
+            pytest.raises(CheckpointError, match=r"if that machine is gone, its lock expires"),
+            acquire_lease(tmp_path),
+        ):
             pass
 
 
@@ -318,7 +325,7 @@ def test_a_file_that_a_hanging_process_has_open_refuses_nobody(tmp_path: Path, m
         elif Path(path).name != ".nfs1":
             real(path, dir_fd=dir_fd)
 
-    with hold(tmp_path, start=OLD) as old:
+    with acquire_lease(tmp_path, start=OLD) as old:
         save_as(old, 1, 1)
         for name in ("iter_0000002.tmp", "iter_0000003.tmp.gone"):
             (tmp_path / ".epoch-1" / name).mkdir()
@@ -326,13 +333,16 @@ def test_a_file_that_a_hanging_process_has_open_refuses_nobody(tmp_path: Path, m
         (tmp_path / "iter_0000001").rename(tmp_path / ".epoch-1/iter_0000001.tmp")
         monkeypatch.setattr(os, "unlink", unlink)
         for restart in (1, 2):
-            with hold(tmp_path, start=Start(job="17", restart=restart)) as new:
+            with acquire_lease(tmp_path, start=JobStart(job="17", restart=restart)) as new:
                 assert new_start(new, saves=restart == 2)[-1] == 1
         monkeypatch.setattr(os, "unlink", real)
-    with hold(tmp_path):
+    with acquire_lease(tmp_path):
         assert [path.name for path in tmp_path.glob(".epoch*/*")] == ["claim.json"]
 
 
 def test_one_that_is_too_late_to_begin_is_refused(tmp_path: Path) -> None:
-    with hold(tmp_path, start=NEW), pytest.raises(CheckpointError, match="in use by a later start of this job"):
-        ExitStack().enter_context(hold(tmp_path, start=OLD))
+    with (
+        acquire_lease(tmp_path, start=NEW),
+        pytest.raises(CheckpointError, match="in use by a later start of this job"),
+    ):
+        ExitStack().enter_context(acquire_lease(tmp_path, start=OLD))

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError, StorageError
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER, encode, marker
-from megatron.checkpoint.publish import abandon, begin, publish, settle
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
+from megatron.checkpoint.publish import create_staged, discard_staged, publish_staged, recover
 
 
 def make(path: Path, value: int = 0, complete: bool = True, iteration: int = 0) -> Path:
     path.mkdir(parents=True)
-    content = encode({}, {}, {"value": value, "iteration": iteration}, {})
+    content = encode_manifest({}, {}, {"value": value, "iteration": iteration}, {})
     (path / MANIFEST).write_bytes(content)
     if complete:
-        (path / MARKER).write_bytes(marker(content))
+        (path / MARKER).write_bytes(marker_content(content))
     return path
 
 
 def values(folder: Path) -> list[int]:
     """State of all that can be loaded, newest first."""
-    return [found.manifest.state["value"] for found in Checkpoints(folder).scan() if found.manifest]
+    return [found.manifest.state["value"] for found in CheckpointFolder(folder).scan() if found.manifest]
 
 
 def test_newest_first_with_reasons(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in (5, 20, 10_000_000):
         make(runs.path(iteration), iteration)
     make(tmp_path / "iter_0000030", complete=False)
@@ -42,11 +42,11 @@ def test_newest_first_with_reasons(tmp_path: Path) -> None:
     assert [bool(f.manifest) for f in found] == [not f.problem for f in found] == [True, False, False, True, True]
     assert "has no COMPLETE" in str(found[1].problem)
     assert runs.leftovers == [tmp_path / "iter_0000040.tmp"]
-    assert Checkpoints(tmp_path / "none").candidates() == []
+    assert CheckpointFolder(tmp_path / "none").candidates() == []
 
 
 def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in (10, 20, 30):
         make(runs.path(iteration), iteration)
     manifest, passed_over = runs.newest()
@@ -62,7 +62,7 @@ def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
 
 
 def test_no_newest(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"does not hold a checkpoint$"):
         runs.newest()
     make(runs.path(10), complete=False)
@@ -73,11 +73,11 @@ def test_no_newest(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     make(runs.path(10))
     text = (make(runs.path(20)) / MANIFEST).read_text().replace('"version":1', '"version":2')
     (runs.path(20) / MANIFEST).write_text(text)
-    (runs.path(20) / MARKER).write_bytes(marker(text.encode()))
+    (runs.path(20) / MARKER).write_bytes(marker_content(text.encode()))
     with pytest.raises(NewerVersionError):
         runs.newest()
     assert runs.newest(10)[0].path == runs.path(10)
@@ -85,12 +85,12 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> N
 
 def test_one_checkpoint_by_its_own_folder(tmp_path: Path) -> None:
     path = make(tmp_path / "best", iteration=7)
-    assert Checkpoints(path).newest()[0].path == Checkpoints(path).newest(7)[0].path == path
+    assert CheckpointFolder(path).newest()[0].path == CheckpointFolder(path).newest(7)[0].path == path
     with pytest.raises(CheckpointError, match="of step 7, not 8"):
-        Checkpoints(path).newest(8)
+        CheckpointFolder(path).newest(8)
     (path / MARKER).unlink()
-    with pytest.raises(DamagedError, match="has no COMPLETE"):
-        Checkpoints(path).newest()
+    with pytest.raises(DamagedCheckpointError, match="has no COMPLETE"):
+        CheckpointFolder(path).newest()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_one_checkpoint_by_its_own_folder(tmp_path: Path) -> None:
     ],
 )
 def test_retain(tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in range(10, 80, 10):
         make(runs.path(iteration))
     gone = runs.retain(keep_last, keep_every)
@@ -113,7 +113,7 @@ def test_retain(tmp_path: Path, keep_last: int | None, keep_every: int | None, k
 
 
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in (10, 20, 30, 40):
         make(runs.path(iteration))
     (runs.path(40) / MANIFEST).write_text("damaged")
@@ -123,7 +123,7 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def test_later_ones_that_were_passed_over_do_not_count(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in (10, 20, 30, 40):
         make(runs.path(iteration))
     assert runs.retain(1, newest=30) == [runs.path(20), runs.path(10)]
@@ -131,7 +131,7 @@ def test_later_ones_that_were_passed_over_do_not_count(tmp_path: Path) -> None:
 
 
 def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     make(tmp_path / "iter_0000001.tmp", complete=False)
     make(tmp_path / "iter_0000002.tmp", 2)
     make(tmp_path / "iter_0000003", 3)
@@ -154,15 +154,15 @@ def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -
                         make(folder / f"iter_0000007{suffix}", value, state)
                 loadable = [value for state, value in ((tmp, 3), (plain, 2), (old, 1)) if state]
                 assert values(folder) == loadable
-                settle(folder / "iter_0000007")
+                recover(folder / "iter_0000007")
                 assert values(folder)[:1] == loadable[:1]
-                make(begin(folder / "iter_0000007").joinpath("x")).rename(folder / "x")
+                make(create_staged(folder / "iter_0000007").joinpath("x")).rename(folder / "x")
                 make(folder / "y", 9)
                 for path in (folder / "y").iterdir():
                     path.rename(folder / "iter_0000007.tmp" / path.name)
-                publish(folder / "iter_0000007")
+                publish_staged(folder / "iter_0000007")
                 assert values(folder)[0] == 9
-                settle(folder / "iter_0000007")
+                recover(folder / "iter_0000007")
                 assert values(folder) == [9]
 
 
@@ -172,8 +172,8 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     (final / "mp_rank_00").mkdir()
     make(tmp_path / "iter_0000001.tmp", 1)
     with pytest.raises(StorageError, match="not a checkpoint of this program"):
-        begin(final)
-    Checkpoints(tmp_path).retain(1)
+        create_staged(final)
+    CheckpointFolder(tmp_path).retain(1)
     assert (final / "mp_rank_00").exists()
     assert values(tmp_path) == [1]
 
@@ -181,7 +181,7 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
 def test_abandon_puts_back_what_was_set_aside(tmp_path: Path) -> None:
     make(tmp_path / "iter_0000001.replaced", 1)
     make(tmp_path / "iter_0000001.tmp", 2)
-    abandon(tmp_path / "iter_0000001")
+    discard_staged(tmp_path / "iter_0000001")
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
     assert values(tmp_path) == [1]
 
@@ -189,7 +189,7 @@ def test_abandon_puts_back_what_was_set_aside(tmp_path: Path) -> None:
 def test_random_saves_and_retains(tmp_path: Path) -> None:
     """Against a list of numbers."""
     draw, expected = random.Random(3), set()
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for _ in range(40):
         iteration = draw.randint(1, 12)
         if iteration not in expected:

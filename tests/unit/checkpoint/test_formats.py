@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.files import checksum
-from megatron.checkpoint.manifest import ITEM_BYTES, MANIFEST, MARKER, VERSION, Manifest
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.tensorfile import DTYPES
-from megatron.checkpoint.verify import damage
-from megatron.data.files.indexed import IndexedDatasetWriter
+from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.format import ITEM_BYTES, MANIFEST, MARKER, VERSION, Manifest
+from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.tensor_file import DTYPES
+from megatron.checkpoint.verify import list_damage
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.fixtures.checkpoints.write import DIGESTS, FIXTURES, MODEL, RUN, digest
 from tests.unit.checkpoint.samples import ALONE, Sample, samples, save
 
@@ -56,24 +56,24 @@ def test_every_version_has_a_fixture() -> None:
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_checkpoints_of_every_version_are_read_as_they_were_written(name: str) -> None:
-    assert list(damage(Manifest.open(FIXTURES / name))) == []
+    assert list(list_damage(Manifest.open(FIXTURES / name))) == []
     assert digest(FIXTURES / name) == json.loads(DIGESTS.read_text())[name]
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_a_run_goes_on_from_a_checkpoint_of_every_version(tmp_path: Path, name: str) -> None:
     """On one rank, where two tensor-parallel ones wrote it."""
-    from megatron.config.arguments import parse
-    from megatron.training.resume import begin, choose
-    from megatron.training.setup import build
+    from megatron.arguments.cli import parse
+    from megatron.training.build import build_trainer
+    from megatron.training.checkpointer import choose_resume_source, load_start_state
     from tests.distributed.resume import advance
 
     shutil.copytree(FIXTURES / name, tmp_path / "iter_0000003")
     alone = RUN.replace("--tensor-model-parallel-size 2", "").replace("--save SAVE", "")
     config = parse([*MODEL.split(), *alone.split(), "--load", str(tmp_path)], {}).config
-    origin = choose(config.checkpoint, ALONE)
-    trainer = build(config, 0, 1, fresh=origin.fresh)
-    begin(trainer, origin)
+    origin = choose_resume_source(config.checkpoint, ALONE)
+    trainer = build_trainer(config, 0, 1, fresh=origin.fresh)
+    load_start_state(trainer, origin)
     assert (trainer.iteration, trainer.total_steps) == (3, 5)
     assert all(math.isfinite(loss) for loss in advance(trainer, 2))
 

@@ -13,14 +13,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.errors import DamagedError, NewerVersionError, StorageError
-from megatron.checkpoint.exchange import Tier
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.local import Held, LocalCheckpoint, Nodes, folder_of, held_in, is_local, put_together, sources
-from megatron.checkpoint.local_loading import bring_together, find
-from megatron.checkpoint.local_saving import keep_only, write_local
-from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest, marker
-from megatron.checkpoint.saving import Extra
+from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
+from megatron.checkpoint.local_folder import (
+    LocalCheckpoint,
+    NodeCheckpoint,
+    NodeMap,
+    choose_sources,
+    is_local_checkpoint,
+    list_node_checkpoints,
+    merge_node_checkpoints,
+    node_folder,
+)
+from megatron.checkpoint.local_store import (
+    LocalStore,
+    delete_other_local_checkpoints,
+    fetch_missing_files,
+    find_local_checkpoints,
+    save_local,
+)
+from megatron.checkpoint.save import CheckpointExtras
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, failing, is_whole, killed_at, watched
 
@@ -28,8 +41,8 @@ RUN = "runs/a"
 
 
 def test_a_folder_is_a_nodes() -> None:
-    assert folder_of("/disk/{node}/a", 3) == Path("/disk/3/a")
-    assert folder_of("/disk/a", 3) == Path("/disk/a")
+    assert node_folder("/disk/{node}/a", 3) == Path("/disk/3/a")
+    assert node_folder("/disk/a", 3) == Path("/disk/a")
     for path, pattern, expected in [
         ("/disk/3/a/iter_0000001", "/disk/{node}/a", True),
         ("/disk/3/a/iter_0000001", "/disk//{node}/a/", True),
@@ -38,31 +51,31 @@ def test_a_folder_is_a_nodes() -> None:
         ("/disk/3.a/iter_0000001", "/disk/3.a", True),
         ("/disk/3xa/iter_0000001", "/disk/3.a", False),
     ]:
-        assert is_local(Path(path), pattern) == expected, path
+        assert is_local_checkpoint(Path(path), pattern) == expected, path
 
 
 def test_ranks_and_their_neighbours() -> None:
-    nodes = Nodes.counted([0, 0, 4, 4, 8, 8])
+    nodes = NodeMap.counted([0, 0, 4, 4, 8, 8])
     assert nodes.of == (0, 0, 1, 1, 2, 2)
     assert (nodes.count, nodes.are_even) == (3, True)
     assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
     assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
     assert [rank for rank in range(6) if nodes.leads(rank)] == [0, 2, 4]
-    cyclic = Nodes.counted([7, 5, 7, 5])
+    cyclic = NodeMap.counted([7, 5, 7, 5])
     assert cyclic.ranks(0) == [1, 3]
     assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]
-    assert not Nodes.counted([0, 0, 1]).are_even
+    assert not NodeMap.counted([0, 0, 1]).are_even
 
 
-def held(iteration: int, mark: str, *files: str) -> Held:
-    return Held(iteration, mark, RUN, frozenset(files))
+def held(iteration: int, mark: str, *files: str) -> NodeCheckpoint:
+    return NodeCheckpoint(iteration, mark, RUN, frozenset(files))
 
 
 def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
-    found = put_together([[held(3, "x", "a"), held(2, "y", "a")], [held(3, "z", "b")], [held(3, "x", "c")]])
+    found = merge_node_checkpoints([[held(3, "x", "a"), held(2, "y", "a")], [held(3, "z", "b")], [held(3, "x", "c")]])
     assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
     assert found[0].missing(["a", "b", "c"]) == ["b"]
-    assert put_together([[], []]) == []
+    assert merge_node_checkpoints([[], []]) == []
 
 
 names = st.frozensets(st.sampled_from("abc"))
@@ -89,52 +102,54 @@ def test_each_file_comes_from_the_nearest_good_copy(
             elif expected is not None:
                 expected[node, name] = good[0]
     if expected is None:
-        with pytest.raises(DamagedError, match="no node has"):
-            sources(checkpoint, needs, bad)
+        with pytest.raises(DamagedCheckpointError, match="no node has"):
+            choose_sources(checkpoint, needs, bad)
     else:
-        assert sources(checkpoint, needs, bad) == expected
+        assert choose_sources(checkpoint, needs, bad) == expected
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:
-    runs = Checkpoints(tmp_path)
+    runs = CheckpointFolder(tmp_path)
     for iteration in (1, 2, 3, 4):
         save(runs.path(iteration), content(iteration))
     (runs.path(4) / MARKER).write_text("0" * 16)
     (runs.path(3) / "tensors_00000.safetensors").unlink()
     runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
-    found, notes = held_in(tmp_path)
+    found, notes = list_node_checkpoints(tmp_path)
     assert [(h.iteration, len(h.files)) for h in found] == [(3, 1), (2, 2), (1, 2)]
-    assert found[0].mark == marker((runs.path(3) / MANIFEST).read_bytes()).decode()
+    assert found[0].mark == marker_content((runs.path(3) / MANIFEST).read_bytes()).decode()
     (note,) = notes
     assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not match {MANIFEST}")
-    assert held_in(tmp_path / "none") == ([], [])
+    assert list_node_checkpoints(tmp_path / "none") == ([], [])
 
 
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).path(1)
+    path = CheckpointFolder(tmp_path).path(1)
     save(path, content(1))
     text = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":9')
     (path / MANIFEST).write_bytes(text)
-    (path / MARKER).write_bytes(marker(text))
+    (path / MARKER).write_bytes(marker_content(text))
     with pytest.raises(NewerVersionError):
-        held_in(tmp_path)
+        list_node_checkpoints(tmp_path)
 
 
-def tier(folder: Path) -> Tier:
-    return Tier(folder, Nodes((0,)), ALONE, ALONE)
+def tier(folder: Path) -> LocalStore:
+    return LocalStore(folder, NodeMap((0,)), ALONE, ALONE)
 
 
 def step(folder: Path, iteration: int) -> None:
     """Save as a run does, and delete the one before."""
-    extra = Extra({"iteration": iteration}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
-    write_local(tier(folder), iteration, all_of(content(iteration)), extra)
-    assert keep_only(tier(folder), iteration) is None
+    extra = CheckpointExtras(
+        {"iteration": iteration}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"}
+    )
+    save_local(tier(folder), iteration, all_of(content(iteration)), extra)
+    assert delete_other_local_checkpoints(tier(folder), iteration) is None
 
 
 def newest(folder: Path) -> int:
     """The step of the checkpoint that a start takes, which is whole."""
-    (first, *_), _ = find(tier(folder))
-    manifest, notes = bring_together(tier(folder), first, all_of(content(0)))
+    (first, *_), _ = find_local_checkpoints(tier(folder))
+    manifest, notes = fetch_missing_files(tier(folder), first, all_of(content(0)))
     assert notes == []
     assert is_whole(manifest, first.iteration)
     return first.iteration
@@ -186,10 +201,10 @@ def check_failures(folder: Path, targets: list[int]) -> None:
     for target in targets:
         step(folder, 1)
         with watched(failing(target, errno.ENOSPC, once=True)):
-            extra = Extra({}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
+            extra = CheckpointExtras({}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
             try:
-                write_local(tier(folder), 2, all_of(content(2)), extra)
-                warning = keep_only(tier(folder), 2)
+                save_local(tier(folder), 2, all_of(content(2)), extra)
+                warning = delete_other_local_checkpoints(tier(folder), 2)
                 assert warning is None or "older local checkpoints are not deleted" in warning
                 expected = 2
             except StorageError as error:

@@ -9,35 +9,35 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError
-from megatron.checkpoint.manifest import (
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError
+from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     VERSION,
-    Chunk,
     FileRecord,
     Manifest,
+    TensorChunk,
     TensorRecord,
-    encode,
-    marker,
+    encode_manifest,
+    marker_content,
 )
-from megatron.parallel.shard import Box
+from megatron.distributed.sharding import Box
 
-CHUNK = Chunk(Box((0, 0), (2, 3)), "tensors_00000.safetensors", 16, 24, "0123456789abcdef")
+CHUNK = TensorChunk(Box((0, 0), (2, 3)), "tensors_00000.safetensors", 16, 24, "0123456789abcdef")
 TENSOR = TensorRecord("F32", (6,), (2, 3), (CHUNK,))
 FILES = {"tensors_00000.safetensors": FileRecord(40, 16, "f" * 16), "tokenizer/t.json": FileRecord(2, 2, "e" * 16)}
 
 
 def make(folder: Path, change: Callable[[dict[str, Any]], object] = lambda data: None) -> Path:
     """A checkpoint whose manifest was changed by somebody who knows how to make a marker."""
-    data = json.loads(encode({"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}}))
+    data = json.loads(encode_manifest({"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}}))
     change(data)
     content = json.dumps(data).encode()
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "t.json").write_bytes(bytes(2))
     (folder / "tensors_00000.safetensors").write_bytes(bytes(40))
     (folder / MANIFEST).write_bytes(content)
-    (folder / MARKER).write_bytes(marker(content))
+    (folder / MARKER).write_bytes(marker_content(content))
     return folder
 
 
@@ -79,7 +79,7 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(DamagedError, match=r"manifest\.json (is|has)"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json (is|has)"):
         Manifest.open(make(tmp_path, change))
 
 
@@ -89,22 +89,22 @@ def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[di
 )
 def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
     """A stranger's checkpoint may not say where its files are written when they are copied."""
-    with pytest.raises(DamagedError, match=r"manifest\.json is not valid for its version"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is not valid for its version"):
         Manifest.open(make(tmp_path, lambda data: data["files"].update({name: data["files"]["tokenizer/t.json"]})))
 
 
 def test_a_manifest_that_is_too_deep(tmp_path: Path) -> None:
     content = b"[" * 100_000
     (tmp_path / MANIFEST).write_bytes(content)
-    (tmp_path / MARKER).write_bytes(marker(content))
-    with pytest.raises(DamagedError, match=r"manifest\.json is not valid for its version"):
+    (tmp_path / MARKER).write_bytes(marker_content(content))
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is not valid for its version"):
         Manifest.open(tmp_path)
 
 
 def test_a_newer_version_is_named(tmp_path: Path) -> None:
     with pytest.raises(NewerVersionError, match="written by a newer version: its format version is 2") as caught:
         Manifest.open(make(tmp_path, lambda data: data.update(version=VERSION + 1, tensors="in another way")))
-    assert not isinstance(caught.value, DamagedError)
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_a_newer_version_is_named(tmp_path: Path) -> None:
 def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
     make(tmp_path)
     fault(tmp_path)
-    with pytest.raises(DamagedError, match=sentence):
+    with pytest.raises(DamagedCheckpointError, match=sentence):
         Manifest.open(tmp_path)
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="has no COMPLETE"):
+    with pytest.raises(DamagedCheckpointError, match="has no COMPLETE"):
         Manifest.open(tmp_path / "none")
 
 
 def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path))
-    with pytest.raises(DamagedError, match="flipped bytes"):
+    with pytest.raises(DamagedCheckpointError, match="flipped bytes"):
         manifest.read_file("tokenizer/t.json")
     with pytest.raises(KeyError):
         manifest.read_file("vocab.json")
@@ -142,14 +142,16 @@ def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:
 
 def test_chunks_that_leave_a_hole(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path, lambda data: data["tensors"]["w"].update(chunks=[])))
-    with pytest.raises(DamagedError, match=r"chunks of w are not a partition of it: \[0:2, 0:3\] is not covered"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"chunks of w are not a partition of it: \[0:2, 0:3\] is not covered"
+    ):
         manifest.prove("w")
 
 
 @pytest.mark.parametrize("state", [{"loss": float("nan")}, {"loss": float("inf")}, {"x": {1, 2}}])
 def test_state_is_json(state: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        encode({}, {}, state, {})
+        encode_manifest({}, {}, state, {})
 
 
 def test_errors_survive_the_way_between_ranks() -> None:

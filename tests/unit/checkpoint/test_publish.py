@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import publish as module
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.publish import abandon, is_complete, publish, remove, settle
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.publish import delete_checkpoint, discard_staged, is_complete, publish_staged, recover
 from tests.unit.checkpoint.samples import save, small
 from tests.unit.checkpoint.test_folder import make, values
 
 
 @pytest.fixture
-def forked(tmp_path: Path) -> tuple[Checkpoints, Checkpoints]:
+def forked(tmp_path: Path) -> tuple[CheckpointFolder, CheckpointFolder]:
     """A run, and another whose folder links to its checkpoints."""
-    one, other = Checkpoints(tmp_path / "one"), Checkpoints(tmp_path / "other")
+    one, other = CheckpointFolder(tmp_path / "one"), CheckpointFolder(tmp_path / "other")
     other.folder.mkdir()
     for iteration in (1, 2):
         make(one.path(iteration), iteration)
@@ -26,7 +26,7 @@ def forked(tmp_path: Path) -> tuple[Checkpoints, Checkpoints]:
     return one, other
 
 
-def test_retention_removes_links_only(forked: tuple[Checkpoints, Checkpoints]) -> None:
+def test_retention_removes_links_only(forked: tuple[CheckpointFolder, CheckpointFolder]) -> None:
     one, other = forked
     make(other.path(3), 3)
     assert other.retain(1) == [other.path(2), other.path(1)]
@@ -34,7 +34,7 @@ def test_retention_removes_links_only(forked: tuple[Checkpoints, Checkpoints]) -
     assert values(one.folder) == [2, 1]
 
 
-def test_a_link_counts_as_a_checkpoint(forked: tuple[Checkpoints, Checkpoints]) -> None:
+def test_a_link_counts_as_a_checkpoint(forked: tuple[CheckpointFolder, CheckpointFolder]) -> None:
     one, other = forked
     assert other.retain(1) == [other.path(1)]
     assert values(other.folder) == [2]
@@ -43,11 +43,11 @@ def test_a_link_counts_as_a_checkpoint(forked: tuple[Checkpoints, Checkpoints]) 
 
 @pytest.mark.parametrize("dangling", [False, True])
 def test_saving_replaces_a_link_and_not_what_it_leads_to(
-    forked: tuple[Checkpoints, Checkpoints], dangling: bool
+    forked: tuple[CheckpointFolder, CheckpointFolder], dangling: bool
 ) -> None:
     one, other = forked
     if dangling:
-        remove(one.path(2))
+        delete_checkpoint(one.path(2))
     save(other.path(2), small(), value=22)
     assert not other.path(2).is_symlink()
     assert values(other.folder) == [22, 1]
@@ -59,10 +59,10 @@ def test_saving_replaces_a_link_and_not_what_it_leads_to(
 @pytest.mark.parametrize("complete", [False, True])
 def test_leftovers_that_are_links(tmp_path: Path, suffix: str, complete: bool) -> None:
     elsewhere = make(tmp_path / "one" / "iter_0000001", 1, complete)
-    other = Checkpoints(tmp_path / "other")
+    other = CheckpointFolder(tmp_path / "other")
     make(other.path(1), 2)
     (other.folder / f"iter_0000001{suffix}").symlink_to(elsewhere)
-    settle(other.path(1))
+    recover(other.path(1))
     assert [path.name for path in other.folder.iterdir()] == ["iter_0000001"]
     assert values(other.folder) == [1 if complete and suffix == ".tmp" else 2]
     assert is_complete(elsewhere) is complete
@@ -81,7 +81,7 @@ def test_a_failed_save_leaves_the_best_there_was(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(module, "sync_folder", sync)
     with pytest.raises(OSError, match="Input/output error"):
-        publish(final)
+        publish_staged(final)
     assert values(tmp_path) == [3, 2]
-    abandon(final)
+    discard_staged(final)
     assert values(tmp_path) == [2]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.batch import (
-    batch_at,
-    batch_stages,
-    global_batch,
-    microbatches,
-    padding,
-    total_samples,
-    total_steps,
-    trained_samples,
+    final_consumed_samples,
+    final_iteration,
+    full_global_batch_size,
+    get_num_microbatches,
+    global_batch_size_at,
+    padding_samples,
+    planned_samples,
+    rampup_stages,
 )
 from megatron.config.run import TrainingConfig
 
@@ -57,13 +57,13 @@ def test_ramp(config: TrainingConfig) -> None:
     assert full is not None
     assert ramp is not None
     taken = walk(ramp, full, config.train_samples, config.train_iters)
-    assert [batch_at(config, 1, consumed) for consumed, _ in taken] == [size for _, size in taken]
-    assert total_steps(config, 1) == len(taken)
+    assert [global_batch_size_at(config, 1, consumed) for consumed, _ in taken] == [size for _, size in taken]
+    assert final_iteration(config, 1) == len(taken)
     if config.train_samples is None:
-        assert total_samples(config, 1) == sum(size for _, size in taken)
+        assert planned_samples(config, 1) == sum(size for _, size in taken)
     else:
-        assert total_samples(config, 1) == config.train_samples
-    assert trained_samples(config, 1) == sum(size for _, size in taken)
+        assert planned_samples(config, 1) == config.train_samples
+    assert final_consumed_samples(config, 1) == sum(size for _, size in taken)
 
 
 @given(ramps(), st.integers(0, 10**6))
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_from_any_of_its_steps_ends_where_it_would_have(confi
     taken = walk(ramp, full, config.train_samples, config.train_iters)
     iteration = dice % (len(taken) + 1)
     point = (iteration, sum(size for _, size in taken[:iteration]))
-    for measure in (total_steps, total_samples, trained_samples):
+    for measure in (final_iteration, planned_samples, final_consumed_samples):
         assert measure(config, 1, *point) == measure(config, 1)
 
 
@@ -83,20 +83,20 @@ def test_a_run_may_go_on_from_where_it_has_never_been(config: TrainingConfig, it
     """After a change of batch, walked through step by step: the counts of steps and of samples need not fit."""
     steps, samples = iteration, consumed
     while True:
-        size = batch_at(config, 1, samples)
+        size = global_batch_size_at(config, 1, samples)
         if config.train_samples is None and steps >= (config.train_iters or 0):
             break
         if config.train_samples is not None and samples + size > config.train_samples:
             break
         steps, samples = steps + 1, samples + size
-    assert total_steps(config, 1, iteration, consumed) == steps
-    assert trained_samples(config, 1, iteration, consumed) == samples
-    assert total_samples(config, 1, iteration, consumed) == (config.train_samples or samples)
+    assert final_iteration(config, 1, iteration, consumed) == steps
+    assert final_consumed_samples(config, 1, iteration, consumed) == samples
+    assert planned_samples(config, 1, iteration, consumed) == (config.train_samples or samples)
 
 
 @given(ramps())
 def test_stages_are_whole_steps_in_order(config: TrainingConfig) -> None:
-    stages = batch_stages(config, 1)
+    stages = rampup_stages(config, 1)
     assert stages[0][0] == 0
     assert stages[-1][1] == config.global_batch_size
     for (at, size), (end, larger) in zip(stages, stages[1:]):
@@ -108,18 +108,18 @@ def test_stages_are_whole_steps_in_order(config: TrainingConfig) -> None:
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
 def test_padding_is_what_micro_batches_of_all_ranks_have_besides_the_batch(batch: int, micro: int, ranks: int) -> None:
     config = TrainingConfig(micro_batch_size=micro, global_batch_size=batch, pad_global_batch=True)
-    computed = microbatches(config, ranks) * micro * ranks
-    assert padding(config, ranks, batch) == computed - batch
+    computed = get_num_microbatches(config, ranks) * micro * ranks
+    assert padding_samples(config, ranks, batch) == computed - batch
     assert 0 <= computed - batch < micro * ranks
-    assert padding(replace(config, pad_global_batch=False), ranks, batch) == 0
+    assert padding_samples(replace(config, pad_global_batch=False), ranks, batch) == 0
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 1000))
 def test_without_a_ramp(batch: int, micro: int, ranks: int, samples: int) -> None:
     fixed = TrainingConfig(global_batch_size=batch, train_samples=samples)
-    assert batch_stages(fixed, ranks) == [(0, batch)]
-    assert total_steps(fixed, ranks) == samples // batch
+    assert rampup_stages(fixed, ranks) == [(0, batch)]
+    assert final_iteration(fixed, ranks) == samples // batch
     derived = TrainingConfig(micro_batch_size=micro, train_iters=samples)
-    assert global_batch(derived, ranks) == batch_at(derived, ranks, samples) == micro * ranks
-    assert total_samples(derived, ranks) == samples * micro * ranks
-    assert total_steps(derived, ranks) == samples
+    assert full_global_batch_size(derived, ranks) == global_batch_size_at(derived, ranks, samples) == micro * ranks
+    assert planned_samples(derived, ranks) == samples * micro * ranks
+    assert final_iteration(derived, ranks) == samples

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from megatron.config.data_paths import (
     DEFAULT_SPLIT,
-    MOST_SOURCES,
+    MAX_BLEND_DATASETS,
     Blend,
     DataPathArgs,
-    Source,
+    SplitSource,
     blend_problems,
     data_sources,
     read_blend,
     split_shares,
 )
-from megatron.config.names import unique_names
-from megatron.config.problems import UserError
+from megatron.config.errors import UserError
 from megatron.config.run import DataConfig
+from megatron.config.text import unique_names
 
 
 def plain(blend: Blend) -> tuple[list[str], list[float] | None]:
@@ -83,10 +83,10 @@ def test_the_forms_of_data_path() -> None:
 def test_a_split_without_weight_has_no_source() -> None:
     blend = Blend(("a",))
     assert data_sources(DataConfig(data_path=("a",))) == dict.fromkeys(
-        ("train", "valid", "test"), Source(blend, DEFAULT_SPLIT)
+        ("train", "valid", "test"), SplitSource(blend, DEFAULT_SPLIT)
     )
     assert data_sources(DataConfig(data_path=("a",), split="9,0,1")) == dict.fromkeys(
-        ("train", "test"), Source(blend, "9,0,1")
+        ("train", "test"), SplitSource(blend, "9,0,1")
     )
     assert list(data_sources(DataConfig(data_path=("a",), split="1"))) == ["train"]
     assert data_sources(DataConfig(mock_data=True)) == {}
@@ -94,7 +94,10 @@ def test_a_split_without_weight_has_no_source() -> None:
 
 def test_splits_of_their_own_files_are_read_whole() -> None:
     data = DataConfig(train_data_path=("1", "a", "2", "b"), test_data_path=("0.5", "c"))
-    assert data_sources(data) == {"train": Source(Blend(("a", "b"), (1.0, 2.0))), "test": Source(Blend(("c",)))}
+    assert data_sources(data) == {
+        "train": SplitSource(Blend(("a", "b"), (1.0, 2.0))),
+        "test": SplitSource(Blend(("c",))),
+    }
 
 
 def test_argument_files(tmp_path: Path) -> None:
@@ -109,16 +112,16 @@ def test_argument_files(tmp_path: Path) -> None:
 def test_every_validation_set_has_a_source() -> None:
     data = DataConfig(valid_data_path=("x/wiki", "x/web"), train_data_path=("a",), multiple_validation_sets=True)
     assert data_sources(data) == {
-        "train": Source(Blend(("a",))),
-        "valid:wiki": Source(Blend(("x/wiki",))),
-        "valid:web": Source(Blend(("x/web",))),
+        "train": SplitSource(Blend(("a",))),
+        "valid:wiki": SplitSource(Blend(("x/wiki",))),
+        "valid:web": SplitSource(Blend(("x/web",))),
     }
     cut = DataConfig(
         data_path=("0.3", "a", "0.7", "b"), multiple_validation_sets=True, validation_set_names=("one", "two")
     )
     sources = data_sources(cut)
     assert list(sources) == ["train", "valid:one", "valid:two", "test"]
-    assert sources["valid:two"] == Source(Blend(("b",)), DEFAULT_SPLIT)
+    assert sources["valid:two"] == SplitSource(Blend(("b",)), DEFAULT_SPLIT)
     assert sources["train"].blend.weights == (0.3, 0.7)
 
 
@@ -188,7 +191,7 @@ def test_what_cannot_be_understood_is_told_at_once() -> None:
 
 
 def test_a_blend_has_a_largest_number_of_sources() -> None:
-    most = tuple(f"p{i}" for i in range(MOST_SOURCES))
+    most = tuple(f"p{i}" for i in range(MAX_BLEND_DATASETS))
     assert list(blend_problems(DataPathArgs(most, "--data-path"))) == []
     (problem,) = blend_problems(DataPathArgs((*most, "q"), "--data-path"))
     assert problem.sentence == "--data-path has 32,767 prefixes; a blend holds at most 32,766"

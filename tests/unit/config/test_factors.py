@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.factors import factor_of, read_factor
+from megatron.config.run import matching_factor, parse_factor
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from megatron.config.factors import factor_of, read_factor
     [("a=2", ("a", 2.0)), ("layers.*.w[12]=1e-3", ("layers.*.w[12]", 1e-3)), ("x=y=0", ("x=y", 0.0))],
 )
 def test_read(text: str, expected: tuple[str, float]) -> None:
-    assert read_factor(text) == expected
+    assert parse_factor(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_read(text: str, expected: tuple[str, float]) -> None:
 )
 def test_refused(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        read_factor(text)
+        parse_factor(text)
 
 
 def test_the_last_match_counts() -> None:
     factors = [("a*", 2.0), ("*b", 3.0)]
-    assert [factor_of(name, factors, 1.0) for name in ("a", "b", "ab", "c", "A")] == [2.0, 3.0, 3.0, 1.0, 1.0]
+    assert [matching_factor(name, factors, 1.0) for name in ("a", "b", "ab", "c", "A")] == [2.0, 3.0, 3.0, 1.0, 1.0]

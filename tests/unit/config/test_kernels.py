@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.kernels import CANDIDATES, Wish, wishes, word_problems
+from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices, kernel_problems
 
 
 def names(*words: str) -> dict[str, str]:
-    return {operation: wish.name for operation, wish in wishes(words).items()}
+    return {operation: wish.name for operation, wish in kernel_choices(words).items()}
 
 
 def test_a_word_alone_speaks_of_every_operation() -> None:
@@ -16,7 +16,7 @@ def test_a_word_alone_speaks_of_every_operation() -> None:
     assert set(names("torch").values()) == {"torch"}
     found = names("compiled")
     assert {operation for operation, name in found.items() if name == "compiled"} == {
-        operation for operation, known in CANDIDATES.items() if "compiled" in known
+        operation for operation, known in KERNEL_CANDIDATES.items() if "compiled" in known
     }
     assert found["attention"] == "torch", "what cannot be compiled is torch's own"
 
@@ -28,17 +28,17 @@ def test_later_words_win() -> None:
 
 
 def test_only_an_operations_own_name_insists() -> None:
-    asked = wishes(("compiled", "norm=compiled", "rotary=auto"))
-    assert asked["norm"] == Wish("compiled", alone=True)
-    assert asked["add_norm"] == Wish("compiled", alone=False)
-    assert asked["rotary"] == Wish("auto", alone=False)
+    asked = kernel_choices(("compiled", "norm=compiled", "rotary=auto"))
+    assert asked["norm"] == KernelChoice("compiled", alone=True)
+    assert asked["add_norm"] == KernelChoice("compiled", alone=False)
+    assert asked["rotary"] == KernelChoice("auto", alone=False)
 
 
 @pytest.mark.parametrize(
-    "word", ["auto", "torch", "compiled", *(f"{o}={n}" for o in CANDIDATES for n in CANDIDATES[o])]
+    "word", ["auto", "torch", "compiled", *(f"{o}={n}" for o in KERNEL_CANDIDATES for n in KERNEL_CANDIDATES[o])]
 )
 def test_every_word_that_means_something_is_taken(word: str) -> None:
-    assert list(word_problems((word,))) == []
+    assert list(kernel_problems((word,))) == []
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_every_word_that_means_something_is_taken(word: str) -> None:
     ],
 )
 def test_other_words_are_told_with_a_way_out(word: str, fix: str) -> None:
-    (problem,) = word_problems((word,))
+    (problem,) = kernel_problems((word,))
     assert (problem.code, problem.fixes) == ("E901", (fix,))
 
 
 def test_no_word_at_all_is_a_mistake() -> None:
-    assert [problem.code for problem in word_problems(())] == ["E901"]
+    assert [problem.code for problem in kernel_problems(())] == ["E901"]

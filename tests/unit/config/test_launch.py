@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megatron.config.arguments import parse
-from megatron.config.launch import Launch, Start, leave
+from megatron.arguments.cli import parse
+from megatron.config.launch import JobStart, Launch, exit_process
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
 JOB = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "SLURM_NNODES": "1"}
@@ -47,35 +47,46 @@ AGENT = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
 @pytest.mark.parametrize(
     ("environ", "start", "text"),
     [
-        ({}, Start(), ""),
-        (SLURM, Start("17", "c"), "Slurm job 17, restart 0"),
-        (SLURM | {"SLURM_STEP_ID": "4294967291"}, Start("17", "c"), "Slurm job 17, restart 0"),
+        ({}, JobStart(), ""),
+        (SLURM, JobStart("17", "c"), "Slurm job 17, restart 0"),
+        (SLURM | {"SLURM_STEP_ID": "4294967291"}, JobStart("17", "c"), "Slurm job 17, restart 0"),
         (
             SLURM | STEP | {"SLURM_RESTART_COUNT": "2"},
-            Start("17", "c", 2, 0),
+            JobStart("17", "c", 2, 0),
             "Slurm job 17, restart 2, step 0",
         ),
-        (TORCHRUN | AGENT, Start(group="a", attempt=1), "torchrun's a, attempt 1"),
-        (SLURM | AGENT, Start("17", "c", group="a", attempt=1), "Slurm job 17, restart 0, torchrun's a, attempt 1"),
-        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, Start(attempt=1), ""),
-        ({"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"}, Start(), ""),
+        (TORCHRUN | AGENT, JobStart(group="a", attempt=1), "torchrun's a, attempt 1"),
+        (SLURM | AGENT, JobStart("17", "c", group="a", attempt=1), "Slurm job 17, restart 0, torchrun's a, attempt 1"),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, JobStart(attempt=1), ""),
+        ({"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"}, JobStart(), ""),
     ],
 )
-def test_which_start_of_which_job(environ: dict[str, str], start: Start, text: str) -> None:
-    assert Start.read(environ) == start
+def test_which_start_of_which_job(environ: dict[str, str], start: JobStart, text: str) -> None:
+    assert JobStart.read(environ) == start
     assert str(start) == text
 
 
 LATER = [
-    [Start("17"), Start("17", step=0), Start("17", step=3), Start("17", restart=1), Start("17", restart=2, step=0)],
-    [Start(group="a"), Start(group="a", attempt=1), Start(group="a", attempt=3)],
-    [Start("17", restart=1, group="a", attempt=4), Start("17", restart=2, group="b")],
+    [
+        JobStart("17"),
+        JobStart("17", step=0),
+        JobStart("17", step=3),
+        JobStart("17", restart=1),
+        JobStart("17", restart=2, step=0),
+    ],
+    [JobStart(group="a"), JobStart(group="a", attempt=1), JobStart(group="a", attempt=3)],
+    [JobStart("17", restart=1, group="a", attempt=4), JobStart("17", restart=2, group="b")],
 ]
-STRANGERS = [Start(), Start("18", restart=9), Start("17", "another", restart=9), Start(group="b", attempt=9)]
+STRANGERS = [
+    JobStart(),
+    JobStart("18", restart=9),
+    JobStart("17", "another", restart=9),
+    JobStart(group="b", attempt=9),
+]
 
 
 @pytest.mark.parametrize("starts", LATER)
-def test_a_later_start_follows_every_earlier_one_of_its_job_and_nobody_else(starts: list[Start]) -> None:
+def test_a_later_start_follows_every_earlier_one_of_its_job_and_nobody_else(starts: list[JobStart]) -> None:
     for place, start in enumerate(starts):
         assert all(start.follows(earlier) for earlier in starts[:place])
         assert not any(start.follows(later) for later in starts[place + 1 :])
@@ -105,7 +116,7 @@ def test_a_console_on_a_full_disk_does_not_change_the_status(monkeypatch: pytest
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(sys, "stdout", FullDisk())
-    leave(143)
+    exit_process(143)
     assert statuses == [143]
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.batch import in_full_batches, total_steps
-from megatron.config.lengths import lengths
+from megatron.config.batch import final_iteration, samples_without_rampup, schedule_lengths
 from megatron.config.run import OptimizerConfig, RunConfig, TrainingConfig
 from tests.unit.config.test_batch import ramps, walk
 
@@ -30,9 +29,9 @@ def test_seen_from_any_of_its_steps_an_unchanged_run_is_the_same(
     taken = walk(training.rampup_batch_size, full, training.train_samples, training.train_iters)
     iteration = dice % (len(taken) + 1)
     consumed = sum(size for _, size in taken[:iteration])
-    assert in_full_batches(training, 1, consumed) == iteration * full
-    assert lengths(config, 1, iteration, consumed) == lengths(config, 1)
-    assert lengths(config, 1)[:3] == (warmup * full, decay * full, 3 * full)
+    assert samples_without_rampup(training, 1, consumed) == iteration * full
+    assert schedule_lengths(config, 1, iteration, consumed) == schedule_lengths(config, 1)
+    assert schedule_lengths(config, 1)[:3] == (warmup * full, decay * full, 3 * full)
 
 
 @given(
@@ -47,15 +46,15 @@ def test_after_a_change_of_batch_every_step_counts_its_own_samples(
 ) -> None:
     sizes = [before] * change + [after] * 60
     training = TrainingConfig(global_batch_size=after, train_iters=60)
-    found = lengths(run_of(training, warmup, decay, 5), 1, change, before * change)
+    found = schedule_lengths(run_of(training, warmup, decay, 5), 1, change, before * change)
     assert found == (sum(sizes[:warmup]), sum(sizes[:decay]), 5 * after, sum(sizes[:60]))
 
 
 @given(ramps(), st.integers(1, 60), st.integers(1, 600), st.integers(0, 90))
 def test_what_is_over_stays_over(training: TrainingConfig, iteration: int, consumed: int, steps: int) -> None:
     """Whatever the batches were before, and with a ramp that now begins in its middle."""
-    at = lengths(run_of(training, steps, 1, 1), 1, iteration, consumed).warmup
-    passed = in_full_batches(training, 1, consumed)
+    at = schedule_lengths(run_of(training, steps, 1, 1), 1, iteration, consumed).warmup
+    passed = samples_without_rampup(training, 1, consumed)
     assert (at <= passed) == (steps <= iteration or at == passed)
     assert at == passed or steps != iteration
 
@@ -63,7 +62,7 @@ def test_what_is_over_stays_over(training: TrainingConfig, iteration: int, consu
 def test_lengths_in_samples_and_shares_are_what_they_are() -> None:
     training = TrainingConfig(global_batch_size=8, train_iters=100)
     config = RunConfig(training=training, optimizer=OptimizerConfig(lr_warmup_samples=30, lr_decay_samples=600))
-    assert lengths(config, 1, 50, 200)[:2] == (30, 600)
+    assert schedule_lengths(config, 1, 50, 200)[:2] == (30, 600)
     share = replace(config, optimizer=OptimizerConfig(lr_warmup_fraction=0.1))
-    assert lengths(share, 1, 50, 200)[:2] == (pytest.approx(60), 600)
-    assert total_steps(training, 1, 50, 200) == 100
+    assert schedule_lengths(share, 1, 50, 200)[:2] == (pytest.approx(60), 600)
+    assert final_iteration(training, 1, 50, 200) == 100

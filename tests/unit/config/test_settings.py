@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.settings import in_flags
+from megatron.config.settings import replace_by_flags
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from megatron.config.settings import in_flags
     ],
 )
 def test_names_of_fields_are_told_as_flags_and_nothing_else_is(sentence: str, told: str | None) -> None:
-    assert in_flags(sentence) == (sentence if told is None else told)
+    assert replace_by_flags(sentence) == (sentence if told is None else told)

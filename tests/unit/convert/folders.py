@@ -11,16 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.store import write
-from megatron.config.hf import config_json, family_for
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.format import Manifest, whole_box
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
-from megatron.config.sources import to_dict
-from megatron.model.hf import shapes_only, slots
-from megatron.parallel.comm import Group
+from megatron.convert.huggingface.config import build_config_json, model_type_for
+from megatron.convert.huggingface.weight_map import build_on_meta, hf_slots
+from megatron.distributed.comm import Group
 from tests.solo import tiny
 
 LLAMA: dict[str, Any] = {
@@ -42,14 +41,14 @@ def llama(**changes: Any) -> ModelConfig:
 def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Under transformers' names."""
     generator = torch.Generator().manual_seed(seed)
-    made = slots(family_for(model), shapes_only(model).specs).values()
+    made = hf_slots(model_type_for(model), build_on_meta(model).specs).values()
     return {s.name: (0.2 * torch.randn(s.shape, generator=generator)).to(dtype) for found in made for s in found}
 
 
 def write_folder(folder: Path, model: ModelConfig, weights: dict[str, Tensor], shards: int = 1) -> Path:
     """A Hugging Face folder with these weights, whatever they are."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_json(model)))
+    (folder / "config.json").write_text(json.dumps(build_config_json(model)))
     if shards == 1:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
@@ -73,13 +72,15 @@ def write_checkpoint(
     """A checkpoint with random weights, a moment of each, and these small files."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, spec in shapes_only(model).specs.items():
+    for name, spec in build_on_meta(model).specs.items():
         for stored in (name, f"optim.exp_avg.{name}"):
             value = std * torch.randn(spec.view, generator=generator)
-            tensors[stored] = GlobalTensor(spec.shape, spec.view, torch.float32, (Part(whole(spec.view), value),))
+            tensors[stored] = GlobalTensor(
+                spec.shape, spec.view, torch.float32, (TensorPart(whole_box(spec.view), value),)
+            )
     config = replace(RunConfig(model=model), precision=PrecisionConfig(params_dtype=params_dtype))
     small: dict[str, Path | bytes] = dict(files or {})
-    write(path, tensors, {"iteration": 7}, to_dict(config), Group(), small)
+    save_sharded(path, tensors, {"iteration": 7}, to_dict(config), Group(), small)
     return Manifest.open(path)
 
 

@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.durable_files import CheckpointError
 from megatron.config.model import ModelConfig
-from megatron.convert.check import TOLERANCE, Difference, MismatchError, check, inputs, unexercised
-from megatron.convert.hf_folder import HFSource
-from megatron.model import hf
+from megatron.convert.huggingface import weight_map
+from megatron.convert.huggingface.check import (
+    TOLERANCE,
+    MismatchError,
+    OutputDifference,
+    check_model,
+    sample_inputs,
+    uncovered_by_check,
+)
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from tests.solo import tiny
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
@@ -27,9 +34,9 @@ MODELS = {
 }
 
 
-def compare(folder: Path, model: ModelConfig, trusted: Path | None = None) -> list[Difference]:
+def compare(folder: Path, model: ModelConfig, trusted: Path | None = None) -> list[OutputDifference]:
     """The folder through transformers against ourselves, fed from ``trusted`` (default: the same folder)."""
-    return check(folder, folder / "config.json", model, HFSource(trusted or folder, model))
+    return check_model(folder, folder / "config.json", model, HuggingFaceWeights(trusted or folder, model))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -46,7 +53,7 @@ def test_one_changed_element_of_any_tensor_is_seen(name: str, tmp_path: Path) ->
     model = replace(MODELS[name], num_layers=1)
     weights = random_weights(model)
     good = write_folder(tmp_path / "good", model, weights)
-    tokens, _ = inputs(model)
+    tokens, _ = sample_inputs(model)
     for i, key in enumerate(weights):
         changed = weights[key].clone()
         row = int(tokens[-1, -1]) if key.endswith(("wte.weight", "embed_tokens.weight")) else -1
@@ -108,13 +115,13 @@ def test_a_wrong_row_of_the_table_is_seen(
 ) -> None:
     model = MODELS[kind]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
-    table = hf.TABLES[kind]
+    table = weight_map.WEIGHT_TABLES[kind]
     swaps = {"x g d": "g x d", "h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
 
-    def mutate(row: hf.Row) -> hf.Row:
+    def mutate(row: weight_map.WeightRow) -> weight_map.WeightRow:
         return row[0], row[1], tuple((theirs, swaps.get(axes, axes)) for theirs, axes in row[2])
 
-    monkeypatch.setitem(hf.TABLES, kind, replace(table, rows=tuple(map(mutate, table.rows))))
+    monkeypatch.setitem(weight_map.WEIGHT_TABLES, kind, replace(table, rows=tuple(map(mutate, table.rows))))
     with pytest.raises(MismatchError, match="the first to differ is block 0"):
         compare(folder, model)
 
@@ -133,27 +140,27 @@ def test_tensors_missing_or_unused_by_transformers(tmp_path: Path) -> None:
 
 
 def test_inputs_reach_the_last_learned_position() -> None:
-    tokens, positions = inputs(MODELS["gpt2"])
+    tokens, positions = sample_inputs(MODELS["gpt2"])
     assert tokens.shape == positions.shape == (2, 32)
     assert positions[0, 0] == 0
     assert positions[-1, -1] == 199
     assert (positions.diff(dim=1) == 1).all()
     assert tokens.max() < 101
-    assert inputs(tiny())[0].shape == (2, 16), "no longer than the model's positions"
+    assert sample_inputs(tiny())[0].shape == (2, 16), "no longer than the model's positions"
 
 
 @pytest.mark.parametrize(("window", "rows"), [(None, 32), (1, 33), (100, 132), (256, 288)])
 def test_rows_are_longer_than_a_window(window: int | None, rows: int) -> None:
     model = llama(window_size=window, max_position_embeddings=1000)
-    assert inputs(model)[0].shape == (2, rows)
-    assert unexercised(model) is None
+    assert sample_inputs(model)[0].shape == (2, rows)
+    assert uncovered_by_check(model) is None
 
 
 def test_a_window_that_the_rows_do_not_leave_is_said() -> None:
-    assert inputs(llama(window_size=257, max_position_embeddings=1000))[0].shape == (2, 32)
-    said = unexercised(llama(window_size=257, max_position_embeddings=1000))
+    assert sample_inputs(llama(window_size=257, max_position_embeddings=1000))[0].shape == (2, 32)
+    said = uncovered_by_check(llama(window_size=257, max_position_embeddings=1000))
     assert said == "the window of 257 tokens, because the rows compared have 32"
-    assert unexercised(llama(window_size=64, max_position_embeddings=64)) is None, "no text leaves it"
+    assert uncovered_by_check(llama(window_size=64, max_position_embeddings=64)) is None, "no text leaves it"
 
 
 def test_a_wrong_window_is_seen(tmp_path: Path) -> None:

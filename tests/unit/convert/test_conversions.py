@@ -14,20 +14,20 @@ from safetensors.torch import load_file
 from tokenizers import models, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.config.model import ModelConfig
-from megatron.convert.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
-from megatron.convert.checkpoint import open_checkpoint
-from megatron.convert.conversions import from_hf, to_hf
+from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
+from megatron.convert.huggingface import weight_map
+from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
+from megatron.convert.saved_model import open_checkpoint
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     HuggingFaceTokenizer,
-    byte_letters,
     byte_level_bpe,
-    tokenizer_files,
+    bytes_to_unicode,
+    make_tokenizer_files,
 )
-from megatron.model import hf
 from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
@@ -36,20 +36,20 @@ MODELS = {"gpt2": tiny(), "llama": llama()}
 
 def swap_rows(monkeypatch: pytest.MonkeyPatch, kind: str, first: str, second: str) -> None:
     """Let two axes descriptions of a family's table change places."""
-    table = hf.TABLES[kind]
+    table = weight_map.WEIGHT_TABLES[kind]
     swaps = {first: second, second: first}
     rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in table.rows)
-    monkeypatch.setitem(hf.TABLES, kind, hf.Table(rows, table.prefix, table.buffers))
+    monkeypatch.setitem(weight_map.WEIGHT_TABLES, kind, weight_map.WeightTable(rows, table.prefix, table.buffers))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: Path) -> None:
     model = MODELS[kind]
     weights = random_weights(model, torch.bfloat16)
-    there = from_hf(write_folder(tmp_path / "hf", model, weights, shards=3), tmp_path / "save", ignore)
+    there = convert_from_huggingface(write_folder(tmp_path / "hf", model, weights, shards=3), tmp_path / "save", ignore)
     assert there.path == tmp_path / "save" / "iter_0000000"
     assert there.differences
-    back = to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
+    back = convert_to_huggingface(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
     assert back.differences[-1].what == "logits"
     assert all(d.relative <= TOLERANCE for d in (*there.differences, *back.differences))
     found = load_file(tmp_path / "back" / "model.safetensors")
@@ -63,10 +63,10 @@ def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: p
     write_checkpoint(tmp_path / "run" / "iter_0000007", model)
     swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
     with pytest.raises(MismatchError, match="block 0"):
-        from_hf(folder, tmp_path / "save", ignore)
+        convert_from_huggingface(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
     with pytest.raises(MismatchError, match="block 0"):
-        to_hf(open_checkpoint(tmp_path / "run")[0], tmp_path / "out", ignore, shard_bytes=10**9)
+        convert_to_huggingface(open_checkpoint(tmp_path / "run")[0], tmp_path / "out", ignore, shard_bytes=10**9)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "save"}
 
 
@@ -74,8 +74,10 @@ def test_unchecked_conversions_compare_nothing(tmp_path: Path, monkeypatch: pyte
     model = MODELS["llama"]
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
-    assert from_hf(folder, tmp_path / "save", ignore, checked=False).differences == ()
-    done = to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+    assert convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False).differences == ()
+    done = convert_to_huggingface(
+        open_checkpoint(tmp_path / "save")[0], tmp_path / "out", ignore, shard_bytes=10**9, checked=False
+    )
     assert done.differences == ()
 
 
@@ -83,14 +85,14 @@ def test_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
     model = MODELS["llama"]
     write_checkpoint(tmp_path / "save" / "iter_0000007", model)
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
-        from_hf(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "save", ignore)
+        convert_from_huggingface(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "save", ignore)
 
 
 def test_fp64_is_not_rounded_unasked(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "iter_0000007", MODELS["llama"], "fp64")
     with pytest.raises(CheckpointError, match=r"computed in fp64[\s\S]*--dtype fp32"):
-        to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
-    to_hf(manifest, tmp_path / "out", ignore, dtype="bf16", shard_bytes=10**9, checked=False)
+        convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    convert_to_huggingface(manifest, tmp_path / "out", ignore, dtype="bf16", shard_bytes=10**9, checked=False)
 
 
 def killed_at(number: int, convert: Callable[[Callable[[str, int, int], None]], object]) -> None:
@@ -119,16 +121,16 @@ def test_a_kill_leaves_nothing_that_looks_complete(number: int, tmp_path: Path) 
     model: ModelConfig = MODELS["llama"]
     manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
     out = tmp_path / "out"
-    killed_at(number, lambda report: to_hf(manifest, out, report, shard_bytes=20_000, checked=False))
+    killed_at(number, lambda report: convert_to_huggingface(manifest, out, report, shard_bytes=20_000, checked=False))
     assert not out.exists()
     assert not (tmp_path / "out.tmp" / "config.json").exists()
-    to_hf(manifest, out, ignore, shard_bytes=20_000, checked=False)
+    convert_to_huggingface(manifest, out, ignore, shard_bytes=20_000, checked=False)
     assert not (tmp_path / "out.tmp").exists()
 
     save = tmp_path / "save"
-    killed_at(number, lambda report: from_hf(out, save, report, checked=False))
-    assert Checkpoints(save).candidates() == []
-    from_hf(out, save, ignore, checked=False)
+    killed_at(number, lambda report: convert_from_huggingface(out, save, report, checked=False))
+    assert CheckpointFolder(save).candidates() == []
+    convert_from_huggingface(out, save, ignore, checked=False)
     assert [path.name for path in save.iterdir()] == ["iter_0000000"]
 
 
@@ -139,8 +141,8 @@ def test_no_memory_larger_than_the_largest_tensor_is_asked_for(kind: str, tmp_pa
     folder = write_folder(tmp_path / "hf", model, random_weights(model, torch.bfloat16))
     largest = 4 * model.vocab * model.hidden_size
     with Allocations() as seen:
-        from_hf(folder, tmp_path / "save", ignore)
-        to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
+        convert_from_huggingface(folder, tmp_path / "save", ignore)
+        convert_to_huggingface(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
         left = seen.alive
     assert seen.largest == largest
     assert left < largest / 10, "nothing is kept"
@@ -150,9 +152,9 @@ def trained_bpe() -> dict[str, bytes]:
     """A byte-level BPE with GPT-2's words, whose digits and line ends are cut otherwise than Qwen's."""
     tokenizer = byte_level_bpe(models.BPE(), words=True)
     special = [END_OF_DOCUMENT]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=byte_letters())
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=bytes_to_unicode())
     tokenizer.train_from_iterator([*SAMPLE_TEXTS, "In 1234567 the year 2024 99.95"] * 3, trainer)
-    return tokenizer_files(tokenizer)
+    return make_tokenizer_files(tokenizer)
 
 
 def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
@@ -160,10 +162,10 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path
     qwen2 = llama(add_qkv_bias=True, vocab_size=512)
     manifest = write_checkpoint(tmp_path / "iter_0000007", qwen2, files=files)
     with pytest.raises(MismatchError, match=r"ids for \d+ of [\s\S]* model_type qwen2"):
-        to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+        convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"], "nothing is written"
 
-    to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+    convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
     ours, text = HuggingFaceTokenizer(tmp_path / "out"), SAMPLE_TEXTS[1]
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != list(ours.encode(text))
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text)["input_ids"] == list(ours.encode(text))
@@ -177,7 +179,7 @@ def test_the_tokenizer_class_is_one_that_reads_the_same_ids(named: str | None, t
     carried = {f"tokenizer/{name}": content for name, content in files.items()}
     qwen3 = llama(qk_layernorm=True, vocab_size=512)
     manifest = write_checkpoint(tmp_path / "iter_0000007", qwen3, files=carried)
-    to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
     ours, theirs = HuggingFaceTokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(theirs(text)["input_ids"] == list(ours.encode(text)) for text in SAMPLE_TEXTS)
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -186,7 +188,7 @@ def test_the_tokenizer_class_is_one_that_reads_the_same_ids(named: str | None, t
 
 def test_a_tokenizer_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
-    files = {f"tokenizer/{name}": content for name, content in tokenizer_files(tokenizer).items()}
+    files = {f"tokenizer/{name}": content for name, content in make_tokenizer_files(tokenizer).items()}
     qwen2 = write_checkpoint(tmp_path / "iter_0000007", llama(add_qkv_bias=True), files=files)
     with pytest.raises(MismatchError, match="AutoTokenizer of transformers"):
-        to_hf(qwen2, tmp_path / "out", ignore, shard_bytes=10**9)
+        convert_to_huggingface(qwen2, tmp_path / "out", ignore, shard_bytes=10**9)

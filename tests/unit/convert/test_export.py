@@ -14,15 +14,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
-from megatron.checkpoint.manifest import Manifest
-from megatron.config.problems import UserError
-from megatron.convert.checkpoint import SavedModel
-from megatron.convert.export import PENDING, Export, Item, shards, special_ids
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, bytes_as_ids
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
+from megatron.convert.huggingface.export import (
+    PENDING_CONFIG_FILE,
+    ExportedTensor,
+    HuggingFaceExport,
+    special_token_ids,
+    split_into_shards,
+)
+from megatron.convert.huggingface.weight_map import TensorMapping
+from megatron.convert.saved_model import SavedModel
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, byte_tokenizer
+from megatron.distributed.sharding import Box
 from megatron.inference.text import TextCodec
-from megatron.model.hf import Slot
-from megatron.parallel.shard import Box
 from tests.parity.families import from_gpt2, from_llama
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, write_checkpoint
@@ -45,7 +51,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def export(saved: SavedModel, folder: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Path:
-    made = Export(saved, folder, dtype)
+    made = HuggingFaceExport(saved, folder, dtype)
     made.build(shard_bytes, ignore)
     made.publish()
     return folder
@@ -99,8 +105,11 @@ def test_shards_and_their_index(saved: SavedModel, tmp_path: Path) -> None:
 
 
 def test_shards_are_consecutive_and_small() -> None:
-    items = [Item(str(i), Slot(str(i), (n,), (0,), Box((0,), (n,)))) for i, n in enumerate([3, 3, 9, 1, 1, 1, 5])]
-    found = [[item.ours for item in group] for group in shards(items, torch.float16, 12)]
+    items = [
+        ExportedTensor(str(i), TensorMapping(str(i), (n,), (0,), Box((0,), (n,))))
+        for i, n in enumerate([3, 3, 9, 1, 1, 1, 5])
+    ]
+    found = [[item.ours for item in group] for group in split_into_shards(items, torch.float16, 12)]
     assert found == [["0", "1"], ["2"], ["3", "4", "5"], ["6"]]
 
 
@@ -155,7 +164,7 @@ def test_an_export_killed_before_its_last_step_is_whole(saved: SavedModel, empty
 
 
 def test_what_a_killed_export_left_is_replaced_and_nothing_else(saved: SavedModel, tmp_path: Path) -> None:
-    left = Export(saved, tmp_path / "hf", torch.float32)
+    left = HuggingFaceExport(saved, tmp_path / "hf", torch.float32)
     left.build(20_000, ignore)
     (tmp_path / "hf.tmp" / "stale").write_text("x")
     assert not (tmp_path / "hf.tmp" / "config.json").exists()
@@ -197,7 +206,7 @@ def test_flipped_byte_in_the_checkpoint_stops_the_export(tmp_path: Path) -> None
     start = Manifest.open(path).tensors["final_layernorm.weight"].chunks[0].offset
     content[start] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DamagedError, match="flipped bytes"):
+    with pytest.raises(DamagedCheckpointError, match="flipped bytes"):
         export(SavedModel(Manifest.open(path)), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
 
@@ -213,10 +222,10 @@ def test_tokenizer_of_another_folder(saved: SavedModel, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
     with pytest.raises(CheckpointError, match=re.escape("holds no tokenizer.json")):
-        Export(saved, tmp_path / "hf", torch.float32, other)
+        HuggingFaceExport(saved, tmp_path / "hf", torch.float32, other)
     (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", -1.0], ["</s>", -2.0]]}}))
     (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
-    made = Export(saved, tmp_path / "hf", torch.float32, other)
+    made = HuggingFaceExport(saved, tmp_path / "hf", torch.float32, other)
     made.build(10**9, ignore)
     made.publish()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
@@ -225,21 +234,25 @@ def test_tokenizer_of_another_folder(saved: SavedModel, tmp_path: Path) -> None:
 
 def test_special_ids() -> None:
     files = {name.removeprefix("tokenizer/"): content for name, content in FILES.items()}
-    assert special_ids(files, 3) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    assert special_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    assert special_ids({"tokenizer.json": files["tokenizer.json"]}, 3)["eos_token_id"] == 2, "as data ends with it"
+    assert special_token_ids(files, 3) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    assert special_token_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert special_token_ids({"tokenizer.json": files["tokenizer.json"]}, 3)["eos_token_id"] == 2, (
+        "as data ends with it"
+    )
     words = {"model": {"vocab": {"None": 0}}}
-    assert set(special_ids({"tokenizer.json": json.dumps(words).encode()}, 3).values()) == {None}, "None is a word too"
+    assert set(special_token_ids({"tokenizer.json": json.dumps(words).encode()}, 3).values()) == {None}, (
+        "None is a word too"
+    )
     unsaid = files | {"generation_config.json": b'{"eos_token_id": null}'}
-    assert special_ids(unsaid, 3)["eos_token_id"] == 2
+    assert special_token_ids(unsaid, 3)["eos_token_id"] == 2
     several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
-    assert special_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
+    assert special_token_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not a JSON object"):
-        special_ids(files | {"tokenizer_config.json": b"{"}, 3)
+        special_token_ids(files | {"tokenizer_config.json": b"{"}, 3)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is no JSON object"):
-        special_ids(files | {"generation_config.json": b"[]"}, 3)
+        special_token_ids(files | {"generation_config.json": b"[]"}, 3)
     with pytest.raises(CheckpointError, match="ids up to 2, but the model's vocabulary 2 entries"):
-        special_ids(files, 2)
+        special_token_ids(files, 2)
 
 
 @pytest.mark.parametrize(
@@ -247,18 +260,18 @@ def test_special_ids() -> None:
 )
 def test_a_file_that_is_no_tokenizer_is_told(tokenizer: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not one of the tokenizers library: .*\n  fix: "):
-        special_ids({"tokenizer.json": json.dumps(tokenizer).encode()}, 3)
+        special_token_ids({"tokenizer.json": json.dumps(tokenizer).encode()}, 3)
 
 
 @pytest.mark.parametrize("settings", [{"tokenizer_config.json": {}}, {"tokenizer_config.json": SETTINGS}])
 def test_the_end_is_the_one_of_the_data_and_of_generation(settings: dict[str, Any], tmp_path: Path) -> None:
     """A tokenizer with and without a word on its end: preprocessing, our generation and the export agree."""
-    tokenizer = bytes_as_ids()
+    tokenizer = byte_tokenizer()
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     for name, content in settings.items():
         (tmp_path / name).write_text(json.dumps(content))
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    ends = {HuggingFaceTokenizer(tmp_path).eod, TextCodec(files).end, special_ids(files, 257)["eos_token_id"]}
+    ends = {HuggingFaceTokenizer(tmp_path).eod, TextCodec(files).end, special_token_ids(files, 257)["eos_token_id"]}
     assert ends == {256}
 
 
@@ -272,10 +285,10 @@ def test_settings_of_generation_are_kept_and_name_the_same_end(tmp_path: Path) -
 
 
 def test_config_has_another_name_until_the_end(saved: SavedModel, tmp_path: Path) -> None:
-    made = Export(saved, tmp_path / "hf", torch.float32)
+    made = HuggingFaceExport(saved, tmp_path / "hf", torch.float32)
     seen: list[set[str]] = []
     made.build(10**9, lambda name, done, total: seen.append({path.name for path in made.building.iterdir()}))
-    assert all(PENDING in names and "config.json" not in names for names in seen)
+    assert all(PENDING_CONFIG_FILE in names and "config.json" not in names for names in seen)
     assert made.pending_config.exists()
     assert not (tmp_path / "hf").exists()
     made.abandon()

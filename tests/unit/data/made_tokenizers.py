@@ -13,9 +13,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, trainers
 
-from megatron.data.tokenizers.encoded import Encoded
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_letters, byte_level_bpe, tokenizer_files
-from megatron.data.tokenizers.tokenizer import TokenizerChoice
+from megatron.data.tokenizers.base import EncodedBatch
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_level_bpe, bytes_to_unicode, make_tokenizer_files
+from megatron.data.tokenizers.tokenizer import TokenizerOptions
 
 TEXT = [
     "The cat sat on the mat, and the hat sat on the cat; the bat did not.",
@@ -33,7 +33,7 @@ def bpe(vocab_size: int = 400) -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=byte_letters(),
+        initial_alphabet=bytes_to_unicode(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
@@ -43,7 +43,7 @@ def bpe(vocab_size: int = 400) -> tokenizers.Tokenizer:
 def hugging_face(folder: Path) -> Path:
     """A folder as Hugging Face's."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in tokenizer_files(bpe()).items():
+    for name, content in make_tokenizer_files(bpe()).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -87,7 +87,7 @@ def sentencepiece_model(path: Path, **flags: Any) -> Path:
 @cache
 def ranks() -> dict[bytes, int]:
     """Byte sequences in the order in which they were joined: the 256 bytes, then words."""
-    byte = {letter: number for number, letter in enumerate(byte_letters())}
+    byte = {letter: number for number, letter in enumerate(bytes_to_unicode())}
     entries = sorted(bpe(700).get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
     words = [bytes(byte[c] for c in entry) for entry, _ in entries if entry != END_OF_DOCUMENT]
     ordered = [bytes((number,)) for number in range(256)] + [word for word in words if len(word) > 1]
@@ -105,25 +105,25 @@ def tiktoken_file(path: Path) -> Path:
     return path
 
 
-def choice(kind: str, folder: Path) -> TokenizerChoice:
+def choice(kind: str, folder: Path) -> TokenizerOptions:
     """The least that a type must be told, with its files in ``folder``."""
     match kind:
         case "ByteTokenizer":
-            return TokenizerChoice(kind)
+            return TokenizerOptions(kind)
         case "NullTokenizer":
-            return TokenizerChoice(kind, vocab_size=300)
+            return TokenizerOptions(kind, vocab_size=300)
         case "HuggingFaceTokenizer":
-            return TokenizerChoice(kind, str(hugging_face(folder)))
+            return TokenizerOptions(kind, str(hugging_face(folder)))
         case "GPT2BPETokenizer":
             vocab, merges = gpt2(folder)
-            return TokenizerChoice(kind, vocab_file=str(vocab), merge_file=str(merges))
+            return TokenizerOptions(kind, vocab_file=str(vocab), merge_file=str(merges))
         case "TikTokenizer":
-            return TokenizerChoice(kind, str(tiktoken_file(folder / "cl100k_base.tiktoken")))
+            return TokenizerOptions(kind, str(tiktoken_file(folder / "cl100k_base.tiktoken")))
         case _:
-            return TokenizerChoice(kind, str(sentencepiece_model(folder / "some.model")))
+            return TokenizerOptions(kind, str(sentencepiece_model(folder / "some.model")))
 
 
-def apart(encoded: Encoded) -> list[list[int]]:
+def apart(encoded: EncodedBatch) -> list[list[int]]:
     """The ids of each text."""
     ids, ends = encoded.ids.tolist(), encoded.lengths.cumsum().tolist()
     return [ids[begin:end] for begin, end in zip([0, *ends], ends)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.data.files.indexed import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 
 LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}
 """Code of the ids' type in the format, and its letter for ``struct``."""

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blend import BlendedDataset
-from megatron.data.build import Part, build_stretch, extend_blend
-from megatron.data.cache import Cache
-from megatron.data.chain import ChainedDataset, stretches_of
+from megatron.data.blended_dataset import BlendedDataset, ConcatDataset, segments_of
+from megatron.data.build import SourceSlice, build_segment, extend_blend
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 
 
-def written(folder: Path, lengths: list[list[int]]) -> tuple[list[Part], list[list[list[int]]]]:
+def written(folder: Path, lengths: list[list[int]]) -> tuple[list[SourceSlice], list[list[list[int]]]]:
     """Token files of sequences of the given lengths, all of whose ids differ; what they hold, file by file."""
     parts, texts = [], []
     for k, of_file in enumerate(lengths):
@@ -86,12 +86,12 @@ def test_blends_equal_the_description(
     expected = expected_samples(lengths, texts, weights, size, seq_length, seed)
     assert size is None or not weighted or len(expected) >= size
     for _ in range(2):  # built, then read
-        cache = Cache(folder / "cache")
-        dataset = build_stretch(parts, weights, size, seq_length, seed, cache)
+        cache = IndexCache(folder / "cache")
+        dataset = build_segment(parts, weights, size, seq_length, seed, cache)
         assert isinstance(dataset, BlendedDataset)
         assert ids(dataset) == expected
         assert cache.notes == []
-    assert ids(build_stretch(parts, weights, size, seq_length, seed, None)) == expected
+    assert ids(build_segment(parts, weights, size, seq_length, seed, None)) == expected
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,8 +116,8 @@ def test_one_source_without_weight_is_read_alone(
     ((indexed, _),), (texts,) = written(folder, [lengths])
     made = megatron_order.tables(lengths, list(part), size, seq_length, seed)
     expected = [megatron_order.item(texts, made, i) for i in range(len(made.shuffle))]
-    for cache in (Cache(folder / "cache"), Cache(folder / "cache"), None):
-        dataset = build_stretch([(indexed, part)], None, size, seq_length, seed, cache)
+    for cache in (IndexCache(folder / "cache"), IndexCache(folder / "cache"), None):
+        dataset = build_segment([(indexed, part)], None, size, seq_length, seed, cache)
         assert isinstance(dataset, GPTDataset)
         assert (ids(dataset), dataset.order.epochs) == (expected, made.epochs)
 
@@ -175,28 +175,28 @@ def test_a_longer_blend_reads_every_sample_before_any_again(
     assume(all(sum(of_file) > (0 if weighted else seq_length) for of_file in lengths))
     folder = tmp_path_factory.mktemp("longer")
     parts, texts = written(folder, lengths)
-    for cache in (Cache(folder / "cache"), None):
-        blend = build_stretch(parts, weights, counts[0], seq_length, seed, cache)
+    for cache in (IndexCache(folder / "cache"), None):
+        blend = build_segment(parts, weights, counts[0], seq_length, seed, cache)
         stretches = [blend]
         for number, count in enumerate(counts[1:], 1):
             assert isinstance(blend, BlendedDataset)
             blend = extend_blend(blend, parts, count, seq_length, seed + number, cache)
             stretches.append(blend)
-        whole = ChainedDataset(stretches)
+        whole = ConcatDataset(stretches)
         assert ids(whole) == expected_stretches(lengths, texts, weights, counts, seq_length, seed)
         assert [len(stretch) for stretch in stretches[1:]] == counts[1:]
         assert len({stretch.fingerprint for stretch in stretches}) == 1
     for k, source in enumerate(blend.datasets):
         read = [text for text in ids(whole) if text[0] // 10_000 == k]
         assert whole.readings(len(whole))[k].tokens == len(read) * seq_length
-        for order in map(ids, stretches_of(source)):  # as often as it was laid out, and only then from the next order
+        for order in map(ids, segments_of(source)):  # as often as it was laid out, and only then from the next order
             block, read = Counter(map(tuple, read[: len(order)])), read[len(order) :]
             assert not block - Counter(map(tuple, order))
             assert not read or block.total() == len(order)
         assert not read
 
 
-def golden_parts(*cases: int) -> list[Part]:
+def golden_parts(*cases: int) -> list[SourceSlice]:
     files = [IndexedDataset(GOLDEN / f"case{i}") for i in cases]
     return [(indexed, range(len(indexed))) for indexed in files]
 
@@ -210,7 +210,7 @@ def test_thousands_of_samples_equal_the_description() -> None:
         for (indexed, part), asked in zip(parts, blend.asked)
     ]
     texts = [[indexed[i].tolist() for i in part] for indexed, part in parts]
-    dataset = build_stretch(parts, weights, size, 48, 1234, None)
+    dataset = build_segment(parts, weights, size, 48, 1234, None)
     places = blend.places(size, [len(tables.shuffle) for tables in made])
     assert len(dataset) == len(places) == 5001
     for i in range(0, len(dataset), 7):
@@ -220,11 +220,11 @@ def test_thousands_of_samples_equal_the_description() -> None:
 
 def test_sizes_of_the_description() -> None:
     """Weights .7 and .3 and 20 samples: 15 and 7 are laid out, 14 and 6 are read."""
-    dataset = build_stretch(golden_parts(0, 1), [0.7, 0.3], 20, 32, 1234, None)
+    dataset = build_segment(golden_parts(0, 1), [0.7, 0.3], 20, 32, 1234, None)
     assert isinstance(dataset, BlendedDataset)
     assert len(dataset) == 20
     assert [reading.tokens for reading in dataset.readings(20)] == [14 * 32, 6 * 32]
-    one = build_stretch(golden_parts(1), [3.0], 20, 32, 1234, None)
+    one = build_segment(golden_parts(1), [3.0], 20, 32, 1234, None)
     assert isinstance(one, BlendedDataset), "one source with a weight is a blend"
     assert len(one) == 20
 
@@ -233,16 +233,16 @@ def test_weights_are_divided_by_their_sum_twice() -> None:
     """The last bit of a weight decides ties: here at place 5 already."""
     weights = [2.8, 0.7]
     once = megatron_order.normalised(weights)
-    dataset = build_stretch(golden_parts(0, 1), weights, 20, 32, 1234, None)
+    dataset = build_segment(golden_parts(0, 1), weights, 20, 32, 1234, None)
     assert isinstance(dataset, BlendedDataset)
     assert dataset.index.tolist() == [k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)]
     assert dataset.index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
 
 
 def test_multiples_of_weights_are_the_same_data() -> None:
-    marks = {build_stretch(golden_parts(0, 1, 2), w, 9, 32, 1, None).fingerprint for w in ([1, 2, 3], [0.1, 0.2, 0.3])}
+    marks = {build_segment(golden_parts(0, 1, 2), w, 9, 32, 1, None).fingerprint for w in ([1, 2, 3], [0.1, 0.2, 0.3])}
     assert len(marks) == 1
-    assert build_stretch(golden_parts(0, 1, 2), [1, 2, 4], 9, 32, 1, None).fingerprint not in marks
+    assert build_segment(golden_parts(0, 1, 2), [1, 2, 4], 9, 32, 1, None).fingerprint not in marks
 
 
 def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_asked(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_ask
     lengths = [[9]] * 60
     parts, _ = written(tmp_path, lengths)
     weights = [30.0] + [0.5] * 59
-    dataset = build_stretch(parts, weights, 100, 4, 1, None)
+    dataset = build_segment(parts, weights, 100, 4, 1, None)
     assert 100 <= len(dataset) < 34 + 86
     places = megatron_order.interleaved(megatron_order.normalised(megatron_order.normalised(weights)), len(dataset))
     assert isinstance(dataset, BlendedDataset)
@@ -260,8 +260,8 @@ def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_ask
 
 
 def test_seeds_are_counted_modulo_the_largest() -> None:
-    one = build_stretch(golden_parts(0), None, 50, 32, 2**32 + 5, None)
-    other = build_stretch(golden_parts(0), None, 50, 32, 5, None)
+    one = build_segment(golden_parts(0), None, 50, 32, 2**32 + 5, None)
+    other = build_segment(golden_parts(0), None, 50, 32, 5, None)
     assert ids(one) == ids(other)
 
 
@@ -271,17 +271,17 @@ def test_splits_and_settings_have_entries_of_their_own(tmp_path: Path) -> None:
     asked += [(range(180), 400, 33, 1), (range(180), 400, 32, 2), (range(180), None, 32, 1)]
     for _ in range(2):
         for part, size, seq_length, seed in asked:
-            cached = build_stretch([(indexed, part)], None, size, seq_length, seed, Cache(tmp_path))
-            assert ids(cached) == ids(build_stretch([(indexed, part)], None, size, seq_length, seed, None))
+            cached = build_segment([(indexed, part)], None, size, seq_length, seed, IndexCache(tmp_path))
+            assert ids(cached) == ids(build_segment([(indexed, part)], None, size, seq_length, seed, None))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(asked)
 
 
 def test_another_corpus_under_the_same_name_is_built_anew_and_told(tmp_path: Path) -> None:
     one, _ = written(tmp_path, [[5, 9, 9, 4]])
-    build_stretch(one, None, 10, 4, 1, Cache(tmp_path / "cache"))
+    build_segment(one, None, 10, 4, 1, IndexCache(tmp_path / "cache"))
     other, texts = written(tmp_path, [[5, 9, 8, 5]])
-    cache = Cache(tmp_path / "cache")
-    dataset = build_stretch(other, None, 10, 4, 1, cache)
+    cache = IndexCache(tmp_path / "cache")
+    dataset = build_segment(other, None, 10, 4, 1, cache)
     made = megatron_order.tables([5, 9, 8, 5], [0, 1, 2, 3], 10, 4, 1)
     assert ids(dataset) == [megatron_order.item(texts[0], made, i) for i in range(len(dataset))]
     assert len(cache.notes) == 1
@@ -291,13 +291,13 @@ def test_another_corpus_under_the_same_name_is_built_anew_and_told(tmp_path: Pat
 def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:
     parts, _ = written(tmp_path, [[5, 6], [0], [3]])
     with pytest.raises(DataError, match=f"{tmp_path / '1'}: a part of the data with 0 tokens"):
-        build_stretch(parts, [1, 1, 1], 10, 4, 1, None)
+        build_segment(parts, [1, 1, 1], 10, 4, 1, None)
     with pytest.raises(DataError, match=f"{tmp_path / '2'}: a part of the data with 3 tokens"):
-        build_stretch([parts[0], parts[2]], None, 10, 4, 1, None)
+        build_segment([parts[0], parts[2]], None, 10, 4, 1, None)
 
 
 def test_weights_need_a_number_of_samples() -> None:
     with pytest.raises(ValueError, match="needs a number of samples"):
-        build_stretch(golden_parts(0, 1), [1, 2], None, 32, 1, None)
+        build_segment(golden_parts(0, 1), [1, 2], None, 32, 1, None)
     with pytest.raises(DataError, match=r"weight 2 of a blend is 0\.0"):
-        build_stretch(golden_parts(0, 1), [1, 0], 10, 32, 1, None)
+        build_segment(golden_parts(0, 1), [1, 0], 10, 32, 1, None)

@@ -8,11 +8,11 @@ import signal
 
 import pytest
 
-from megatron.data.command_line import Parser, StoppedError, counted, refused, stopped_by_signals
+from megatron.data.errors import StoppedError, ToolParser, disk_error, pluralize, raise_on_signals
 
 
 def test_numbers_in_words() -> None:
-    assert [counted(n, "documents") for n in (0, 1, 2, 1234)] == [
+    assert [pluralize(n, "documents") for n in (0, 1, 2, 1234)] == [
         "0 documents",
         "1 document",
         "2 documents",
@@ -32,20 +32,20 @@ def test_numbers_in_words() -> None:
     ],
 )
 def test_what_the_disk_refuses(number: int, file: str | None, told: str) -> None:
-    assert str(refused(OSError(number, "W", file), "d/out", "--output")) == told
+    assert str(disk_error(OSError(number, "W", file), "d/out", "--output")) == told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_here_is_an_exception_and_afterwards_what_it_was(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(StoppedError, match=number.name) as stopped, stopped_by_signals():
+    with pytest.raises(StoppedError, match=number.name) as stopped, raise_on_signals():
         os.kill(os.getpid(), number)
     assert stopped.value.status == 128 + number
     assert signal.getsignal(number) == before
 
 
 def test_flags_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser("x.py", "what it does", "more")
+    parser = ToolParser("x.py", "what it does", "more")
     parser.add_argument("--workers", type=int)
     assert parser.parse(["--workers", "3"]).workers == 3
     for argv, told in (

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import DataConfig, TrainingConfig
-from megatron.data.chain import ChainedDataset
-from megatron.data.digest import PLACES_PER_BLOCK, digest, fingerprint, mix
+from megatron.data.blended_dataset import ConcatDataset
+from megatron.data.dataset import DIGEST_BLOCK, fingerprint, sample_digest, splitmix64
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import BLOCK_BYTES, BLOCKS, IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data
 
 TRAINING = TrainingConfig(
@@ -57,13 +58,13 @@ def test_the_sum_written_out(pairs: list[tuple[int, int]], salt: int) -> None:
     places = np.array([place for place, _ in pairs], dtype=np.int64)
     identities = np.array([identity for _, identity in pairs], dtype=np.uint64)
     expected = sum(mix_by_hand(mix_by_hand(place ^ salt) ^ identity) for place, identity in pairs) & MASK
-    assert digest(places, identities, salt) == expected
+    assert sample_digest(places, identities, salt) == expected
 
 
 def test_mixing_is_splitmix64() -> None:
     """The first outputs of the generator for seed 1234567, as its authors publish them."""
     steps = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1234567)
-    assert mix(steps).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert splitmix64(steps).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def identity_by_hand(dataset: GPTDataset, i: int) -> int:
@@ -76,7 +77,7 @@ def identity_by_hand(dataset: GPTDataset, i: int) -> int:
 def only_stretch(source: DataSource) -> GPTDataset:
     """The training data of a run that was not extended."""
     chain = source.datasets["train"]
-    assert isinstance(chain, ChainedDataset)
+    assert isinstance(chain, ConcatDataset)
     (dataset,) = chain.stretches
     assert isinstance(dataset, GPTDataset)
     return dataset
@@ -107,8 +108,8 @@ def test_parts_add_up_whoever_reads_them(files: DataConfig, mock: bool) -> None:
 
 
 def test_blocks_change_nothing() -> None:
-    source = build(MOCK, train_iters=PLACES_PER_BLOCK // 4)
-    places = range(3, PLACES_PER_BLOCK + 77)
+    source = build(MOCK, train_iters=DIGEST_BLOCK // 4)
+    places = range(3, DIGEST_BLOCK + 77)
     assert source.digest("train", places.start, places.stop) == source.digest_places("train", [places])
 
 
@@ -194,7 +195,7 @@ def test_boundaries_of_sequences_count(tmp_path: Path) -> None:
 
 
 def test_of_a_large_file_first_and_last_bytes_and_documents_count(tmp_path: Path) -> None:
-    size = 4 * BLOCKS * BLOCK_BYTES
+    size = 4 * FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK_BYTES
 
     def mark(ids: np.ndarray, documents: int) -> str:
         with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:

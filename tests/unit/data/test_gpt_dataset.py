@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from megatron.config.data_paths import SPLITS
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, GPTDataset, SampleOrder, build_order, split_ranges
+from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, GPTDataset, SampleOrder, build_sample_order, split_ranges
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
@@ -35,7 +36,7 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
     golden = np.load(GOLDEN / f"{name}.npz")
     indexed = IndexedDataset(GOLDEN / name)
     part = split_ranges(case["split"], len(indexed))[SPLITS.index(split)]
-    order = build_order(indexed.lengths, part, case[ASKED[split]], case["seq"], case["seed"])
+    order = build_sample_order(indexed.lengths, part, case[ASKED[split]], case["seq"], case["seed"])
     for name, table in (("document", order.documents), ("sample", order.samples), ("shuffle", order.shuffle)):
         expected = golden[f"{split}_{name}_index"]
         assert table.dtype == expected.dtype
@@ -46,14 +47,14 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
 
 
 def test_order_of_one_epoch() -> None:
-    order = build_order(A, range(10), None, 8, 1234)
+    order = build_sample_order(A, range(10), None, 8, 1234)
     assert order.documents.tolist() == [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]
     assert order.samples.tolist() == [[0, 0], [1, 6], [3, 1], [5, 1], [6, 0], [7, 1], [8, 5]]
     assert order.shuffle.tolist() == [5, 0, 3, 4, 2, 1]
 
 
 def test_order_of_two_epochs_shuffled_together() -> None:
-    order = build_order(A, range(10), 12, 8, 1234)
+    order = build_sample_order(A, range(10), 12, 8, 1234)
     assert order.epochs == 2
     assert order.documents.tolist() == [3, 3, 2, 6, 4, 5, 4, 0, 8, 8, 7, 1, 0, 9, 7, 1, 9, 2, 6, 5]
     assert order.shuffle.tolist() == [4, 7, 1, 10, 9, 3, 8, 6, 11, 5, 0, 2]
@@ -62,7 +63,7 @@ def test_order_of_two_epochs_shuffled_together() -> None:
 
 
 def test_order_with_a_last_epoch_shuffled_apart() -> None:
-    order = build_order(A, range(10), 20, 8, 1234)
+    order = build_sample_order(A, range(10), 20, 8, 1234)
     assert order.epochs == 4
     head = [7, 0, 4, 1, 8, 8, 3, 3, 4, 3, 2, 4, 0, 2, 7, 6, 8, 5, 6, 5, 1, 9, 7, 9, 0, 2, 1, 6, 9, 5]
     assert order.documents.tolist() == [*head, 0, 6, 9, 7, 5, 8, 1, 4, 3, 2]
@@ -96,7 +97,7 @@ def test_tables_equal_the_description(
 ) -> None:
     part = range(min(*ends, len(lengths)), min(max(ends), len(lengths)))
     assume(sum(lengths[i] for i in part) > (seq_length if samples is None else 0))
-    order = build_order(np.array(lengths, dtype=np.int32), part, samples, seq_length, seed)
+    order = build_sample_order(np.array(lengths, dtype=np.int32), part, samples, seq_length, seed)
     assert equal(order, megatron_order.tables(lengths, list(part), samples, seq_length, seed))
     assert samples is None or len(order.shuffle) >= samples
 
@@ -104,7 +105,7 @@ def test_tables_equal_the_description(
 @pytest.mark.parametrize(("size", "apart"), [(179, True), (180, False)])
 def test_a_last_epoch_is_shuffled_apart_below_four_fifths(size: int, apart: bool) -> None:
     """100 samples to an epoch, so 79 and 80 of the second one."""
-    order = build_order(np.array([1001], dtype=np.int32), range(1), size, 10, 3)
+    order = build_sample_order(np.array([1001], dtype=np.int32), range(1), size, 10, 3)
     assert order.epochs == 2
     assert (set(order.shuffle[:100].tolist()) == set(range(100))) == apart
     assert equal(order, megatron_order.tables([1001], [0], size, 10, 3))
@@ -114,7 +115,7 @@ def test_a_last_epoch_is_shuffled_apart_below_four_fifths(size: int, apart: bool
 def test_tables_of_more_sequences_than_are_counted_at_once(seq_length: int) -> None:
     lengths = np.random.RandomState(5).randint(0, 9, 2 * SEQUENCES_AT_ONCE + 7).astype(np.int32)
     part, size = range(3, len(lengths) - 2), int(lengths.sum()) // seq_length + 5
-    order = build_order(lengths, part, size, seq_length, 7)
+    order = build_sample_order(lengths, part, size, seq_length, 7)
     assert order.epochs == 2
     assert equal(order, megatron_order.tables(lengths.tolist(), list(part), size, seq_length, 7))
 
@@ -136,7 +137,7 @@ def test_samples_equal_the_description(
             writer.add_sequence(text)
             writer.end_document()
     indexed = IndexedDataset(prefix)
-    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(len(lengths)), samples, seq_length, 7))
+    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(len(lengths)), samples, seq_length, 7))
     expected = megatron_order.tables(lengths, list(range(len(lengths))), samples, seq_length, 7)
     for i in range(len(dataset)):
         ids = megatron_order.item(texts, expected, i)
@@ -160,7 +161,7 @@ def test_samples_are_the_stretches_of_the_line(
             writer.add_document(np.arange(length) + 100 * i)
     indexed = IndexedDataset(prefix)
     part = range(1, len(lengths))
-    dataset = GPTDataset(indexed, build_order(indexed.lengths, part, samples, seq_length, 7))
+    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, part, samples, seq_length, 7))
     line = np.concatenate([indexed[d] for d in dataset.order.documents])
     assert set(dataset.order.documents) == set(part)
     for i in range(len(dataset)):
@@ -173,7 +174,7 @@ def test_samples_are_the_stretches_of_the_line(
 
 def test_a_sample_outside_is_refused() -> None:
     indexed = IndexedDataset(GOLDEN / "case0")
-    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(200), None, 32, 1))
+    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(200), None, 32, 1))
     for i in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"sample {i} of a dataset of {len(dataset)}"):
             dataset[i]
@@ -182,13 +183,13 @@ def test_a_sample_outside_is_refused() -> None:
 @pytest.mark.parametrize(("lengths", "samples"), [([0, 0], 5), ([0, 0], None), ([3, 5], None)])
 def test_too_few_tokens_are_refused(lengths: list[int], samples: int | None) -> None:
     with pytest.raises(DataError, match=f"with {sum(lengths)} tokens holds no sample of 8 \\+ 1"):
-        build_order(np.array(lengths, dtype=np.int32), range(2), samples, 8, 1)
+        build_sample_order(np.array(lengths, dtype=np.int32), range(2), samples, 8, 1)
 
 
 def test_places_beyond_32_bits() -> None:
     """Sequences of almost 2**31 tokens, whose ends are counted in 64 bits."""
     length = 2**31 - 8
-    order = build_order(np.array([length] * 4, dtype=np.int32), range(4), None, 2**30, 1)
+    order = build_sample_order(np.array([length] * 4, dtype=np.int32), range(4), None, 2**30, 1)
     starts = [divmod(j * 2**30, length) for j in range(len(order.shuffle))]
     assert order.samples[:-1].tolist() == [list(start) for start in starts]
     assert len(starts) == 7
@@ -196,21 +197,21 @@ def test_places_beyond_32_bits() -> None:
 
 def test_more_places_than_32_bits_count_have_64(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.array([5] * 10, dtype=np.int32)
-    narrow = build_order(lengths, range(10), None, 8, 1)
+    narrow = build_sample_order(lengths, range(10), None, 8, 1)
     monkeypatch.setattr("megatron.data.gpt_dataset.PLACES_IN_32_BITS", 10)
-    wide = build_order(lengths, range(10), None, 8, 1)
+    wide = build_sample_order(lengths, range(10), None, 8, 1)
     assert (narrow.samples.dtype, wide.samples.dtype) == (np.int32, np.int64)
     assert np.array_equal(narrow.samples, wide.samples)
-    assert build_order(lengths, range(9), None, 8, 1).samples.dtype == np.int32
+    assert build_sample_order(lengths, range(9), None, 8, 1).samples.dtype == np.int32
 
 
 def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
-    order = build_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
+    order = build_sample_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
     assert (order.epochs, len(order.shuffle)) == (25, 3)
 
 
 def test_tables_from_a_cache_are_the_order_again() -> None:
-    order = build_order(A, range(2, 9), 20, 8, 1234)
+    order = build_sample_order(A, range(2, 9), 20, 8, 1234)
     again = SampleOrder.of(order.tables, A, range(2, 9), 8)
     assert again[3:] == order[3:]
     assert all(one is other for one, other in zip(again[:3], order[:3]))
@@ -218,7 +219,7 @@ def test_tables_from_a_cache_are_the_order_again() -> None:
 
 def test_what_is_read() -> None:
     indexed = IndexedDataset(GOLDEN / "case0")
-    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(200), 400, 32, 1))
+    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(200), 400, 32, 1))
     (reading,) = dataset.readings(100)
     assert reading == (str(GOLDEN / "case0"), 3200, indexed.num_tokens)
     assert dataset.epochs(100) == 3200 / indexed.num_tokens

@@ -12,11 +12,13 @@ import torch
 from megatron.config.data_paths import DEFAULT_SPLIT
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.gpt_dataset import GPTDataset, build_order
+from megatron.data.gpt_dataset import GPTDataset, build_sample_order
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, requested_samples
-from megatron.data.tokenizers.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
-from megatron.parallel.microbatch import MicroBatch
+from megatron.data.tokenizers.huggingface import ByteTokenizer
+from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
+from megatron.distributed.micro_batch import MicroBatch
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
 TRAINING = TrainingConfig(
@@ -53,7 +55,7 @@ def test_the_stream_is_the_dataset_in_order() -> None:
     """Two steps on two ranks against the dataset of Megatron-LM's order, read directly."""
     source = build_data(FILES, TRAINING, 1000, 2)
     indexed = IndexedDataset(GOLDEN)
-    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(180), 400, 32, 1234))
+    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(180), 400, 32, 1234))
     for consumed in (0, 8):
         for rank in (0, 1):
             batches = step_batches(source, "train", consumed, 8, rank, 2, step=consumed // 8)
@@ -195,7 +197,7 @@ def test_the_last_id_of_the_vocabulary_passes_and_the_fix_works(tmp_path: Path) 
 
 def test_a_dataset_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "x", [[1] * 50])
-    (tmp_path / f"x.{RECORD}").write_bytes(TokenizerRecord.of(ByteTokenizer()).to_bytes())
+    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(ByteTokenizer()).to_bytes())
     training = replace(TRAINING, eval_iters=0)
     assert build_data(data, training, 257, 1).vocab_size == 257
     with pytest.raises(DataError, match="256 is too small for ByteTokenizer, which has 257 ids"):
@@ -332,7 +334,7 @@ def test_documents_of_a_sample(packed: DataConfig, flags: tuple[str, ...]) -> No
 def with_record(data: DataConfig, eod: int, pad: int | None = None) -> DataConfig:
     """The data with a record of a tokenizer, from which the end of a document is known."""
     record = TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad)
-    Path(f"{data.data_path[0]}.{RECORD}").write_bytes(record.to_bytes())
+    Path(f"{data.data_path[0]}.{RECORD_SUFFIX}").write_bytes(record.to_bytes())
     return replace(data, eod_id=None)
 
 

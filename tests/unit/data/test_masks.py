@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.masks import Masks, document_boundaries, document_ids, document_positions
+from megatron.data.masks import MaskBuilder, document_boundaries, document_ids, document_positions
 
 EOD, PAD = 3, 4
-FLAGS = ("reset_positions", "reset_attention", "drop_eod")
+FLAGS = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
-def columns_by_hand(text: list[int], masks: Masks) -> dict[str, list[int]]:
+def columns_by_hand(text: list[int], masks: MaskBuilder) -> dict[str, list[int]]:
     """What becomes of the ``s + 1`` ids of one sample; ``hidden`` says it of every query and key."""
     tokens, labels = text[:-1], text[1:]
     s = len(tokens)
@@ -23,7 +23,7 @@ def columns_by_hand(text: list[int], masks: Masks) -> dict[str, list[int]]:
     start = 0
     for i in [i for i in range(s) if tokens[i] == EOD]:
         after = range(i + 1, s)
-        mask[i] = 0 if masks.drop_eod else 1
+        mask[i] = 0 if masks.mask_eod_loss else 1
         for j in after if masks.reset_positions else ():
             positions[j] -= i + 1 - start
         start = i + 1
@@ -39,13 +39,13 @@ texts = st.integers(1, 12).flatmap(
     lambda s: st.lists(st.lists(st.integers(0, 5), min_size=s + 1, max_size=s + 1), min_size=1, max_size=3)
 )
 all_masks = st.builds(
-    Masks, eod=st.just(EOD), pad=st.sampled_from([None, PAD]), **{flag: st.booleans() for flag in FLAGS}
+    MaskBuilder, eod=st.just(EOD), pad=st.sampled_from([None, PAD]), **{flag: st.booleans() for flag in FLAGS}
 )
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(texts, all_masks)
-def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: Masks) -> None:
+def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilder) -> None:
     text = np.array(rows, dtype=np.int64)
     got = masks.columns(text[:, :-1], text[:, 1:])
     s = text.shape[1] - 1
@@ -71,7 +71,7 @@ def test_an_example() -> None:
 def test_forms() -> None:
     tokens, labels = (np.full((2, 5), fill, dtype=np.int64) for fill in (1, PAD))
     given: tuple[NDArray[np.int64], ...] = (tokens.copy(), labels.copy())
-    got = Masks(EOD, PAD, True, True, True).columns(tokens, labels)
+    got = MaskBuilder(EOD, PAD, True, True, True).columns(tokens, labels)
     assert [column.dtype for column in got if column is not None] == [
         np.int64,
         np.int64,
@@ -86,21 +86,21 @@ def test_forms() -> None:
 @pytest.mark.parametrize("eod", [None, EOD])
 def test_without_flags_special_ids_are_ids(eod: int | None) -> None:
     tokens = np.array([[EOD, 1, EOD]])
-    got = Masks(eod=eod).columns(tokens, tokens + 1)
+    got = MaskBuilder(eod=eod).columns(tokens, tokens + 1)
     assert got.tokens is tokens
     assert (got.loss_mask.tolist(), got.positions, got.documents) == ([[1, 1, 1]], None, None)
 
 
 def test_what_is_told() -> None:
-    assert Masks(EOD, PAD).describe() is None
-    told = Masks(EOD, PAD, reset_attention=True, drop_eod=True).describe()
+    assert MaskBuilder(EOD, PAD).describe() is None
+    told = MaskBuilder(EOD, PAD, reset_attention=True, mask_eod_loss=True).describe()
     assert told == "end with id 3: no attention across documents, no loss on the first token of each"
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
     with pytest.raises(ValueError, match="end-of-document id"):
-        Masks(**{flag: True})
+        MaskBuilder(**{flag: True})
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ from math import log
 import numpy as np
 import pytest
 
-from megatron.data.mock import ALPHABET, JUMP_PROBABILITY, MockDataset
+from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset
 
 
 def ids(dataset: MockDataset, i: int) -> list[int]:
@@ -48,7 +48,7 @@ def test_ids_are_of_the_vocabulary(vocab: int) -> None:
     dataset = MockDataset(vocab, 200, 20, 1)
     seen = {i for n in range(20) for i in ids(dataset, n)}
     assert seen <= set(dataset.alphabet.tolist()) <= set(range(vocab))
-    assert len(dataset.alphabet) == min(vocab, ALPHABET)
+    assert len(dataset.alphabet) == min(vocab, MOCK_ALPHABET_SIZE)
     if vocab == 50257:  # all of an embedding that is cut over ranks is used
         assert {i * 8 // vocab for i in seen} == set(range(8))
 
@@ -64,9 +64,9 @@ def test_a_table_of_successors_predicts_it_as_well_as_documented() -> None:
     for (a, _), n in pairs.items():
         totals[a] += n
     steps = [pair for i in range(len(valid)) for pair in zip(ids(valid, i), ids(valid, i)[1:])]
-    loss = -sum(log((pairs[a, b] + 0.1) / (totals[a] + 0.1 * ALPHABET)) for a, b in steps) / len(steps)
-    p = JUMP_PROBABILITY
-    entropy = -(1 - p) * log(1 - p) - p * log(p / ALPHABET)
+    loss = -sum(log((pairs[a, b] + 0.1) / (totals[a] + 0.1 * MOCK_ALPHABET_SIZE)) for a, b in steps) / len(steps)
+    p = MOCK_JUMP_PROBABILITY
+    entropy = -(1 - p) * log(1 - p) - p * log(p / MOCK_ALPHABET_SIZE)
     assert entropy == pytest.approx(1.07, abs=0.01)
     assert loss == pytest.approx(entropy, abs=0.15)
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.inference.errors import InferenceError
-from megatron.inference.generate import generate
-from megatron.inference.sampling import Sampling, draw, sample
+from megatron.inference.generate import SamplingParams, generate, sample_tokens, uniform_draw
+from megatron.inference.text import InferenceError
 from megatron.model.gpt import GPTChunk
 from tests.solo import Solo, tiny
 
-GREEDY = Sampling(0.0)
+GREEDY = SamplingParams(0.0)
 LENGTHS = (7, 1, 3, 7, 5)
 NEW = 9
 
@@ -38,19 +37,21 @@ def prompts_of(config: ModelConfig, lengths: tuple[int, ...] = LENGTHS, seed: in
     return [torch.randint(0, config.vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def reread(chunk: GPTChunk, prompt: list[int], number: int, sampling: Sampling, new: int = NEW) -> list[int]:
+def reread(chunk: GPTChunk, prompt: list[int], number: int, sampling: SamplingParams, new: int = NEW) -> list[int]:
     """A prompt alone, without a cache."""
     chunk.eval()
     ids = list(prompt)
     for _ in range(new):
         logits = chunk.logits(torch.tensor([ids]))[-1]
-        ids.append(int(sample(logits, sampling, torch.tensor([draw(sampling.seed, number, len(ids))]).double())))
+        ids.append(
+            int(sample_tokens(logits, sampling, torch.tensor([uniform_draw(sampling.seed, number, len(ids))]).double()))
+        )
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 40, 0.95, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(0.9, 40, 0.95, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_reading_everything_anew(name: str, sampling: Sampling) -> None:
+def test_equals_reading_everything_anew(name: str, sampling: SamplingParams) -> None:
     """In one batch of prompts of different lengths, in batches of two, and alone."""
     chunk = model(**CONFIGS[name])
     prompts = prompts_of(chunk.config)

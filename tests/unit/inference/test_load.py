@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from megatron.inference.errors import InferenceError
-from megatron.inference.load import check_layout, stop_ids
-from megatron.inference.text import IdCodec
+from megatron.inference.load import check_tensor_parallel_size, stop_ids
+from megatron.inference.text import IdCodec, InferenceError
 from tests.solo import tiny
 
 
@@ -48,8 +47,8 @@ def test_a_broken_file_is_named(content: bytes) -> None:
 def test_layouts() -> None:
     model = tiny(num_query_groups=2)
     for tp in (1, 2, 4):
-        check_layout(model, tp, tp)
+        check_tensor_parallel_size(model, tp, tp)
     with pytest.raises(InferenceError, match=r"4 heads do not divide over TP 3; .*\n  fix: torchrun .* 2 "):
-        check_layout(model, 3, 3)
+        check_tensor_parallel_size(model, 3, 3)
     with pytest.raises(InferenceError, match=r"size 2 on 4 processes.*\n  fix: torchrun --nproc-per-node 2 "):
-        check_layout(model, 2, 4)
+        check_tensor_parallel_size(model, 2, 4)

@@ -8,15 +8,14 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.inference.printer import Printer
-from megatron.inference.text import IdCodec
+from megatron.inference.text import ContinuationPrinter, IdCodec
 
 END = 0
 
 
-def printer(out: StringIO, prompts: list[list[int]], live: bool) -> Printer:
+def printer(out: StringIO, prompts: list[list[int]], live: bool) -> ContinuationPrinter:
     codec = IdCodec()
-    return Printer(out, codec, [codec.decode(ids) for ids in prompts], prompts, {END}, live)
+    return ContinuationPrinter(out, codec, [codec.decode(ids) for ids in prompts], prompts, {END}, live)
 
 
 def test_one_text_appears_as_it_grows() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.inference.errors import InferenceError
-from megatron.inference.sampling import Sampling, draw, filter_logits, sample
+from megatron.inference.generate import SamplingParams, filter_logits, sample_tokens, uniform_draw
+from megatron.inference.text import InferenceError
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,7 +31,7 @@ def any_model() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=5))
 
 
-def by_transformers(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+def by_transformers(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     """What `transformers.generate` samples from, its processors in its order."""
     config = transformers.GenerationConfig(
         do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k or 0, top_p=sampling.top_p or 1.0
@@ -51,29 +51,31 @@ def by_transformers(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 def test_filters_equal_those_of_transformers(
     seed: int, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
-    ours = filter_logits(logits(seed), Sampling(temperature, top_k, top_p))
-    theirs = by_transformers(logits(seed), Sampling(temperature, top_k, top_p))
+    ours = filter_logits(logits(seed), SamplingParams(temperature, top_k, top_p))
+    theirs = by_transformers(logits(seed), SamplingParams(temperature, top_k, top_p))
     assert torch.equal(ours.isinf(), theirs.isinf())
     torch.testing.assert_close(ours.softmax(-1), theirs.double().softmax(-1), rtol=1e-5, atol=0)
 
 
 def test_equal_logits_share_a_place_under_top_k() -> None:
-    kept = filter_logits(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), Sampling(top_k=2)).isfinite()
+    kept = filter_logits(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), SamplingParams(top_k=2)).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
 
 
 def test_top_p_ends_with_the_token_that_reaches_it() -> None:
-    kept = filter_logits(torch.zeros(1, 4), Sampling(top_p=0.5)).isfinite()
-    assert kept.sum() == by_transformers(torch.zeros(1, 4), Sampling(top_p=0.5)).isfinite().sum() == 2
+    kept = filter_logits(torch.zeros(1, 4), SamplingParams(top_p=0.5)).isfinite()
+    assert kept.sum() == by_transformers(torch.zeros(1, 4), SamplingParams(top_p=0.5)).isfinite().sum() == 2
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 10, 0.9), Sampling(1.5, top_p=0.5)], ids=str)
-def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.7, 10, 0.9), SamplingParams(1.5, top_p=0.5)], ids=str
+)
+def test_frequencies_are_the_probabilities(sampling: SamplingParams) -> None:
     """Pearson's chi-square over all tokens that can appear; its mean is k - 1, its variance 2 (k - 1)."""
     one = logits(3)[:1]
     expected = filter_logits(one, sampling).double().softmax(-1)[0]
-    draws = torch.tensor([draw(7, 0, position) for position in range(DRAWS)], dtype=torch.float64)
-    counts = torch.bincount(sample(one.expand(DRAWS, -1), sampling, draws), minlength=one.shape[1])
+    draws = torch.tensor([uniform_draw(7, 0, position) for position in range(DRAWS)], dtype=torch.float64)
+    counts = torch.bincount(sample_tokens(one.expand(DRAWS, -1), sampling, draws), minlength=one.shape[1])
     assert not counts[expected == 0].any()
     possible = expected > 0
     statistic = ((counts - DRAWS * expected).square() / (DRAWS * expected))[possible].sum().item()
@@ -88,7 +90,7 @@ def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
 )
 def test_the_token_is_where_the_cumulative_probability_passes_the_draw(weights: list[int], number: float) -> None:
     logits_BV = torch.tensor([weights], dtype=torch.float64).log().clamp(min=-1e9)
-    token = int(sample(logits_BV, Sampling(), torch.tensor([number], dtype=torch.float64)))
+    token = int(sample_tokens(logits_BV, SamplingParams(), torch.tensor([number], dtype=torch.float64)))
     total, below = sum(weights), sum(weights[:token])
     assert weights[token] > 0
     assert below / total <= number + 1e-12
@@ -98,13 +100,13 @@ def test_the_token_is_where_the_cumulative_probability_passes_the_draw(weights: 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
 def test_the_ends_of_the_interval_choose_what_is_possible(number: float) -> None:
     rows = logits(5, prompts=200)
-    chosen = sample(rows, Sampling(top_k=3), torch.full((200,), number, dtype=torch.float64))
-    assert filter_logits(rows, Sampling(top_k=3)).gather(1, chosen.unsqueeze(1)).isfinite().all()
+    chosen = sample_tokens(rows, SamplingParams(top_k=3), torch.full((200,), number, dtype=torch.float64))
+    assert filter_logits(rows, SamplingParams(top_k=3)).gather(1, chosen.unsqueeze(1)).isfinite().all()
 
 
 def test_temperature_0_takes_the_likeliest() -> None:
     rows = logits(1)
-    chosen = sample(rows, Sampling(0.0, top_k=5), torch.rand(3, dtype=torch.float64))
+    chosen = sample_tokens(rows, SamplingParams(0.0, top_k=5), torch.rand(3, dtype=torch.float64))
     assert chosen.tolist() == rows.argmax(-1).tolist()
 
 
@@ -112,12 +114,12 @@ def test_temperature_0_takes_the_likeliest() -> None:
 @pytest.mark.parametrize("left", [{}, {"top_k": 5}, {"top_p": 0.9}])
 def test_a_temperature_near_0_takes_the_likeliest(temperature: float, left: dict[str, Any]) -> None:
     rows = 1000 * logits(1)
-    chosen = sample(rows, Sampling(temperature, **left), torch.full((3,), 0.999, dtype=torch.float64))
+    chosen = sample_tokens(rows, SamplingParams(temperature, **left), torch.full((3,), 0.999, dtype=torch.float64))
     assert chosen.tolist() == rows.argmax(-1).tolist()
 
 
 def test_draws_are_even_and_their_own() -> None:
-    numbers = torch.tensor([draw(s, p, n) for s in range(5) for p in range(20) for n in range(100)])
+    numbers = torch.tensor([uniform_draw(s, p, n) for s in range(5) for p in range(20) for n in range(100)])
     assert len(numbers.unique()) == len(numbers)
     assert numbers.min() >= 0
     assert numbers.max() < 1
@@ -128,9 +130,9 @@ def test_draws_are_even_and_their_own() -> None:
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
 def test_what_cannot_be_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InferenceError, match=r"must be .*\n  fix: --t"):
-        Sampling(**bad)  # type: ignore[arg-type]
+        SamplingParams(**bad)  # type: ignore[arg-type]
 
 
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(InferenceError, match="NaN or infinite"):
-        sample(torch.tensor([[0.0, float("nan")]]), Sampling(), torch.zeros(1, dtype=torch.float64))
+        sample_tokens(torch.tensor([[0.0, float("nan")]]), SamplingParams(), torch.zeros(1, dtype=torch.float64))

@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron.inference.errors import InferenceError
-from megatron.inference.text import REPLACEMENT, Codec, IdCodec, TextCodec, TextStream, open_codec
+from megatron.inference.text import (
+    REPLACEMENT,
+    Codec,
+    IdCodec,
+    IncrementalDecoder,
+    InferenceError,
+    TextCodec,
+    open_codec,
+)
 
 CORPUS = ["The quick brown fox. Καλημέρα κόσμε! 你好,世界 😀😀 naïve café\n\n\tdef f(x): return x"] * 3
 
@@ -56,7 +63,7 @@ def codec(name: str) -> TextCodec:
 
 
 def streamed(codec: Codec, prompt: Sequence[int], ids: Sequence[int]) -> list[str]:
-    stream = TextStream(codec, prompt)
+    stream = IncrementalDecoder(codec, prompt)
     return [*(stream.push(token) for token in ids), stream.flush()]
 
 

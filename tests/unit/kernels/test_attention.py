@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.kernels.attention import ATTENTION, Sight
-from megatron.kernels.operation import disproof
+from megatron.kernels.attention import ATTENTION, AttentionMask
+from megatron.kernels.operation import check_kernel
 from tests.unit.kernels.doubles import FlashAttention, install
 
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, double: FlashAttention) -> FlashA
 def test_flash_attn_sees_what_masks_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal, windows, documents and both, with grouped heads: the trials of every attention."""
     double = installed(monkeypatch, FlashAttention())
-    assert disproof(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32) is None
+    assert check_kernel(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32) is None
     assert double.calls == [("plain", False), ("plain", False), ("documents", False), ("documents", False)]
 
 
 def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, FlashAttention(too_wide=1))
-    wrong = disproof(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32)
+    wrong = check_kernel(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32)
     assert str(wrong).startswith("differs from torch by")
 
 
@@ -44,7 +44,7 @@ def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch)
     q, k, v = torch.randn(3, 4, 2, 2, 8)
     torch.use_deterministic_algorithms(True)
     try:
-        ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(4, CPU))
+        ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask(4, CPU))
     finally:
         torch.use_deterministic_algorithms(False)
     assert double.calls == [("plain", True)]
@@ -54,7 +54,7 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than queries: the mask says which belong together."""
     double = installed(monkeypatch, FlashAttention())
     q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
-    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(5, CPU, first_query=4))
+    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask(5, CPU, first_query=4))
     assert (out.shape, double.calls) == (q.shape, [])
 
 
@@ -62,7 +62,7 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> None:
     runs = [len(list(run)) for row in documents for _, run in itertools.groupby(row)]
-    found = Sight(6, CPU, documents=torch.tensor(documents)).boundaries
+    found = AttentionMask(6, CPU, documents=torch.tensor(documents)).boundaries
     assert found.tolist() == [0, *itertools.accumulate(runs)]
     assert found.dtype == torch.int32
 
@@ -73,16 +73,18 @@ def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.Monkey
     documents, known = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5], dtype=torch.int32)
     q, k, v = torch.randn(3, 5, 1, 2, 8)
     attend = ATTENTION.candidates["flash_attn"].make()
-    expected = attend(q, k, v, Sight(5, CPU, documents=documents))
+    expected = attend(q, k, v, AttentionMask(5, CPU, documents=documents))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "nonzero", None)
-        assert torch.equal(attend(q, k, v, Sight(5, CPU, documents=documents, known_boundaries=known)), expected)
+        assert torch.equal(
+            attend(q, k, v, AttentionMask(5, CPU, documents=documents, known_boundaries=known)), expected
+        )
     assert double.calls == [("documents", False)] * 2
 
 
 def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, FlashAttention())
-    mask = Sight(5, CPU, window=2)
+    mask = AttentionMask(5, CPU, window=2)
     q, k, v = torch.randn(3, 5, 2, 2, 8)
     ATTENTION.candidates["flash_attn"].make()(q, k, v, mask)
     assert "dense" not in vars(mask)

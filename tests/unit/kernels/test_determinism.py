@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.config.problems import UserError
-from megatron.kernels.determinism import make_deterministic
+from megatron.config.errors import UserError
+from megatron.kernels.compile import make_deterministic
 from tests.solo import Solo, random_batch, tiny
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.distributed.random import stable_hash
 from megatron.kernels.dropout import keep_mask
-from megatron.parallel.random import hash_of
 
 
 def mask(key: int, probability: float = 0.5, n: int = 128) -> Tensor:
@@ -16,16 +16,16 @@ def mask(key: int, probability: float = 0.5, n: int = 128) -> Tensor:
 
 
 def test_keep_mask_is_elementwise_in_its_coordinates() -> None:
-    whole = mask(hash_of("x"))
+    whole = mask(stable_hash("x"))
     index = torch.arange(128)
     picked = torch.tensor([77, 3, 12])
-    part = keep_mask(0.5, hash_of("x"), torch.tensor([2]).view(1, 1, 1), picked.view(-1, 1), index[40:50])
+    part = keep_mask(0.5, stable_hash("x"), torch.tensor([2]).view(1, 1, 1), picked.view(-1, 1), index[40:50])
     assert torch.equal(part, whole[2:3, picked, 40:50])
 
 
 def test_keep_mask_has_no_structure() -> None:
     """The spectrum of every sample's mask is flat: no stripe, no period, along positions or channels."""
-    signs = mask(hash_of("y")).double() * 2 - 1
+    signs = mask(stable_hash("y")).double() * 2 - 1
     power = torch.fft.fft2(signs).abs().square() / signs[0].numel()
     assert power.mean().item() == pytest.approx(1.0, abs=1e-9)
     assert power.max() < 25, "white noise of this size exceeds 25 once in a million"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.adam import ADAM, AdamSettings, AdamState, adam
-from megatron.kernels.operation import Operation, disproof
-from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, add_outer
+from megatron.kernels.linear import WEIGHT_GRADIENT, accumulate_wgrad
+from megatron.kernels.operation import Operation, check_kernel
 from tests.unit.kernels.doubles import install
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_apex_is_called_as_it_wants_and_proven(
     table, module, function = APEX[operation]
     install(monkeypatch, module, **{function: does})
     for dtype in (torch.bfloat16, torch.float16):
-        assert (disproof(table, table.candidates["apex"].make(), CPU, dtype) is None) is right
+        assert (check_kernel(table, table.candidates["apex"].make(), CPU, dtype) is None) is right
 
 
 @pytest.mark.parametrize("table", [WEIGHT_GRADIENT, ADAM])
@@ -113,7 +113,7 @@ def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
 
 def test_the_product_accumulates_where_formats_are_equal() -> None:
     """The path on GPUs needs one; where nothing has to be widened, it is the same call."""
-    assert disproof(WEIGHT_GRADIENT, WEIGHT_GRADIENT.candidates["addmm"].make(), CPU, torch.float32) is None
+    assert check_kernel(WEIGHT_GRADIENT, WEIGHT_GRADIENT.candidates["addmm"].make(), CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -122,7 +122,7 @@ def test_a_product_is_not_rounded_to_the_format_of_its_operands(beta: float) -> 
     x, dy = (torch.randn(4, 3, n, generator=generator).bfloat16() for n in (5, 6))
     target = torch.randn(6, 5, generator=generator)
     expected = torch.einsum("sbi,sbo->oi", x.double(), dy.double()) + beta * target.double()
-    add_outer(target, x, dy, beta)
+    accumulate_wgrad(target, x, dy, beta)
     torch.testing.assert_close(target.double(), expected, rtol=1e-6, atol=1e-6)
 
 

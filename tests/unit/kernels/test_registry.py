@@ -11,23 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.kernels import CANDIDATES
-from megatron.config.problems import UserError
+from megatron.config.errors import UserError
+from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels import registry
-from megatron.kernels.operation import Candidate, disproof
-from megatron.kernels.registry import OPERATIONS, Kernels, choose
+from megatron.kernels.operation import Candidate, check_kernel
+from megatron.kernels.registry import OPERATIONS, Kernels, select_kernels
 
 CPU = torch.device("cpu")
 
 
 def test_the_tables_say_the_same() -> None:
-    assert {name: tuple(operation.candidates) for name, operation in OPERATIONS.items()} == CANDIDATES
-    assert [f.name for f in fields(Kernels)] == list(CANDIDATES)
-    assert all(names[-1] == "torch" for names in CANDIDATES.values())
+    assert {name: tuple(operation.candidates) for name, operation in OPERATIONS.items()} == KERNEL_CANDIDATES
+    assert [f.name for f in fields(Kernels)] == list(KERNEL_CANDIDATES)
+    assert all(names[-1] == "torch" for names in KERNEL_CANDIDATES.values())
 
 
 def test_auto_on_a_cpu_is_stock_torch_for_everything() -> None:
-    kernels, notes = choose(("auto",), CPU, torch.bfloat16)
+    kernels, notes = select_kernels(("auto",), CPU, torch.bfloat16)
     assert kernels == Kernels()
     assert notes == ["kernels: torch"]
 
@@ -38,7 +38,7 @@ def test_torch_proves_to_be_torch(operation: str, dtype: torch.dtype) -> None:
     if operation == "attention" and dtype == torch.float16:
         pytest.skip("half precision attention takes minutes on CPUs")
     own = OPERATIONS[operation].candidates["torch"].make()
-    assert disproof(OPERATIONS[operation], own, CPU, dtype) is None
+    assert check_kernel(OPERATIONS[operation], own, CPU, dtype) is None
 
 
 def norm_of(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -77,7 +77,7 @@ DOUBLES: dict[str, tuple[Callable[[], Any], str]] = {
 """Implementations of norm that must not be used, and what is said of them."""
 
 
-OTHERS = [f"{operation}=torch" for operation in CANDIDATES if operation != "norm"]
+OTHERS = [f"{operation}=torch" for operation in KERNEL_CANDIDATES if operation != "norm"]
 """Words that leave norm alone free; compiling takes seconds."""
 
 
@@ -95,7 +95,7 @@ def test_one_that_computes_wrongly_is_not_used(
     make, said = DOUBLES[double]
     offer(monkeypatch, Candidate(make))
     with pytest.raises(UserError) as caught:
-        choose(("norm=apex",), CPU, dtype)
+        select_kernels(("norm=apex",), CPU, dtype)
     (problem,) = caught.value.problems
     assert problem.code == "E903"
     assert said in problem.sentence
@@ -104,7 +104,7 @@ def test_one_that_computes_wrongly_is_not_used(
 
 def test_one_that_computes_wrongly_is_left_out_where_the_choice_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(DOUBLES["value"][0]), "compiled")
-    kernels, notes = choose(("compiled", *OTHERS), CPU, torch.float32)
+    kernels, notes = select_kernels(("compiled", *OTHERS), CPU, torch.float32)
     assert kernels == Kernels()
     assert notes[0] == "kernels: torch"
     assert notes[1].startswith("kernels: norm=compiled is left out: it differs from torch by")
@@ -119,35 +119,35 @@ def test_one_that_computes_rightly_in_another_order_is_used(monkeypatch: pytest.
 
     offer(monkeypatch, Candidate(lambda: other_order))
     for dtype in (torch.float32, torch.bfloat16):
-        kernels, notes = choose(("norm=apex",), CPU, dtype)
+        kernels, notes = select_kernels(("norm=apex",), CPU, dtype)
         assert kernels == replace(Kernels(), norm=other_order)
-        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in CANDIDATES if o != 'norm')})"]
+        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in KERNEL_CANDIDATES if o != 'norm')})"]
 
 
 def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: None, lambda device, dtype: "there is no compiler"), "compiled")
-    kernels, notes = choose(("compiled", *OTHERS), CPU, torch.float32)
+    kernels, notes = select_kernels(("compiled", *OTHERS), CPU, torch.float32)
     assert kernels == Kernels()
     assert notes == ["kernels: torch", "kernels: norm=compiled is left out: there is no compiler"]
     with pytest.raises(UserError, match="E903 --kernels norm=compiled cannot be used: there is no compiler"):
-        choose(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
+        select_kernels(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
 
 
 def test_all_that_cannot_be_had_is_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        choose(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
+        select_kernels(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
     assert [problem.code for problem in caught.value.problems] == ["E903", "E903"]
 
 
 def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: Kernels().norm, deterministic=False))
-    assert choose(("norm=apex",), CPU, torch.float32)[0] == Kernels()
+    assert select_kernels(("norm=apex",), CPU, torch.float32)[0] == Kernels()
     with pytest.raises(UserError, match="E902 --deterministic does not go with --kernels norm=apex"):
-        choose(("norm=apex",), CPU, torch.float32, deterministic=True)
-    assert choose(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
+        select_kernels(("norm=apex",), CPU, torch.float32, deterministic=True)
+    assert select_kernels(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
     assert not OPERATIONS["attention"].candidates["cudnn"].deterministic
 
 
 def test_where_nothing_is_computed_all_is_torchs_whatever_is_asked_for() -> None:
-    kernels, notes = choose(["attention=cudnn", "compiled"], torch.device("meta"), torch.bfloat16)
+    kernels, notes = select_kernels(["attention=cudnn", "compiled"], torch.device("meta"), torch.bfloat16)
     assert (kernels, notes) == (Kernels(), ["kernels: torch"])

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import Sight, attention_mask
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.attention import AttentionMask, make_attention_mask
 from megatron.kernels.rotary import rotate
-from megatron.layers.attention import Scene, SelfAttention
-from megatron.layers.rotary import Rotary
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.microbatch import MicroBatch
+from megatron.layers.attention import ForwardContext, SelfAttention
+from megatron.layers.build import BuildContext
+from megatron.layers.rotary import RotaryEmbedding
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
@@ -34,8 +34,8 @@ def visible(q: int, k: int, sample: int, window: int | None, documents: Tensor |
 @pytest.mark.parametrize("window", [None, 1, 4, LENGTH, 100])
 def test_mask(window: int | None, documents: Tensor | None) -> None:
     plain = window is None and documents is None
-    assert (Sight(LENGTH, torch.device("cpu"), window, documents).dense is None) is plain
-    mask = attention_mask(LENGTH, window, documents, torch.device("cpu")).expand(2, 1, LENGTH, LENGTH)
+    assert (AttentionMask(LENGTH, torch.device("cpu"), window, documents).dense is None) is plain
+    mask = make_attention_mask(LENGTH, window, documents, torch.device("cpu")).expand(2, 1, LENGTH, LENGTH)
     for sample in range(2):
         for q in range(LENGTH):
             seen = [bool(x) for x in mask[sample, 0, q]]
@@ -43,17 +43,17 @@ def test_mask(window: int | None, documents: Tensor | None) -> None:
 
 
 def attention(config: ModelConfig) -> SelfAttention:
-    return SelfAttention(config, BuildContext(one_rank_mesh(), GradSink(), torch.float64), 0.2, False)
+    return SelfAttention(config, BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64), 0.2, False)
 
 
-def scene_of(config: ModelConfig, documents: Tensor | None) -> Scene:
+def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
-    mask = Sight(LENGTH, torch.device("cpu"), config.window_size, documents)
-    rotary = Rotary(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return Scene(batch, rotary(LENGTH, None) if rotary else None, mask)
+    mask = AttentionMask(LENGTH, torch.device("cpu"), config.window_size, documents)
+    rotary = RotaryEmbedding(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
+    return ForwardContext(batch, rotary(LENGTH, None) if rotary else None, mask)
 
 
-def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: Scene, documents: Tensor | None) -> Tensor:
+def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documents: Tensor | None) -> Tensor:
     """One head, one query at a time, from the weights' stored rows."""
     c = layer.config
     d, per_group = c.head_dim, c.heads_per_group

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.layers import attention_logits
-from megatron.layers.attention_logits import largest_logit
+from megatron.layers import attention
+from megatron.layers.attention import largest_logit
 
 S, B, G, X, D = 11, 2, 2, 3, 4
 
@@ -38,7 +38,7 @@ def test_it_is_that_of_the_visible_pairs(window: int | None, documents: bool, se
     q, k = operands(seed)
     ids = torch.tensor([[0] * 4 + [1] * 7, [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]]) if documents else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_logits, "BLOCK", block)
+        patch.setattr(attention, "LOGITS_PER_BLOCK", block)
         got = largest_logit(q, k, window, ids)
     assert got.item() == pytest.approx(by_loops(q, k, window, ids), rel=1e-12)
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.layers import dispatch
-from megatron.layers.dispatch import Permutation, Route
-from megatron.parallel.comm import Group
+from megatron.distributed.comm import Group
+from megatron.layers import moe
+from megatron.layers.moe import DispatchPlan, Permutation
 
 QUICK = settings(max_examples=60, derandomize=True, deadline=None)
 
@@ -60,7 +60,7 @@ def test_each_way_is_the_adjoint_of_the_other(keys: list[int]) -> None:
 def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) -> None:
     experts_TK, experts = chosen
     tokens, topk = experts_TK.shape
-    route = Route.plan(experts_TK, experts, 1, Group())
+    route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     x_TH = rows(tokens)
     expected = [(e, t) for e in range(experts) for t in range(tokens) if e in experts_TK[t]]
     assert route.counts == tuple(sum(e == at for at, _ in expected) for e in range(experts))
@@ -72,7 +72,7 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
 @given(choices())
 def test_results_come_back_to_their_token_in_the_order_of_its_choices(chosen: tuple[Tensor, int]) -> None:
     experts_TK, experts = chosen
-    route = Route.plan(experts_TK, experts, 1, Group())
+    route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     factors = torch.arange(1.0, experts + 1, dtype=torch.float64)
     x_TH = rows(len(experts_TK)).requires_grad_()
     y_RH = route.there(x_TH) * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
@@ -84,7 +84,7 @@ def test_results_come_back_to_their_token_in_the_order_of_its_choices(chosen: tu
 
 
 def test_no_tokens_are_no_rows() -> None:
-    route = Route.plan(torch.empty(0, 2, dtype=torch.int64), 3, 1, Group())
+    route = DispatchPlan.plan(torch.empty(0, 2, dtype=torch.int64), 3, 1, Group())
     assert route.counts == (0, 0, 0)
     assert not route.by_target.order.numel()
 
@@ -100,7 +100,7 @@ def test_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return original(*given, **named)
 
         monkeypatch.setattr(holder, name, noted)
-    Route.plan(torch.tensor([[0, 2], [1, 2]]), 3, 1, Group())
+    DispatchPlan.plan(torch.tensor([[0, 2], [1, 2]]), 3, 1, Group())
     assert waits == ["tolist"]
 
 
@@ -109,6 +109,6 @@ def test_a_backward_by_the_wrong_order_is_noticed(monkeypatch: pytest.MonkeyPatc
         ctx.save_for_backward(order)
         return x[order]
 
-    monkeypatch.setattr(dispatch._Permute, "forward", staticmethod(forward))
+    monkeypatch.setattr(moe._Permute, "forward", staticmethod(forward))
     with pytest.raises(AssertionError):
         test_each_way_is_the_adjoint_of_the_other()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.random import stable_hash
 from megatron.layers import dropout
 from megatron.layers.dropout import dropout_attention, dropout_rows
-from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.random import hash_of
 from tests.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
@@ -134,10 +134,10 @@ def test_every_site_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     keys = []
 
     def recording(*parts: object) -> int:
-        keys.append(hash_of(*parts))
+        keys.append(stable_hash(*parts))
         return keys[-1]
 
-    monkeypatch.setattr(dropout, "hash_of", recording)
+    monkeypatch.setattr(dropout, "stable_hash", recording)
     Solo.build(DROPPING).chunk(None, random_batch(DROPPING))
     assert len(set(keys)) == len(keys) == 1 + 3 * DROPPING.num_layers, (
         "embedding; attention, its output and MLP per block"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.layers import experts
-from megatron.layers.experts import MixtureOfExperts
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers import moe
+from megatron.layers.build import BuildContext
+from megatron.layers.moe import MixtureOfExperts
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES = 5, 2
@@ -34,7 +34,7 @@ class Made:
     """A mixture alone, and where its gradients go."""
 
     def __init__(self, config: ModelConfig, drop_activation: bool = False) -> None:
-        self.context = BuildContext(one_rank_mesh(), GradSink(), torch.float64)
+        self.context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
         self.module = MixtureOfExperts(config, self.context, 0.2, drop_activation)
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
         self.contributions: list[str] = []
@@ -182,12 +182,14 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = experts._grouped_matmul
-        monkeypatch.setattr(experts, "_grouped_matmul", lambda x, ws, rows: product(x, ws[::-1], rows))
+        product = moe._grouped_matmul
+        monkeypatch.setattr(moe, "_grouped_matmul", lambda x, ws, rows: product(x, ws[::-1], rows))
     if fault == "gradients of others' rows":
-        original = GradSink.add
+        original = GradAccumulator.add
         monkeypatch.setattr(
-            GradSink, "add", lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows))
+            GradAccumulator,
+            "add",
+            lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
         )
     with pytest.raises(AssertionError):
         test_output_and_gradients_are_those_of_a_loop("two of four", False)

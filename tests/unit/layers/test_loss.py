@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
-from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
 from tests.solo import Allocations, Solo, random_batch, tiny
 
 TOKENS, HELD, PADDING, HIDDEN = 21, 37, 3, 8
@@ -36,10 +36,10 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
 
 
 def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
-    sink, x = GradSink(), x.detach().requires_grad_()
+    sink, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     sink.bind({"w": dw}.__getitem__, lambda name: None)
-    config, vocabulary = LossConfig(chunk, z_coeff), Vocabulary(0, HELD, Group())
+    config, vocabulary = LossConfig(chunk, z_coeff), VocabularyShard(0, HELD, Group())
     objective, entropy = linear_cross_entropy(
         x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, sink, "w"
     )
@@ -100,9 +100,9 @@ def test_gradient_by_finite_differences() -> None:
 
 def test_evaluation_computes_no_gradient() -> None:
     x, weight, labels, mask = inputs()
-    config, vocabulary = LossConfig(5, 1e-2), Vocabulary(0, HELD, Group())
+    config, vocabulary = LossConfig(5, 1e-2), VocabularyShard(0, HELD, Group())
     with torch.no_grad(), Allocations() as made:
-        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, GradSink(), "w")
+        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, GradAccumulator(), "w")
     assert value.item() == pytest.approx(plain(x, weight, labels, mask, 1e-2).objective.item(), rel=1e-13)
     assert made.largest <= 5 * (HELD + PADDING) * x.element_size(), "something of the weight's size was made"
 

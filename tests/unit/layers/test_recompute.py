@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.config.settings import SETTINGS
-from megatron.layers.recompute import feed
+from megatron.layers.recompute import recompute_producer
 from tests.solo import Allocations, Solo, random_batch, tiny
 
 MODULES = SETTINGS["recompute_modules"].option.choices or ()
@@ -153,7 +153,7 @@ def test_feed_drops_what_lies_between(drop: bool) -> None:
     x = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     with Allocations() as made:
-        y = feed(producer, x, lambda between: (between @ weight).sum(), drop)
+        y = recompute_producer(producer, x, lambda between: (between @ weight).sum(), drop)
         alive = made.alive
     y.backward()
     expected = x.sin().square()
@@ -167,5 +167,5 @@ def test_feed_drops_what_lies_between(drop: bool) -> None:
 def test_feed_recomputes_nothing_without_gradients() -> None:
     producer = Between()
     with torch.no_grad():
-        feed(producer, torch.randn(3, 8), torch.sum, drop=True)
+        recompute_producer(producer, torch.randn(3, 8), torch.sum, drop=True)
     assert producer.calls == 1

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.rotary import rotate
-from megatron.layers.rotary import Rotary
+from megatron.layers.rotary import RotaryEmbedding
 from tests.solo import tiny
 
 HEAD_DIM, LENGTH = 16, 40
 ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base": 100.0}
 
 
-def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Rotary:
-    return Rotary(config, dtype, torch.device("cpu"))
+def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
+    return RotaryEmbedding(config, dtype, torch.device("cpu"))
 
 
 def as_complex(x: Tensor, interleaved: bool) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.layers.router import Router, Routing
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers.build import BuildContext
+from megatron.layers.moe import Router, Routing
 from tests.solo import one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
@@ -21,7 +21,7 @@ WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}
 
 def router(**changes: Any) -> tuple[Router, dict[str, Tensor]]:
     """A router in fp64, and where its gradient goes."""
-    context = BuildContext(one_rank_mesh(), GradSink(), torch.float64)
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     made = Router(tiny(**WIDE | changes), context.at("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
     context.sink.bind(gradients.__getitem__, lambda name: None)
@@ -162,7 +162,7 @@ def test_equal_experts_are_chosen_alike_every_time() -> None:
 
 
 def test_bf16_tokens_are_judged_in_fp32() -> None:
-    context = BuildContext(one_rank_mesh(), GradSink(), torch.bfloat16)
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.bfloat16)
     made = Router(tiny(**WIDE), context.at("router"))
     x_SBH = hidden().bfloat16()
     routing = run(made, x_SBH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from megatron.pipeline.actions import Action, Schedule
+from megatron.pipeline.actions import Action, PipelineSchedule
 
 UNIT = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Every half of a backward takes as long as a forward."""
@@ -33,7 +33,7 @@ def yields(action: Action) -> list[tuple[int, str, int]]:
     return [(action.stage, kind, action.microbatch) for kind in kinds]
 
 
-def clock(schedule: Schedule, seconds: Mapping[str, float] = UNIT) -> list[tuple[float, float]]:
+def clock(schedule: PipelineSchedule, seconds: Mapping[str, float] = UNIT) -> list[tuple[float, float]]:
     """When each rank starts its first and ends its last action; communication takes no time.
 
     Every stage takes ``seconds``. Each stage has to do everything once with each micro-batch.
@@ -64,7 +64,7 @@ def clock(schedule: Schedule, seconds: Mapping[str, float] = UNIT) -> list[tuple
     return list(zip(starts, now, strict=True))
 
 
-def bubbles(schedule: Schedule, seconds: Mapping[str, float] = UNIT) -> list[float]:
+def bubbles(schedule: PipelineSchedule, seconds: Mapping[str, float] = UNIT) -> list[float]:
     """Seconds that each rank idles between its first and its last action."""
     work = [sum(seconds[action.kind] for action in actions) for actions in schedule.ranks]
     return [end - start - busy for (start, end), busy in zip(clock(schedule, seconds), work, strict=True)]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from megatron.pipeline.actions import Action, Schedule
+from megatron.pipeline.actions import Action, PipelineSchedule
 
 Tensor = tuple[str, int, int]
 """What it is, the stage that it is for, micro-batch."""
@@ -23,7 +23,9 @@ class Play:
     training, activations are not kept for a backward.
     """
 
-    def __init__(self, program: Schedule, placement: Sequence[int], ordered: bool = True, trains: bool = True) -> None:
+    def __init__(
+        self, program: PipelineSchedule, placement: Sequence[int], ordered: bool = True, trains: bool = True
+    ) -> None:
         self.scripts = [list(actions) for actions in program.ranks]
         self.placement, self.ordered = placement, ordered
         actions = [action for script in self.scripts for action in script]

@@ -8,14 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.actions import COMMUNICATION, COMPUTE, EVALUATION, Action, Schedule, ScheduleError, read_cell
+from megatron.pipeline.actions import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    EVALUATION_KINDS,
+    Action,
+    PipelineSchedule,
+    ScheduleError,
+    parse_cell,
+)
 
-ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from((*COMPUTE, *COMMUNICATION)), st.integers(0, 9999))
+ACTIONS = st.builds(
+    Action, st.integers(0, 999), st.sampled_from((*COMPUTE_KINDS, *COMMUNICATION_KINDS)), st.integers(0, 9999)
+)
 
 
-def loaded(path: Path, text: str) -> Schedule:
+def loaded(path: Path, text: str) -> PipelineSchedule:
     path.write_text(text, encoding="utf-8")
-    return Schedule.load(path)
+    return PipelineSchedule.load(path)
 
 
 @settings(derandomize=True, deadline=None)
@@ -51,13 +61,13 @@ def test_text_that_is_no_action_is_quoted(text: str) -> None:
     ],
 )
 def test_cells(cell: str, actions: list[str]) -> None:
-    assert [str(action) for action in read_cell(cell)] == actions
+    assert [str(action) for action in parse_cell(cell)] == actions
 
 
 @pytest.mark.parametrize("cell", ["0UNSHARD", "3RESHARD", "1REDUCE_GRAD7"])
 def test_actions_of_fsdp_are_refused_by_name(cell: str) -> None:
     with pytest.raises(ScheduleError, match=rf"'{cell}' .*PyTorch.*\(FSDP\)") as error:
-        read_cell(cell)
+        parse_cell(cell)
     assert "compute_only" in error.value.fixes[0]
 
 
@@ -67,8 +77,8 @@ def test_schedules_are_read_as_they_were_written(
     tmp_path_factory: pytest.TempPathFactory, ranks: tuple[tuple[Action, ...], ...]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "mine.csv"
-    Schedule("mine.csv", ranks).save(path)
-    assert Schedule.load(path) == Schedule("mine.csv", ranks)
+    PipelineSchedule("mine.csv", ranks).save(path)
+    assert PipelineSchedule.load(path) == PipelineSchedule("mine.csv", ranks)
 
 
 def test_a_file_as_people_and_spreadsheets_write_it(tmp_path: Path) -> None:
@@ -91,33 +101,33 @@ def test_errors_name_the_line_and_the_cell(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"^there is no file \S+/missing\.csv$"):
-        Schedule.load(tmp_path / "missing.csv")
+        PipelineSchedule.load(tmp_path / "missing.csv")
     with pytest.raises(ScheduleError, match=r"cannot be read: Is a directory$"):
-        Schedule.load(tmp_path)
+        PipelineSchedule.load(tmp_path)
     (tmp_path / "image.csv").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
-        Schedule.load(tmp_path / "image.csv")
+        PipelineSchedule.load(tmp_path / "image.csv")
     (tmp_path / "long.csv").write_text("x" * 200_000)
     with pytest.raises(ScheduleError, match="cannot be read as a schedule: field larger"):
-        Schedule.load(tmp_path / "long.csv")
+        PipelineSchedule.load(tmp_path / "long.csv")
     (tmp_path / "empty.csv").write_text("\n,\n")
     with pytest.raises(ScheduleError, match=r"empty\.csv has no action; each line lists the actions of a rank"):
-        Schedule.load(tmp_path / "empty.csv")
+        PipelineSchedule.load(tmp_path / "empty.csv")
 
 
 def test_what_a_schedule_says_of_itself() -> None:
-    schedule = Schedule(
+    schedule = PipelineSchedule(
         "v", (tuple(map(Action.parse, ("0F0", "3F0", "3SEND_B0", "0B0"))), (Action(1, "I", 4), Action(2, "F", 2)))
     )
     assert schedule.placement == (0, 1, 1, 0)
     assert (schedule.stages, schedule.microbatches) == (4, 5)
-    assert [str(action) for action in schedule.only(EVALUATION).ranks[0]] == ["0F0", "3F0"]
+    assert [str(action) for action in schedule.only(EVALUATION_KINDS).ranks[0]] == ["0F0", "3F0"]
 
 
 def test_stages_have_one_rank_each() -> None:
     with pytest.raises(ScheduleError, match="stage 1 is on rank 0 and on rank 1"):
-        _ = Schedule("x", ((Action(0, "F", 0), Action(1, "F", 0)), (Action(1, "F", 1),))).placement
+        _ = PipelineSchedule("x", ((Action(0, "F", 0), Action(1, "F", 0)), (Action(1, "F", 1),))).placement
     with pytest.raises(ScheduleError, match="no rank has stage 1"):
-        _ = Schedule("x", ((Action(0, "F", 0), Action(999_999_999, "F", 0)),)).placement
+        _ = PipelineSchedule("x", ((Action(0, "F", 0), Action(999_999_999, "F", 0)),)).placement
     with pytest.raises(ScheduleError, match="no rank has stage 0"):
-        _ = Schedule("x", ()).placement
+        _ = PipelineSchedule("x", ()).placement

@@ -15,16 +15,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
+from megatron.distributed.comm import Channel
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.build import BuildContext
 from megatron.model.gpt import GPTChunk
-from megatron.parallel.build import BuildContext
-from megatron.parallel.comm import Channel
-from megatron.parallel.grads import GradSink, Rows
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import Action, Schedule
+from megatron.pipeline.actions import Action, PipelineSchedule
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
-from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.simulate import StageCosts, simulate
 from tests.pipelines import LinearStage, batches_of, empty, in_threads, program_of
 from tests.solo import one_rank_mesh
 
@@ -66,12 +66,12 @@ class Ledger:
         return sum(self._alive.values()) - queued, queued
 
 
-class WatchedSink(GradSink):
+class WatchedSink(GradAccumulator):
     """Notes what it queues."""
 
     ledger: Ledger
 
-    def add(self, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
+    def add(self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None) -> Tensor | None:
         if self._deferred_to is not None:
             for queued in (x, dy):
                 self.ledger.note(queued.shard, queued=True)
@@ -113,7 +113,7 @@ def lasting(chunks: Mapping[int, nn.Module], batches: Sequence[MicroBatch]) -> l
     return kept + [tensor for b in batches for tensor in (b.tokens, b.labels, b.loss_mask, b.sample_ids)]
 
 
-def watch(program: Schedule, rank: int, roads: Mapping[tuple[int, int], Channel], build: Build) -> list[Held]:
+def watch(program: PipelineSchedule, rank: int, roads: Mapping[tuple[int, int], Channel], build: Build) -> list[Held]:
     """What a rank holds after each of its computing actions."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
     sink, batches, held = WatchedSink(), batches_of(program.microbatches), []
@@ -138,16 +138,16 @@ def buffer(batch: MicroBatch) -> Tensor:
     return torch.empty(3, 1, 16, dtype=torch.float64)
 
 
-def costs_of(stages: int, build: Build) -> Costs:
+def costs_of(stages: int, build: Build) -> StageCosts:
     """What one micro-batch of each stage holds, measured on one rank that has them all."""
     order = [Action(stage, "F", 0) for stage in range(stages)]
     order += [Action(stage, kind, 0) for stage in reversed(range(stages)) for kind in "IW"]
-    schedule = Schedule("alone", (tuple(order),))
+    schedule = PipelineSchedule("alone", (tuple(order),))
     [held] = in_threads(schedule, partial(watch, schedule, build=build))
     forward, backward = held[:stages], held[stages:]
     activation = [after[0] - before[0] for before, after in zip([(0, 0), *forward], forward)]
     weights = [after_input[1] for after_input in reversed(backward[::2])]
-    return replace(Costs.uniform(stages), activation=tuple(activation), weight_memory=tuple(weights))
+    return replace(StageCosts.uniform(stages), activation=tuple(activation), weight_memory=tuple(weights))
 
 
 @pytest.mark.parametrize("build", [linear_stages, gpt_stages])

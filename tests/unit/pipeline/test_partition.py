@@ -14,13 +14,13 @@ from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import (
     LayerCosts,
     StageLayers,
-    balanced,
-    by_rank,
-    equal,
-    notation,
-    spelled_out,
-    stages_of,
-    written,
+    expand_layout,
+    format_layout,
+    parse_layout,
+    split_by_cost,
+    split_by_rank,
+    split_equally,
+    stages_from_counts,
 )
 
 
@@ -38,7 +38,7 @@ def check(stages: Sequence[StageLayers], layers: int) -> None:
 
 def every_split(layers: int, stages: int) -> list[tuple[StageLayers, ...]]:
     sizes = (sizes for sizes in product(range(layers + 1), repeat=stages) if sum(sizes) == layers and all(sizes[1:-1]))
-    return [stages_of(found) for found in sizes]
+    return [stages_from_counts(found) for found in sizes]
 
 
 LOOP, V = (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)
@@ -53,9 +53,9 @@ def test_no_split_is_better_balanced(
     costs, stages = LayerCosts(layer, embedding, output), len(placement)
     if stages > layers + 2:
         with pytest.raises(ScheduleError, match="do not fill"):
-            balanced(layers, placement, costs)
+            split_by_cost(layers, placement, costs)
         return
-    found = balanced(layers, placement, costs)
+    found = split_by_cost(layers, placement, costs)
     check(found, layers)
 
     def unevenness(split: Sequence[StageLayers]) -> tuple[float, ...]:
@@ -67,23 +67,23 @@ def test_no_split_is_better_balanced(
 
 
 def test_of_equally_good_splits_the_first_stage_has_fewer_layers() -> None:
-    assert counts(balanced(10, range(4), LayerCosts(1))) == [2, 2, 3, 3]
-    assert counts(balanced(10, range(4), LayerCosts(1, 0, 0.3))) == [2, 3, 3, 2]
+    assert counts(split_by_cost(10, range(4), LayerCosts(1))) == [2, 2, 3, 3]
+    assert counts(split_by_cost(10, range(4), LayerCosts(1, 0, 0.3))) == [2, 3, 3, 2]
 
 
 def test_a_large_output_layer_stands_alone() -> None:
-    assert counts(balanced(6, range(4), LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
-    assert counts(balanced(2, range(4), LayerCosts(1))) == [0, 1, 1, 0]
+    assert counts(split_by_cost(6, range(4), LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
+    assert counts(split_by_cost(2, range(4), LayerCosts(1))) == [0, 1, 1, 0]
 
 
 def test_what_its_other_stage_does_counts_on_a_rank() -> None:
-    assert counts(balanced(12, V, LayerCosts(1, 0, 3))) == [2, 2, 2, 3, 3, 0]  # 5 on each rank
+    assert counts(split_by_cost(12, V, LayerCosts(1, 0, 3))) == [2, 2, 2, 3, 3, 0]  # 5 on each rank
 
 
 @pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
 def test_equal_stages_count_what_is_said_to_count(embedding: bool, output: bool) -> None:
     for layers, stages in product(range(1, 20), range(1, 7)):
-        found = equal(layers, stages, embedding, output)
+        found = split_equally(layers, stages, embedding, output)
         total = layers + embedding + output
         assert (found is None) == bool(total % stages)
         if found is not None:
@@ -100,7 +100,7 @@ def test_ranks_have_the_layers_that_were_said(placement: tuple[int, ...], said: 
     ranks = max(placement) + 1
     for layers in range(1, 20):
         try:
-            found = by_rank(layers, placement, *said)
+            found = split_by_rank(layers, placement, *said)
         except ScheduleError:
             continue
         check(found, layers)
@@ -117,13 +117,13 @@ def test_ranks_have_the_layers_that_were_said(placement: tuple[int, ...], said: 
 
 def test_what_ranks_cannot_share_is_refused_with_the_numbers_beside_it() -> None:
     with pytest.raises(ScheduleError, match="10 layers do not fill PP4 x VPP1 equally") as caught:
-        by_rank(10, range(4), 3, None)
+        split_by_rank(10, range(4), 3, None)
     assert [fix.split()[1] for fix in caught.value.fixes[:2]] == ["1", "4"]
     with pytest.raises(ScheduleError) as caught:
-        by_rank(10, LOOP, None, 3)
+        split_by_rank(10, LOOP, None, 3)
     assert [fix.split()[1] for fix in caught.value.fixes[:2]] == ["2", "6"]
     with pytest.raises(ScheduleError):
-        by_rank(3, range(3), 2, 1)  # which leaves nothing for the rank between them
+        split_by_rank(3, range(3), 2, 1)  # which leaves nothing for the rank between them
 
 
 WRITTEN_OUT = {
@@ -139,8 +139,8 @@ WRITTEN_OUT = {
 @pytest.mark.parametrize("layout", WRITTEN_OUT)
 def test_layouts_mean_their_letters(layout: str) -> None:
     letters = WRITTEN_OUT[layout]
-    assert spelled_out(layout) == letters
-    found = written(layout, letters.count("t"))
+    assert expand_layout(layout) == letters
+    found = parse_layout(layout, letters.count("t"))
     check(found, letters.count("t"))
     assert counts(found) == [stage.count("t") for stage in letters.split("|")]
 
@@ -148,13 +148,13 @@ def test_layouts_mean_their_letters(layout: str) -> None:
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=8), st.integers(0, 4), st.integers(0, 4))
 def test_a_split_reads_back_from_its_layout(middle: list[int], first: int, last: int) -> None:
-    for split in (stages_of([first, *middle, last]), stages_of([first])):
-        assert written(notation(split), sum(counts(split))) == split
+    for split in (stages_from_counts([first, *middle, last]), stages_from_counts([first])):
+        assert parse_layout(format_layout(split), sum(counts(split))) == split
 
 
 def test_the_layout_of_a_regular_split_is_short() -> None:
-    assert notation(stages_of([3] + [2] * 29 + [0])) == "Et*3|(tt|)*29L"
-    assert notation(stages_of([4])) == "Et*4L"
+    assert format_layout(stages_from_counts([3] + [2] * 29 + [0])) == "Et*3|(tt|)*29L"
+    assert format_layout(stages_from_counts([4])) == "Et*4L"
 
 
 REFUSED = {
@@ -189,7 +189,7 @@ REFUSED = {
 @pytest.mark.parametrize("layout", REFUSED, ids=lambda layout: layout[:12])
 def test_what_is_no_layout_of_the_model_is_refused(layout: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        written(layout, 2)
+        parse_layout(layout, 2)
     assert REFUSED[layout] in caught.value.sentence
 
 
@@ -208,15 +208,15 @@ MEANT = {
 @pytest.mark.parametrize("layout", MEANT)
 def test_the_spelling_that_was_meant_is_offered(layout: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        written(layout, 2)
+        parse_layout(layout, 2)
     assert caught.value.fixes[0] == f"--pipeline-model-parallel-layout '{MEANT[layout]}'"
-    written(MEANT[layout], 2)
+    parse_layout(MEANT[layout], 2)
 
 
 @pytest.mark.parametrize("layout", ["Et|t", "E(t(t|*2L", "Et|(t|*2", "Et|t)L", "Et||tL", "Et|mL"])
 def test_no_spelling_is_offered_where_it_is_not_plain(layout: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        written(layout, 4)
+        parse_layout(layout, 4)
     assert not any("'" in fix for fix in caught.value.fixes)
 
 
@@ -224,15 +224,17 @@ def test_no_spelling_is_offered_where_it_is_not_plain(layout: str) -> None:
 @given(st.text("Et|L()*12 ", max_size=12))
 def test_whatever_is_written_is_spelled_out_or_refused(layout: str) -> None:
     with suppress(ScheduleError):
-        assert set(spelled_out(layout)) <= set("Et|L")
+        assert set(expand_layout(layout)) <= set("Et|L")
 
 
 def test_one_layer_is_told_as_one() -> None:
     with pytest.raises(ScheduleError, match=r"^1 layer does not fill PP3 x VPP1 equally"):
-        by_rank(1, range(3), 2, None)
+        split_by_rank(1, range(3), 2, None)
 
 
-@pytest.mark.parametrize("make", [stages_of, lambda sizes: written("E|" + "|".join("t" * n for n in sizes) + "|L", 3)])
+@pytest.mark.parametrize(
+    "make", [stages_from_counts, lambda sizes: parse_layout("E|" + "|".join("t" * n for n in sizes) + "|L", 3)]
+)
 def test_only_ends_may_be_without_layers(make: Callable[[list[int]], object]) -> None:
     with pytest.raises(ScheduleError, match=r"stage \d (would have no layers|is empty)"):
         make([1, 0, 2])

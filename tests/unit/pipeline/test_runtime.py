@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.parallel.comm import Channel, Group
-from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import COMPUTE, EVALUATION, Action, Schedule
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.recorder import recording
+from megatron.distributed.comm import Channel, Group
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.stage import Chunk, Stage
-from megatron.pipeline.validate import validate
+from megatron.pipeline.validate import validate_program
 from tests.pipelines import (
     SEED,
     Ends,
@@ -38,7 +38,9 @@ from tests.pipelines import (
 Roads = Mapping[tuple[int, int], Channel]
 
 
-def run_all(program: Schedule, ends: Ends, dress: object = as_it_is, seed: float | None = SEED) -> list[Pipeline]:
+def run_all(
+    program: PipelineSchedule, ends: Ends, dress: object = as_it_is, seed: float | None = SEED
+) -> list[Pipeline]:
     """Every rank's part of a program."""
 
     def work(rank: int, roads: Roads) -> Pipeline:
@@ -77,7 +79,7 @@ def test_stages_may_be_empty() -> None:
     assert_equal(ends, expected, 4)
 
 
-def any_schedule(chance: random.Random) -> Schedule:
+def any_schedule(chance: random.Random) -> PipelineSchedule:
     """Stages on any ranks, backwards whole or in halves, in any order in which everything finds what it needs."""
     ranks, microbatches = chance.randint(1, 4), chance.randint(1, 4)
     stages = chance.randint(ranks, 8)
@@ -101,19 +103,19 @@ def any_schedule(chance: random.Random) -> Schedule:
         action = chance.choice([a for a in needs if a not in done and done.issuperset(needs[a])])
         done.add(action)
         orders[homes[action.stage]].append(action)
-    return Schedule("any", tuple(map(tuple, orders)))
+    return PipelineSchedule("any", tuple(map(tuple, orders)))
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_any_valid_list_of_actions_runs(seed: int) -> None:
     program, ends = add_communication(any_schedule(random.Random(seed))), Ends()
-    validate(program)
+    validate_program(program)
     run_all(program, ends)
     assert_equal(ends, plain_loop(program.stages, program.microbatches), program.microbatches)
 
 
 def test_an_evaluation_goes_forward_only_and_makes_no_graph() -> None:
-    program, ends, seen = program_of("zb-v", 2, 3).only(EVALUATION), Ends(), []
+    program, ends, seen = program_of("zb-v", 2, 3).only(EVALUATION_KINDS), Ends(), []
 
     def dress(chunk: LinearStage) -> Chunk:
         def watched(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -251,7 +253,7 @@ def test_an_output_that_does_not_depend_on_the_input_is_an_error() -> None:
 def test_what_is_recorded_is_the_order_of_the_work() -> None:
     program, ends = program_of("zb-h1", 1, 3), Ends()
     pipeline = pipeline_of(program, 0, {}, ends)
-    with recording(pipeline, Group(), torch.device("cpu")) as recorder:
+    with record_timeline(pipeline, Group(), torch.device("cpu")) as recorder:
         pipeline.run(program.ranks[0], batches_of(3), torch.tensor(SEED))
     pipeline.run(program.ranks[0], batches_of(3), torch.tensor(SEED))  # not recorded any more
     timeline = recorder.timeline(program.name)
@@ -299,4 +301,4 @@ def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
 
     in_threads(program, work)
     assert len(outputs) == 6
-    assert len(waits) == sum(action.kind not in COMPUTE for actions in program.ranks for action in actions)
+    assert len(waits) == sum(action.kind not in COMPUTE_KINDS for actions in program.ranks for action in actions)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as stock
 
-from megatron.pipeline.actions import Action, Schedule, ScheduleError, Size
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, depth_first_groups, interleaved, make, one_by_one
-from megatron.pipeline.validate import validate
+from megatron.pipeline.actions import Action, PipelineSchedule, ScheduleError, ScheduleSize
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, interleaved, make_schedule, microbatch_groups, sequential_schedule
+from megatron.pipeline.validate import validate_program
 from tests.unit.pipeline.clock import StuckError, bubbles, clock, memory
 
 V_SHAPED = ("zb-v", "dualpipe-v")
@@ -34,7 +34,7 @@ def sizes(name: str, ranks: int, microbatches: int) -> Iterator[tuple[int, int, 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_ends_and_does_everything_once(name: str) -> None:
     for p, v, m in sizes(name, ranks=6, microbatches=13):
-        schedule = make(name, p, v, m)
+        schedule = make_schedule(name, p, v, m)
         clock(schedule)
         assert (schedule.stages, schedule.microbatches) == (p * v, m)
         loop = tuple(stage % p for stage in range(p * v))
@@ -44,18 +44,18 @@ def test_every_size_ends_and_does_everything_once(name: str) -> None:
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 16), st.integers(1, 4), st.integers(1, 64))
 def test_larger_sizes_end(name: str, p: int, v: int, m: int) -> None:
-    clock(make(name, p, SCHEDULES[name].chunks or v, m))
+    clock(make_schedule(name, p, SCHEDULES[name].chunks or v, m))
 
 
 def test_the_clock_sees_deadlocks_and_what_is_missing_or_twice() -> None:
-    first, *others = make("1f1b", 4, 1, 8).ranks
-    small_groups = Size(ranks=8, chunks=2, microbatches=16, group=4)
+    first, *others = make_schedule("1f1b", 4, 1, 8).ranks
+    small_groups = ScheduleSize(ranks=8, chunks=2, microbatches=16, group=4)
     with pytest.raises(StuckError, match="0F"):
-        clock(Schedule("broken", tuple(tuple(interleaved(rank, small_groups)) for rank in range(8))))
+        clock(PipelineSchedule("broken", tuple(tuple(interleaved(rank, small_groups)) for rank in range(8))))
     with pytest.raises(AssertionError):
-        clock(Schedule("broken", (first[:-1], *others)))
+        clock(PipelineSchedule("broken", (first[:-1], *others)))
     with pytest.raises(AssertionError, match="twice"):
-        clock(Schedule("broken", ((*first, first[0]), *others)))
+        clock(PipelineSchedule("broken", ((*first, first[0]), *others)))
 
 
 @pytest.mark.parametrize("seconds", [{"F": 1, "B": 2}, {"F": 3, "B": 5}, {"F": 2, "B": 1}])
@@ -65,21 +65,23 @@ def test_bubble_is_the_formula(name: str, seconds: dict[str, int]) -> None:
     for p, v, m in sizes(name, ranks=5, microbatches=11):
         if m >= p:
             bubble = (p - 1) * (seconds["F"] + seconds["B"])
-            assert max(bubbles(make(name, p, v, m), seconds)) == bubble, (p, v, m)
+            assert max(bubbles(make_schedule(name, p, v, m), seconds)) == bubble, (p, v, m)
 
 
 def test_memory_is_the_formula() -> None:
     for p, v, m in sizes("gpipe", ranks=5, microbatches=11):
-        assert [memory(actions) for actions in make("gpipe", p, v, m).ranks] == [v * m] * p
-        g = len(next(depth_first_groups(Size(p, v, m, p))))
+        assert [memory(actions) for actions in make_schedule("gpipe", p, v, m).ranks] == [v * m] * p
+        g = len(next(microbatch_groups(ScheduleSize(p, v, m, p))))
         expected = [min(v * m, 2 * (p - rank - 1) + (v - 1) * g + 1) for rank in range(p)]
-        assert [memory(actions) for actions in make("interleaved", p, v, m).ranks] == expected
-        assert [memory(actions) for actions in make("1f1b", p, 1, m).ranks] == [min(m, p - r) for r in range(p)]
+        assert [memory(actions) for actions in make_schedule("interleaved", p, v, m).ranks] == expected
+        assert [memory(actions) for actions in make_schedule("1f1b", p, 1, m).ranks] == [
+            min(m, p - r) for r in range(p)
+        ]
 
 
 @pytest.mark.parametrize(("p", "v", "m", "group"), [(4, 2, 16, 4), (4, 3, 16, 8), (2, 4, 6, 2), (8, 2, 16, 16)])
 def test_warm_up_is_that_of_megatron(p: int, v: int, m: int, group: int) -> None:
-    for rank, actions in enumerate(make("interleaved", p, v, m, group).ranks):
+    for rank, actions in enumerate(make_schedule("interleaved", p, v, m, group).ranks):
         first_backward = next(i for i, action in enumerate(actions) if action.kind == "B")
         warmup = min(2 * (p - rank - 1) + (v - 1) * group, v * m)
         assert first_backward == min(warmup + 1, v * m)
@@ -98,7 +100,7 @@ def test_warm_up_is_that_of_megatron(p: int, v: int, m: int, group: int) -> None
     ],
 )
 def test_depth_first_groups(p: int, m: int, group: int, lengths: list[int]) -> None:
-    groups = list(depth_first_groups(Size(p, 2, m, group)))
+    groups = list(microbatch_groups(ScheduleSize(p, 2, m, group)))
     assert [len(each) for each in groups] == lengths
     assert [mb for each in groups for mb in each] == list(range(m))
 
@@ -106,7 +108,7 @@ def test_depth_first_groups(p: int, m: int, group: int, lengths: list[int]) -> N
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40), st.integers(0, 20))
 def test_any_group_of_at_least_the_ranks_keeps_the_bubble(p: int, v: int, m: int, more: int) -> None:
-    schedule = make("interleaved", p, v, m, p + more)
+    schedule = make_schedule("interleaved", p, v, m, p + more)
     assert max(bubbles(schedule)) == 3 * (p - 1) or m < p
 
 
@@ -133,24 +135,24 @@ def test_any_group_of_at_least_the_ranks_keeps_the_bubble(p: int, v: int, m: int
 )
 def test_refusals(arguments: tuple[str, int, int, int], sentence: str, fixes: tuple[str, ...]) -> None:
     with pytest.raises(ScheduleError) as error:
-        make(*arguments)
+        make_schedule(*arguments)
     assert sentence in error.value.sentence
     assert error.value.fixes == fixes
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)])
 def test_one_by_one_no_two_ranks_work_at_a_time(placement: tuple[int, ...]) -> None:
-    schedule = one_by_one(placement, microbatches=3)
+    schedule = sequential_schedule(placement, microbatches=3)
     assert schedule.placement == placement
     assert max(end for _, end in clock(schedule)) == 3 * len(placement) * 3
-    peaks = validate(add_communication(schedule))
+    peaks = validate_program(add_communication(schedule))
     assert peaks.activations == tuple(placement.count(rank) for rank in range(1 + max(placement)))
 
 
 def test_making_a_schedule_is_quick() -> None:
     """Two microseconds per action are asked for; a loaded machine gets ten."""
     start = time.process_time()
-    actions = sum(map(len, make("interleaved", 64, 8, 64).ranks))
+    actions = sum(map(len, make_schedule("interleaved", 64, 8, 64).ranks))
     assert actions == 64 * 8 * 64 * 2
     assert (time.process_time() - start) / actions < 10e-6
 
@@ -185,13 +187,13 @@ def stock_schedule(kind: type, p: int, v: int, m: int) -> object:
     return schedule
 
 
-def written_by_stock(kind: type, p: int, v: int, m: int, path: Path) -> Schedule:
+def written_by_stock(kind: type, p: int, v: int, m: int, path: Path) -> PipelineSchedule:
     """Its schedule by way of the file that it writes."""
     schedule = stock_schedule(kind, p, v, m)
     for rank, actions in schedule.pipeline_order.items():
         schedule.pipeline_order[rank] = [a for a in actions if a is None or a.computation_type != stock.REDUCE_GRAD]
     stock.PipelineScheduleMulti._dump_csv(schedule, path)
-    return Schedule.load(path)
+    return PipelineSchedule.load(path)
 
 
 def is_in_stock(name: str, p: int, v: int, m: int) -> bool:
@@ -210,7 +212,7 @@ def test_order_is_that_of_pytorch(name: str, tmp_path: Path) -> None:
         theirs = list(written_by_stock(STOCK[name], *size, tmp_path / "stock.csv").ranks)
         if name == "1f1b":
             theirs[-1] = tuple(a._replace(microbatch=a.microbatch - (a.kind == "F")) for a in theirs[-1])
-        assert list(make(name, *size).ranks) == theirs, size
+        assert list(make_schedule(name, *size).ranks) == theirs, size
     assert len(compared) > 20
 
 
@@ -220,11 +222,11 @@ def test_gpipe_is_breadth_first_as_in_pytorch_but_for_the_order_of_backward(tmp_
     turned = [
         [a if a.kind == "F" else Action(a.stage, "B", m - 1 - a.microbatch) for a in actions] for actions in theirs
     ]
-    assert [list(actions) for actions in make("gpipe", p, v, m).ranks] == turned
+    assert [list(actions) for actions in make_schedule("gpipe", p, v, m).ranks] == turned
 
 
 def test_reductions_that_pytorch_plans_are_refused(tmp_path: Path) -> None:
     schedule = stock_schedule(stock.ScheduleGPipe, 2, 1, 4)
     stock.PipelineScheduleMulti._dump_csv(schedule, tmp_path / "stock.csv")
     with pytest.raises(ScheduleError, match=r"stock.csv, line 1: '0REDUCE_GRAD' is not an action here.*FSDP"):
-        Schedule.load(tmp_path / "stock.csv")
+        PipelineSchedule.load(tmp_path / "stock.csv")

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.actions import COMMUNICATION, Action, Schedule, ScheduleError
-from megatron.pipeline.comms import add_communication, channel_of
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.simulate import Costs, Interval, Timeline, Transfer, simulate
-from megatron.pipeline.validate import validate
+from megatron.pipeline.actions import COMMUNICATION_KINDS, Action, PipelineSchedule, ScheduleError
+from megatron.pipeline.communication import add_communication, channel_of
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.simulate import Interval, StageCosts, Timeline, Transfer, simulate
+from megatron.pipeline.validate import validate_program
 
 SENDS = ("SEND_F", "SEND_B")
 
 
-def timeline(name: str, ranks: int, chunks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
+def timeline(name: str, ranks: int, chunks: int, microbatches: int, costs: StageCosts | None = None) -> Timeline:
     """Of a schedule; by default the actions of a rank's stages take one together, each of F, I and W."""
     part = Fraction(1, chunks)
-    program = add_communication(make(name, ranks, chunks, microbatches))
-    return simulate(program, costs or Costs.uniform(ranks * chunks, part, part, part))
+    program = add_communication(make_schedule(name, ranks, chunks, microbatches))
+    return simulate(program, costs or StageCosts.uniform(ranks * chunks, part, part, part))
 
 
 What = tuple[str, Action]
@@ -32,7 +32,7 @@ Rules = dict[What, tuple[float, list[What | None]]]
 """How long it takes, and what has to be over before."""
 
 
-def relaxed(program: Schedule, costs: Costs) -> dict[What, tuple[float, float]]:
+def relaxed(program: PipelineSchedule, costs: StageCosts) -> dict[What, tuple[float, float]]:
     """Start and end of every compute action and transfer: the least times that keep every rule of the model.
 
     All begin at 0, and what starts before something that it needs is over is moved, until nothing moves.
@@ -50,14 +50,14 @@ def relaxed(program: Schedule, costs: Costs) -> dict[What, tuple[float, float]]:
     return times
 
 
-def rules_of(program: Schedule, costs: Costs) -> Rules:
+def rules_of(program: PipelineSchedule, costs: StageCosts) -> Rules:
     rules: Rules = {}
     posted: dict[Action, What | None] = {}
     queues: dict[tuple[bool, int, int], list[Action]] = {}
     for actions in program.ranks:
         before: What | None = None
         for action in actions:
-            if action.kind in COMMUNICATION:
+            if action.kind in COMMUNICATION_KINDS:
                 posted[action] = before
                 queues.setdefault((action.kind in SENDS, *channel_of(action, program.placement)), []).append(action)
             else:
@@ -80,7 +80,7 @@ def arrives(action: Action, placement: Sequence[int]) -> What | None:
     return "transfer", send
 
 
-def received_late(program: Schedule) -> Schedule:
+def received_late(program: PipelineSchedule) -> PipelineSchedule:
     """The same program with every receive right before its consumer, as far as the order of its channel allows."""
     takers = {"RECV_F": "F", "RECV_B": "BI"}
     ranks = []
@@ -101,24 +101,26 @@ def received_late(program: Schedule) -> Schedule:
                 made.append(waiting.pop(0))
             made.append(action)
         ranks.append((*made, *waiting))
-    return Schedule(program.name, tuple(ranks))
+    return PipelineSchedule(program.name, tuple(ranks))
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+def programs(draw: st.DrawFn) -> tuple[PipelineSchedule, StageCosts]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     ranks, chunks = draw(st.integers(1, 5)), SCHEDULES[name].chunks or draw(st.integers(1, 3))
-    program = add_communication(make(name, ranks, chunks, draw(st.integers(1, 9))))
+    program = add_communication(make_schedule(name, ranks, chunks, draw(st.integers(1, 9))))
     durations = st.tuples(*[st.integers(0, 9)] * (ranks * chunks))
-    costs = Costs(draw(durations), draw(durations), draw(durations), draw(st.integers(0, 5)), draw(st.integers(0, 5)))
+    costs = StageCosts(
+        draw(durations), draw(durations), draw(durations), draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    )
     return (received_late(program) if draw(st.booleans()) else program), costs
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(programs())
-def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[Schedule, Costs]) -> None:
+def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[PipelineSchedule, StageCosts]) -> None:
     program, costs = drawn
-    validate(program)
+    validate_program(program)
     made = simulate(program, costs)
     times = {("compute", i.action): (i.start, i.end) for intervals in made.intervals for i in intervals}
     times |= {("transfer", t.action): (t.start, t.end) for t in made.transfers}
@@ -134,7 +136,7 @@ def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[Schedule, Co
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_of_one_stage_on_each_rank_is_the_formula(name: str, ranks: int, microbatches: int) -> None:
-    costs = Costs.uniform(ranks, Fraction(3), Fraction(4), Fraction(5, 2))
+    costs = StageCosts.uniform(ranks, Fraction(3), Fraction(4), Fraction(5, 2))
     made = timeline(name, ranks, 1, microbatches, costs)
     assert made.bubble == Fraction(ranks - 1, microbatches + ranks - 1)
     assert made.makespan == made.span == (microbatches + ranks - 1) * Fraction(19, 2)
@@ -144,7 +146,7 @@ def test_bubble_of_one_stage_on_each_rank_is_the_formula(name: str, ranks: int, 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_bubble_of_interleaved_is_the_formula(ranks: int, chunks: int, rounds: int) -> None:
-    costs = Costs.uniform(ranks * chunks, Fraction(3), Fraction(4), Fraction(5, 2))
+    costs = StageCosts.uniform(ranks * chunks, Fraction(3), Fraction(4), Fraction(5, 2))
     made = timeline("interleaved", ranks, chunks, rounds * ranks, costs)
     assert made.bubble == made.span_bubble == Fraction(ranks - 1, rounds * ranks * chunks + ranks - 1)
 
@@ -196,9 +198,9 @@ def test_rates_from_times_of_real_machines_are_the_published_ones(row: tuple[flo
     ranks, microbatches, chunks = (int(row[index]) for index in (0, 1, 6))
     f, i, w, hop = row[2:6]
     for name, published in [("1f1b", row[7]), ("zb-h1", row[9]), ("zb-h2", row[10])]:
-        made = timeline(name, ranks, 1, microbatches, Costs.uniform(ranks, f, i, w, latency=hop))
+        made = timeline(name, ranks, 1, microbatches, StageCosts.uniform(ranks, f, i, w, latency=hop))
         assert round(made.span_bubble, 4) == published, name
-    costs = Costs.uniform(ranks * chunks, f / chunks, i / chunks, w / chunks, latency=hop)
+    costs = StageCosts.uniform(ranks * chunks, f / chunks, i / chunks, w / chunks, latency=hop)
     made = timeline("interleaved", ranks, chunks, microbatches, costs)
     assert 0 <= made.span_bubble - row[8] <= 0.0036
 
@@ -206,15 +208,17 @@ def test_rates_from_times_of_real_machines_are_the_published_ones(row: tuple[flo
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_peaks_are_those_of_the_proof_and_memory_is_counted_in_its_unit(name: str) -> None:
     chunks = SCHEDULES[name].chunks or 2
-    program = add_communication(make(name, 4, chunks, 9))
-    peaks, stages = validate(program), 4 * chunks
-    made = simulate(program, Costs.uniform(stages))
+    program = add_communication(make_schedule(name, 4, chunks, 9))
+    peaks, stages = validate_program(program), 4 * chunks
+    made = simulate(program, StageCosts.uniform(stages))
     assert (made.peak_activations, made.peak_weights, made.peak_memory) == (
         peaks.activations,
         peaks.weights,
         peaks.both,
     )
-    costs = Costs((1,) * stages, (1,) * stages, (1,) * stages, activation=(7,) * stages, weight_memory=(3,) * stages)
+    costs = StageCosts(
+        (1,) * stages, (1,) * stages, (1,) * stages, activation=(7,) * stages, weight_memory=(3,) * stages
+    )
     weighed = simulate(program, costs)
     assert weighed.peak_activations == tuple(7 * peak for peak in peaks.activations)
     assert weighed.peak_weights == tuple(3 * peak for peak in peaks.weights)
@@ -222,16 +226,16 @@ def test_peaks_are_those_of_the_proof_and_memory_is_counted_in_its_unit(name: st
 
 
 def test_memory_over_time_by_hand() -> None:
-    program = Schedule("by hand", (tuple(map(Action.parse, ["0F0", "0F1", "0I0", "0W0", "0B1"])),))
-    made = simulate(program, Costs((2,), (3,), (5,), activation=(10,), weight_memory=(4,)))
+    program = PipelineSchedule("by hand", (tuple(map(Action.parse, ["0F0", "0F1", "0I0", "0W0", "0B1"])),))
+    made = simulate(program, StageCosts((2,), (3,), (5,), activation=(10,), weight_memory=(4,)))
     assert made.memory == (((0, 10, 0), (2, 20, 0), (7, 10, 4), (12, 10, 0), (20, 0, 0)),)
     assert (made.makespan, made.busy, made.bubble) == (20, (20,), 0)
 
 
 def test_idle_time_is_told_apart() -> None:
     """Two ranks: rank 1 waits 2 for rank 0's forward, then 3 for the transfer; rank 0 idles for the rest."""
-    program = add_communication(make("1f1b", 2, 1, 1))
-    made = simulate(program, Costs.uniform(2, 2, 1, 1, latency=1, transfer=2))
+    program = add_communication(make_schedule("1f1b", 2, 1, 1))
+    made = simulate(program, StageCosts.uniform(2, 2, 1, 1, latency=1, transfer=2))
     assert made.intervals[1] == (Interval(Action(1, "F", 0), 5, 7), Interval(Action(1, "B", 0), 7, 9))
     assert made.exposed == (((9, 12),), ((2, 5),))
     assert made.exposed_time == (3, 3)
@@ -241,8 +245,8 @@ def test_idle_time_is_told_apart() -> None:
 
 def test_a_transfer_waits_for_the_one_before_it() -> None:
     """A rank that computes faster than its channel moves: the channel is busy without a gap."""
-    program = add_communication(make("gpipe", 2, 1, 4))
-    made = simulate(program, Costs((1, 1), (1, 1), (1, 1), transfer=5))
+    program = add_communication(make_schedule("gpipe", 2, 1, 4))
+    made = simulate(program, StageCosts((1, 1), (1, 1), (1, 1), transfer=5))
     forwards = sorted((t.start, t.end) for t in made.transfers if t.action.kind == "SEND_F")
     assert forwards == [(1, 6), (6, 11), (11, 16), (16, 21)]
     assert sum(end - start for start, end in made.exposed[1]) == 5 + 4 + 4 + 4
@@ -256,7 +260,7 @@ def test_time_in_the_queue_of_a_channel_is_exposed_communication() -> None:
 
 
 def test_idle_time_without_transfers_is_not_exposed_communication() -> None:
-    costs = [Costs.uniform(4, 4, 4, 4, latency=hop) for hop in (0, 1)]
+    costs = [StageCosts.uniform(4, 4, 4, 4, latency=hop) for hop in (0, 1)]
     none, some = (timeline("1f1b", 4, 1, 8, each) for each in costs)
     assert none.exposed_time == (0,) * 4
     assert none.busy == some.busy
@@ -270,21 +274,21 @@ def test_a_step_without_work() -> None:
 
 def test_what_never_arrives_is_named() -> None:
     with pytest.raises(ScheduleError, match="rank 1 waits for 1RECV_F0 forever") as error:
-        simulate(make("1f1b", 2, 1, 2), Costs.uniform(2))
+        simulate(make_schedule("1f1b", 2, 1, 2), StageCosts.uniform(2))
     assert "add_communication" in error.value.fixes[0]
 
 
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
-        (Costs.uniform(3), "'forward' for 3 stages, and the schedule has 2"),
-        (Costs((1, 1), (1, 1), (1,)), "'weight' for 1 stages"),
-        (Costs((1, 1), (1, 1), (1, 1), activation=(1,)), "'activation' for 1 stages"),
-        (Costs.uniform(2, float("nan")), "'forward' nan: each must be a finite number"),
-        (Costs.uniform(2, weight=-1), "'weight' -1"),
-        (Costs.uniform(2, latency=float("inf")), "'latency' inf"),
+        (StageCosts.uniform(3), "'forward' for 3 stages, and the schedule has 2"),
+        (StageCosts((1, 1), (1, 1), (1,)), "'weight' for 1 stages"),
+        (StageCosts((1, 1), (1, 1), (1, 1), activation=(1,)), "'activation' for 1 stages"),
+        (StageCosts.uniform(2, float("nan")), "'forward' nan: each must be a finite number"),
+        (StageCosts.uniform(2, weight=-1), "'weight' -1"),
+        (StageCosts.uniform(2, latency=float("inf")), "'latency' inf"),
     ],
 )
-def test_costs_of_another_pipeline_or_of_none_are_refused(costs: Costs, words: str) -> None:
+def test_costs_of_another_pipeline_or_of_none_are_refused(costs: StageCosts, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
-        simulate(add_communication(make("1f1b", 2, 1, 2)), costs)
+        simulate(add_communication(make_schedule("1f1b", 2, 1, 2)), costs)

@@ -10,48 +10,48 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.actions import (
     BACKWARD,
-    COMMUNICATION,
-    COMPUTE,
-    EVALUATION,
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    EVALUATION_KINDS,
     FORWARD,
     INPUT,
     WEIGHT,
     Action,
-    Schedule,
+    PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import add_communication
-from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.validate import LEAVE_OUT, Peaks, validate
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.validate import REMOVE_COMMUNICATION_FIX, PeakCounts, validate_program
 from tests.unit.pipeline.judge import Play
 
-ACTION = re.compile(rf"\d+({'|'.join((*COMMUNICATION, *COMPUTE))})\d+")
+ACTION = re.compile(rf"\d+({'|'.join((*COMMUNICATION_KINDS, *COMPUTE_KINDS))})\d+")
 
 BREAKAGES = ("drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind")
 """What is done to an action of a valid program."""
 
 
-def program(*lines: str) -> Schedule:
+def program(*lines: str) -> PipelineSchedule:
     """From the text of each rank."""
-    return Schedule("mine", tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
+    return PipelineSchedule("mine", tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
 
 
-def refusal(found: Schedule, evaluation: bool = False, **bounds: float) -> str:
+def refusal(found: PipelineSchedule, evaluation: bool = False, **bounds: float) -> str:
     """The sentence with which a program is refused."""
     with pytest.raises(ScheduleError) as error:
-        validate(found, **bounds, evaluation=evaluation)
+        validate_program(found, **bounds, evaluation=evaluation)
     return error.value.sentence
 
 
 @st.composite
-def schedules(draw: st.DrawFn, ranks: int, chunks: int, microbatches: int) -> Schedule:
+def schedules(draw: st.DrawFn, ranks: int, chunks: int, microbatches: int) -> PipelineSchedule:
     """Any schedule of the library, up to a size."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     wanted = SCHEDULES[name].chunks or draw(st.integers(1, chunks))
-    return make(name, draw(st.integers(1, ranks)), wanted, draw(st.integers(1, microbatches)))
+    return make_schedule(name, draw(st.integers(1, ranks)), wanted, draw(st.integers(1, microbatches)))
 
 
-def held_at_most(schedule: Schedule, rank: int, start: tuple[str, ...], end: tuple[str, ...]) -> int:
+def held_at_most(schedule: PipelineSchedule, rank: int, start: tuple[str, ...], end: tuple[str, ...]) -> int:
     """The most micro-batches of stages between an action of kinds ``start`` and one of kinds ``end``, by looking."""
     actions = schedule.ranks[rank]
     most = 0
@@ -64,39 +64,39 @@ def held_at_most(schedule: Schedule, rank: int, start: tuple[str, ...], end: tup
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(schedules(ranks=16, chunks=4, microbatches=64))
-def test_every_schedule_of_the_library_is_valid(schedule: Schedule) -> None:
-    validate(add_communication(schedule))
+def test_every_schedule_of_the_library_is_valid(schedule: PipelineSchedule) -> None:
+    validate_program(add_communication(schedule))
 
 
 @pytest.mark.slow
 @settings(max_examples=4000, derandomize=True, deadline=None)
 @given(schedules(ranks=16, chunks=4, microbatches=64))
-def test_thousands_of_schedules_are_valid(schedule: Schedule) -> None:
-    validate(add_communication(schedule))
+def test_thousands_of_schedules_are_valid(schedule: PipelineSchedule) -> None:
+    validate_program(add_communication(schedule))
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(schedules(ranks=4, chunks=3, microbatches=6))
-def test_schedules_come_to_their_end_by_the_judge_too(schedule: Schedule) -> None:
+def test_schedules_come_to_their_end_by_the_judge_too(schedule: PipelineSchedule) -> None:
     found = add_communication(schedule)
     assert Play(found, schedule.placement).comes_to_its_end()
-    for evaluation in (found.only(EVALUATION), add_communication(schedule.only((FORWARD,)))):
+    for evaluation in (found.only(EVALUATION_KINDS), add_communication(schedule.only((FORWARD,)))):
         assert Play(evaluation, schedule.placement, trains=False).comes_to_its_end()
-        validate(evaluation, evaluation=True)
+        validate_program(evaluation, evaluation=True)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(schedules(ranks=4, chunks=3, microbatches=6))
-def test_peaks_are_counted(schedule: Schedule) -> None:
+def test_peaks_are_counted(schedule: PipelineSchedule) -> None:
     ranks = range(len(schedule.ranks))
-    peaks = validate(add_communication(schedule))
+    peaks = validate_program(add_communication(schedule))
     assert peaks.activations == tuple(held_at_most(schedule, r, (FORWARD,), (BACKWARD, INPUT)) for r in ranks)
     assert peaks.weights == tuple(held_at_most(schedule, r, (INPUT,), (WEIGHT,)) for r in ranks)
     assert peaks.both == tuple(held_at_most(schedule, r, (FORWARD,), (BACKWARD, WEIGHT)) for r in ranks)
 
 
 @st.composite
-def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, ...]]:
+def breakages(draw: st.DrawFn) -> tuple[str, list[Action], PipelineSchedule, tuple[int, ...]]:
     """What was done, the actions it was done to, the program after it, and the placement that was meant."""
     whole = add_communication(draw(schedules(ranks=4, chunks=3, microbatches=5)))
     ranks = [list(actions) for actions in whole.ranks]
@@ -105,7 +105,7 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, 
     actions = ranks[rank]
     eligible = [i for i, a in enumerate(actions) if what != "hasten W" or a.kind == WEIGHT]
     if what == "swap posts":
-        eligible = [i for i, a in enumerate(actions) if a.kind in COMMUNICATION]
+        eligible = [i for i, a in enumerate(actions) if a.kind in COMMUNICATION_KINDS]
     assume(len(eligible) > 1)
     place, other = (draw(st.sampled_from(eligible)) for _ in range(2))
     touched = [actions[place]]
@@ -125,19 +125,19 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, 
         assume(len(ranks) > 1)
         ranks[(rank + draw(st.integers(1, len(ranks) - 1))) % len(ranks)].append(actions.pop(place))
     else:
-        actions[place] = actions[place]._replace(kind=draw(st.sampled_from((*COMPUTE, *COMMUNICATION))))
+        actions[place] = actions[place]._replace(kind=draw(st.sampled_from((*COMPUTE_KINDS, *COMMUNICATION_KINDS))))
         touched.append(actions[place])
-    return what, touched, Schedule("broken", tuple(map(tuple, ranks))), whole.placement
+    return what, touched, PipelineSchedule("broken", tuple(map(tuple, ranks))), whole.placement
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(breakages())
 def test_what_is_broken_is_refused_and_what_is_not_is_not(
-    breakage: tuple[str, list[Action], Schedule, tuple[int, ...]],
+    breakage: tuple[str, list[Action], PipelineSchedule, tuple[int, ...]],
 ) -> None:
     what, touched, found, placement = breakage
     if Play(found, placement).comes_to_its_end():
-        validate(found)
+        validate_program(found)
         return
     sentence = refusal(found)
     assert ACTION.search(sentence)
@@ -145,14 +145,14 @@ def test_what_is_broken_is_refused_and_what_is_not_is_not(
         assert re.search(rf"\b{touched[0]}\b", sentence), f"{what} {touched[0]}: {sentence}"
 
 
-def pairs(microbatches: int) -> Schedule:
+def pairs(microbatches: int) -> PipelineSchedule:
     """1F1B on two ranks."""
-    return add_communication(make("1f1b", 2, 1, microbatches))
+    return add_communication(make_schedule("1f1b", 2, 1, microbatches))
 
 
-def without(found: Schedule, text: str) -> Schedule:
+def without(found: PipelineSchedule, text: str) -> PipelineSchedule:
     """The program without the action of that text."""
-    return Schedule("broken", tuple(tuple(a for a in actions if str(a) != text) for actions in found.ranks))
+    return PipelineSchedule("broken", tuple(tuple(a for a in actions if str(a) != text) for actions in found.ranks))
 
 
 def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
@@ -167,7 +167,7 @@ def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
         "rank 1 has 1RECV_F1 where 1RECV_F0 belongs: transfer 0 from rank 0 to rank 1 is 0SEND_F0, "
         "and receives must be in the order of the sends"
     )
-    validate(add_communication(found.only(COMPUTE)))
+    validate_program(add_communication(found.only(COMPUTE_KINDS)))
 
 
 def test_a_circle_is_told_rank_by_rank() -> None:
@@ -219,19 +219,19 @@ def test_sentences(lines: tuple[str, ...], sentence: str) -> None:
 @pytest.mark.parametrize("text", ["0SEND_F1", "1RECV_F1", "1SEND_B0", "0RECV_B0"])
 def test_communication_that_is_missing_is_named_and_can_be_left_out(text: str) -> None:
     with pytest.raises(ScheduleError) as error:
-        validate(without(pairs(2), text))
+        validate_program(without(pairs(2), text))
     assert text in error.value.sentence
-    assert error.value.fixes == (LEAVE_OUT,)
+    assert error.value.fixes == (REMOVE_COMMUNICATION_FIX,)
 
 
 def test_of_a_schedule_without_communication_what_is_missing_is_named_and_not_its_transfer() -> None:
     for missing in ("1F1", "1B1", "0B1", "2B0", "2F0"):
-        broken = without(make("1f1b", 3, 1, 2), missing)
+        broken = without(make_schedule("1f1b", 3, 1, 2), missing)
         assert f"has no {missing}" in refusal(add_communication(broken))
 
 
 def test_a_schedule_needs_its_communication() -> None:
-    assert "no 0RECV_B0" in refusal(make("1f1b", 2, 1, 2))
+    assert "no 0RECV_B0" in refusal(make_schedule("1f1b", 2, 1, 2))
 
 
 def test_an_action_on_another_rank_is_named() -> None:
@@ -244,22 +244,22 @@ def test_a_number_out_of_all_proportion_costs_no_memory() -> None:
 
 
 def test_an_evaluation_goes_forward_and_keeps_nothing() -> None:
-    forwards = pairs(3).only(EVALUATION)
-    assert validate(forwards, evaluation=True) == Peaks((0, 0), (0, 0), (0, 0))
+    forwards = pairs(3).only(EVALUATION_KINDS)
+    assert validate_program(forwards, evaluation=True) == PeakCounts((0, 0), (0, 0), (0, 0))
     assert "no 1RECV_F1" in refusal(without(forwards, "1RECV_F1"), evaluation=True)
     assert refusal(pairs(3), evaluation=True) == "rank 0 has 0RECV_B0 in an evaluation, which has only forwards"
 
 
 def test_forwards_alone_train_nothing() -> None:
-    assert refusal(pairs(3).only(EVALUATION)).startswith("rank 0 has no 0B0 or 0I0:")
+    assert refusal(pairs(3).only(EVALUATION_KINDS)).startswith("rank 0 has no 0B0 or 0I0:")
 
 
 def test_bounds_name_the_first_action_above_them() -> None:
-    gpipe = add_communication(make("gpipe", 2, 1, 4))
-    assert validate(gpipe, most_activations=4).activations == (4, 4)
+    gpipe = add_communication(make_schedule("gpipe", 2, 1, 4))
+    assert validate_program(gpipe, most_activations=4).activations == (4, 4)
     assert refusal(gpipe, most_activations=3) == "rank 0 holds 4 activations after 0F3, more than 3"
     late = program("0F0 0I0 0F1 0I1 0W0 0W1")
-    assert validate(late, most_activations=1, most_weights=2) == Peaks((1,), (2,), (2,))
+    assert validate_program(late, most_activations=1, most_weights=2) == PeakCounts((1,), (2,), (2,))
     assert refusal(late, most_weights=1.5) == "rank 0 holds 2 weight gradients yet to be made after 0I1, more than 1.5"
 
 
@@ -267,4 +267,4 @@ def test_a_program_from_a_file_may_send_late_and_receive_early() -> None:
     """Valid, if slow: what counts is the order, not the place that ``add_communication`` would have chosen."""
     rank_0 = "0RECV_B0 0RECV_B1 0F0 0F1 0SEND_F0 0SEND_F1 0B0 0B1"
     rank_1 = "1RECV_F0 1RECV_F1 1F0 1B0 1F1 1SEND_B0 1B1 1SEND_B1"
-    assert validate(program(rank_0, rank_1)).activations == (2, 1)
+    assert validate_program(program(rank_0, rank_1)).activations == (2, 1)

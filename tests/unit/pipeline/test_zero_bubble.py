@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.pipeline.schedules import make
-from megatron.pipeline.zero_bubble import Line
+from megatron.pipeline.schedules import ActionList, make_schedule
 from tests.unit.pipeline.clock import bubbles, clock, memory
 
 SECONDS = [(1, 1, 1), (2, 2, 1), (3, 3, 2), (2, 3, 2), (1, 2, 1), (2, 1, 1)]
@@ -17,7 +16,7 @@ def durations(f: int, i: int, w: int) -> dict[str, int]:
 
 
 def peaks(name: str, p: int, m: int) -> list[int]:
-    return [memory(actions) for actions in make(name, p, 2 if "-v" in name else 1, m).ranks]
+    return [memory(actions) for actions in make_schedule(name, p, 2 if "-v" in name else 1, m).ranks]
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
@@ -25,9 +24,9 @@ def peaks(name: str, p: int, m: int) -> list[int]:
 def test_bubbles_of_zb_h1_and_h2(p: int, seconds: tuple[int, int, int]) -> None:
     f, i, w = seconds
     for m in (p, 2 * p - 1, 2 * p, 3 * p + 1, 6 * p):
-        assert max(bubbles(make("zb-h1", p, 1, m), durations(f, i, w))) == (p - 1) * (f + i - w)
+        assert max(bubbles(make_schedule("zb-h1", p, 1, m), durations(f, i, w))) == (p - 1) * (f + i - w)
         if m >= 2 * p - 1:
-            assert max(bubbles(make("zb-h2", p, 1, m), durations(f, i, w))) == (p - 1) * max(0, f + i - 2 * w)
+            assert max(bubbles(make_schedule("zb-h2", p, 1, m), durations(f, i, w))) == (p - 1) * max(0, f + i - 2 * w)
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
@@ -35,7 +34,7 @@ def test_no_rank_idles_where_all_take_equally_long(name: str) -> None:
     """The last rank starts p - 1 later than the first: so much longer is the step than the work."""
     for p in range(1, 9):
         for m in (2 * p - 1, 2 * p, 3 * p + 1, 5 * p - 1):
-            schedule = make(name, p, 2 if name == "zb-v" else 1, m)
+            schedule = make_schedule(name, p, 2 if name == "zb-v" else 1, m)
             assert bubbles(schedule) == [0] * p, (p, m)
             assert max(end for _, end in clock(schedule)) == 3 * m * schedule.stages // p + p - 1
 
@@ -46,7 +45,7 @@ def test_bubble_of_dualpipe_v(p: int, seconds: tuple[int, int, int]) -> None:
     """Half of (p - 1)(f + i - w), where w <= i <= f <= b; a stage's seconds are half of a rank's."""
     f, i, w = seconds
     for m in (2 * p, 2 * p + 1, 5 * p):
-        assert max(bubbles(make("dualpipe-v", p, 2, m), durations(f, i, w))) == (p - 1) * (f + i - w)
+        assert max(bubbles(make_schedule("dualpipe-v", p, 2, m), durations(f, i, w))) == (p - 1) * (f + i - w)
 
 
 def test_memory() -> None:
@@ -65,7 +64,7 @@ def test_memory() -> None:
 def test_weights_follow_inputs_in_order() -> None:
     """So weight gradients are summed in the order of the micro-batches, as in schedules with whole backwards."""
     for name in ("zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
-        schedule = make(name, 4, 2 if "-v" in name else 1, 11)
+        schedule = make_schedule(name, 4, 2 if "-v" in name else 1, 11)
         for actions in schedule.ranks:
             for stage in {action.stage for action in actions}:
                 done = [action.microbatch for action in actions if action.stage == stage and action.kind in "BW"]
@@ -73,7 +72,7 @@ def test_weights_follow_inputs_in_order() -> None:
 
 
 def test_a_line_counts_each_kind_and_leaves_out_what_is_not_there() -> None:
-    line = Line(microbatches=2)
+    line = ActionList(microbatches=2)
     line.add(3, "F", times=3)
     line.add(5, "F", "I")
     line.add(3, "B")

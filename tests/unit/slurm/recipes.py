@@ -10,13 +10,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.arguments import parse
-from megatron.config.batch import total_steps, trained_samples
-from megatron.config.flops import FlopsPerToken
-from megatron.config.memory import checkpoint_bytes, state_bytes
+from megatron.arguments.cli import parse
+from megatron.config.batch import final_consumed_samples, final_iteration
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.pipeline import plan
+from megatron.planner.flops import FlopsPerToken
+from megatron.planner.memory import checkpoint_bytes, max_state_bytes
 
 ROOT = Path(__file__).parents[3]
 TRAINING = sorted(path.stem for path in (ROOT / "slurm").glob("train_*.sh"))
@@ -103,8 +103,8 @@ def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
     layers = f"{model.num_layers} layers = {pp} x VPP{vpp} x {model.num_layers // (pp * vpp)}; " if pp > 1 else ""
     bubble = f"bubble {pp - 1}/({vpp}*{count}+{pp - 1}) = {(pp - 1) / (vpp * count + pp - 1):.1%}; " if pp > 1 else ""
     share = f"{batch}/{dp}" if micro == 1 else f"{batch}/{dp}/{micro}"
-    state, kept = sum(state_bytes(config, world_size).values()) / GB, activation_bytes(config, count) / GB
-    steps, samples = total_steps(training, dp), trained_samples(training, dp)
+    state, kept = sum(max_state_bytes(config, world_size).values()) / GB, activation_bytes(config, count) / GB
+    steps, samples = final_iteration(training, dp), final_consumed_samples(training, dp)
     seconds = step_seconds(config, world_size, mfu)
     each = batch * training.seq_length / world_size / seconds
     hours = samples / batch * seconds / 3600
@@ -154,7 +154,7 @@ def activation_bytes(config: RunConfig, microbatches: int) -> float:
     layers = model.num_layers
     if parallel.pipeline_model_parallel_size > 1:
         stages = plan.stage_layers(model, parallel)
-        layers = max(plan.peaks_for(parallel, microbatches).activations) * max(stage.count for stage in stages)
+        layers = max(plan.peak_counts(parallel, microbatches).activations) * max(stage.count for stage in stages)
     return tokens * layers * layer_bytes(model) / parallel.tensor_model_parallel_size
 
 

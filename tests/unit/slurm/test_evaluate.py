@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arguments import parse
-from megatron.config.problems import UserError
-from megatron.config.sources import to_yaml
+from megatron.arguments.cli import parse
+from megatron.arguments.sources import to_yaml
+from megatron.config.errors import UserError
 from tests.unit.slurm.recipes import TRAINING, Started
 from tests.unit.slurm.test_recipes import SMALL_NODES
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.batch import batch_stages
+from megatron.config.batch import rampup_stages
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.problems import UserError
 from tests.solo import Allocations, Solo, random_batch
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
@@ -29,7 +29,7 @@ def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) 
     config = started.config()
     assert config.model.num_parameters() > 1e8
     assert config.data.mock_data
-    assert batch_stages(config.training, config.parallel.data_parallel_size(started.world_size))
+    assert rampup_stages(config.training, config.parallel.data_parallel_size(started.world_size))
 
 
 def test_what_the_examples_start_they_have_checked_before() -> None:

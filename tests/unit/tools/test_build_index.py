@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.arguments import parse
-from megatron.data.cache import Cache
-from megatron.data.files.indexed import IndexedDatasetWriter
+from megatron.arguments.cli import parse
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import build_data
 from tools.build_index import main
 
@@ -53,7 +53,7 @@ def test_a_run_builds_nothing_any_more(tmp_path: Path, monkeypatch: pytest.Monke
     assert main([*flags, "--world-size", "2"]) == 0
     config = parse([*flags, "--world-size", "2", "--check-config"]).config
     in_memory = build_data(parse([*RUN, *BLEND]).config.data, config.training, 60000, 2)
-    monkeypatch.setattr(Cache, "_wait", lambda *args: pytest.fail("the run builds tables"))
+    monkeypatch.setattr(IndexCache, "_wait", lambda *args: pytest.fail("the run builds tables"))
     source = build_data(config.data, config.training, 60000, 2)
     for split, dataset in source.datasets.items():
         places = np.arange(len(dataset))

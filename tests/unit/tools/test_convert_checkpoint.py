@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.remote import RemotePath
-from megatron.convert.check import Difference
-from megatron.convert.conversions import Converted
+from megatron.checkpoint.object_store import RemotePath
+from megatron.convert.convert import ConversionResult
+from megatron.convert.huggingface.check import OutputDifference
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
-from tools.convert_checkpoint import Percent, main, size
+from tools.convert_checkpoint import PercentPrinter, main, parse_size
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,8 +76,8 @@ def test_what_was_passed_over_and_what_was_not_compared_is_said(
 def test_the_worst_difference_is_told_beside_that_of_the_logits(
     rotary: float, logits: float, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    differences = [Difference("rotary", rotary, rotary), Difference("logits", logits, logits)]
-    done = Converted(Path("x"), llama(), differences)
+    differences = [OutputDifference("rotary", rotary, rotary), OutputDifference("logits", logits, logits)]
+    done = ConversionResult(Path("x"), llama(), differences)
     monkeypatch.setattr("tools.convert_checkpoint.convert", lambda args: done)
     assert main(["--load", "a", "--save-hf", "x"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == f"transformers computes the same: {said}"
@@ -118,17 +118,17 @@ def test_wrong_flags(argv: list[str], said: str, capsys: pytest.CaptureFixture[s
 
 
 def test_sizes() -> None:
-    assert [size(text) for text in ("5GB", "1.5kb", "2MiB", "7", "7B")] == [5 * 10**9, 1500, 2 * 2**20, 7, 7]
+    assert [parse_size(text) for text in ("5GB", "1.5kb", "2MiB", "7", "7B")] == [5 * 10**9, 1500, 2 * 2**20, 7, 7]
     for text in ("0", "GB", "-1MB", "1 TB"):
         with pytest.raises(argparse.ArgumentTypeError):
-            size(text)
+            parse_size(text)
 
 
 def test_tenths_of_what_takes_long_are_told_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Percent, "SILENT_SECONDS", 0.0)
-    percent = Percent()
+    monkeypatch.setattr(PercentPrinter, "SILENT_SECONDS", 0.0)
+    percent = PercentPrinter()
     for done in (1, 5, 15, 16, 99, 100):
         percent("x", done, 100)
     assert capsys.readouterr().err == "10% x\n90% x\n100% x\n"

@@ -13,14 +13,13 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from megatron.config.sources import from_dict
+from megatron.arguments.sources import from_dict
 from megatron.data.dataset import Dataset
 from megatron.data.loader import build_data
-from megatron.training.differences import read_run
-from megatron.training.sample_streams import first_difference, open_stream
 from tests.runs import before_step, kill, start, tiny_run
 from tests.unit.data.pairs import write
 from tools.diff_runs import main
+from tools.lib.compare_runs import first_different_index, open_samples, read_run
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +180,14 @@ def test_data_that_changed_since_are_told(runs: Path, tmp_path: Path, capsys: py
 
 def test_an_order_that_changes_late_is_found_block_by_block(runs: Path) -> None:
     """Of the same content, orders are compared by what identifies a sample."""
-    a, b = open_stream(read_run(runs / "plain")), open_stream(read_run(runs / "plain"))
+    a, b = open_samples(read_run(runs / "plain")), open_samples(read_run(runs / "plain"))
     numbers, place = np.arange(24), 13
     known = a.datasets["train"].identities(numbers)
     other = Reordered(a.datasets["train"].fingerprint, np.where(numbers == place, known + np.uint64(1), known))
-    with patch("megatron.training.sample_streams.PLACES_PER_BLOCK", 5):
-        assert first_difference(a, b, 0, 24) is None
-        assert first_difference(a, replace(b, datasets={"train": other}), 0, 24) == place
-        assert first_difference(a, replace(b, datasets={"train": other}), 14, 24) is None
+    with patch("tools.lib.compare_runs.DIGEST_BLOCK", 5):
+        assert first_different_index(a, b, 0, 24) is None
+        assert first_different_index(a, replace(b, datasets={"train": other}), 0, 24) == place
+        assert first_different_index(a, replace(b, datasets={"train": other}), 14, 24) is None
 
 
 @pytest.mark.parametrize("flags", [("--tolerance", "-1"), ("--tolerance", "nan")])

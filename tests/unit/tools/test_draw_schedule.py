@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.actions import Schedule
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.simulate import Interval, Timeline
-from megatron.pipeline.trace import read_trace, write_trace
+from megatron.planner.timeline import read_trace, write_trace
 from tools import draw_schedule
 from tools.draw_schedule import main
 
@@ -69,7 +69,7 @@ def test_a_schedule_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_
     assert main(argv) == 0
     told = capsys.readouterr().out
     assert told.splitlines()[-2:] == ["mine.csv", "t.json"]
-    assert Schedule.load(tmp_path / "mine.csv").ranks == make("zb-v", 2, 2, 4).ranks
+    assert PipelineSchedule.load(tmp_path / "mine.csv").ranks == make_schedule("zb-v", 2, 2, 4).ranks
     assert main(["--schedule", "mine.csv"]) == 0
     again = capsys.readouterr().out
     assert table(again)["mine.csv"] == table(told)["zb-v"]
@@ -140,7 +140,7 @@ def test_a_measured_step_that_is_not_whole_is_refused(capsys: pytest.CaptureFixt
 
 
 def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
-    schedule = make("dualpipe-v", 2, 2, 16)
+    schedule = make_schedule("dualpipe-v", 2, 2, 16)
     seconds = {"F": 1.0, "B": 5.0, "I": 2.0, "W": 3.0}
     ranks = []
     for actions in schedule.ranks:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.inference.generate import generate
-from megatron.inference.sampling import Sampling
+from megatron.inference.generate import SamplingParams, generate
 from megatron.inference.text import TextCodec
 from megatron.model.gpt import GPTChunk
 from tests.checkpoints import BYTES, save_model
@@ -44,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def expected(step: int, prompt: str, new: int, sampling: Sampling, number: int = 0) -> str:
+def expected(step: int, prompt: str, new: int, sampling: SamplingParams, number: int = 0) -> str:
     """Prompt and continuation, computed on the model itself; prompts before it make its number."""
     prompts = [CODEC.encode(prompt)] * (number + 1)
     ids = generate(model(step), prompts, new, sampling, [256], batch_size=1)[number]
@@ -55,7 +54,7 @@ def expected(step: int, prompt: str, new: int, sampling: Sampling, number: int =
 def test_the_newest_checkpoint_writes(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--load", str(saved), "--prompt", PROMPT, "--max-new-tokens", "12", "--greedy"]) == 0
     out, err = capsys.readouterr()
-    assert out == expected(20, PROMPT, 12, Sampling(0.0)) + "\n"
+    assert out == expected(20, PROMPT, 12, SamplingParams(0.0)) + "\n"
     note, speed = err.splitlines()
     assert note == f"generate: from {saved}/iter_0000020, step 20"
     assert re.fullmatch(r"generate: \d+ tokens in [\d.]+ s, [\d.,]+ tokens/s; the first after [\d.]+ s", speed)
@@ -66,7 +65,7 @@ def test_samples_of_an_older_checkpoint(saved: Path, stream: list[str], capsys: 
     flags = ["--ckpt-step", "10", "--temperature", "1.3", "--top-k", "100", "--top-p", "0.9", "--seed", "7"]
     prompts = [PROMPT, "x", ""]
     assert main(["--load", str(saved), "--prompt", *prompts, "--max-new-tokens", "9", *flags, *stream]) == 0
-    sampling = Sampling(1.3, 100, 0.9, 7)
+    sampling = SamplingParams(1.3, 100, 0.9, 7)
     texts = [expected(10, prompt, 9, sampling, number) for number, prompt in enumerate(prompts[:2])]
     blocks = capsys.readouterr().out.split("\n\n--- ")
     assert blocks[:2] == [f"--- 1 of 3\n{texts[0]}", f"2 of 3\n{texts[1]}"]
@@ -80,7 +79,7 @@ def test_one_checkpoint_by_its_own_folder_and_prompts_from_a_file(
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--greedy"]
     assert main(["--load", str(saved / "iter_0000010"), *flags]) == 0
-    texts = [expected(10, prompt, 3, Sampling(0.0)) for prompt in prompts]
+    texts = [expected(10, prompt, 3, SamplingParams(0.0)) for prompt in prompts]
     blocks = [f"--- {number} of 3\n{text}\n" for number, text in enumerate(texts, start=1)]
     assert capsys.readouterr().out == "\n".join(blocks)
 
@@ -90,19 +89,19 @@ def test_the_prompt_on_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(f"{PROMPT}\n".encode())))
     assert main(["--load", str(saved), "--greedy", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out == expected(20, PROMPT, 3, Sampling(0.0)) + "\n"
+    assert capsys.readouterr().out == expected(20, PROMPT, 3, SamplingParams(0.0)) + "\n"
 
 
 def test_without_a_number_as_many_as_fit(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--load", str(saved), "--prompt", "x" * 30, "--greedy"]) == 0
-    assert capsys.readouterr().out == expected(20, "x" * 30, 10, Sampling(0.0)) + "\n"
+    assert capsys.readouterr().out == expected(20, "x" * 30, 10, SamplingParams(0.0)) + "\n"
 
 
 def test_a_model_without_a_tokenizer_reads_and_writes_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(model(), tmp_path, files={})
     flags = ["--load", str(tmp_path), "--max-new-tokens", "4", "--greedy"]
     assert main([*flags, "--prompt", "7 11"]) == 0
-    ids = generate(model(), [[7, 11]], 4, Sampling(0.0))[0]
+    ids = generate(model(), [[7, 11]], 4, SamplingParams(0.0))[0]
     assert capsys.readouterr().out == " ".join(map(str, [7, 11, *ids])) + "\n"
     assert main([*flags, "--prompt", "seven"]) == 2
     assert "a prompt is token ids" in capsys.readouterr().err
@@ -115,7 +114,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
     rounded = model().to(torch.bfloat16)
     assert rounded.rotary is None
     prompt = CODEC.encode(PROMPT)
-    ids = [token for token in generate(rounded, [prompt], 12, Sampling(0.0), [256])[0] if token != 256]
+    ids = [token for token in generate(rounded, [prompt], 12, SamplingParams(0.0), [256])[0] if token != 256]
     assert capsys.readouterr().out == CODEC.decode(prompt + ids) + "\n"
 
 
@@ -180,7 +179,7 @@ def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     (path / "COMPLETE").unlink()
     assert main(["--load", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "2", "--greedy"]) == 0
     out, err = capsys.readouterr()
-    assert out == expected(10, PROMPT, 2, Sampling(0.0)) + "\n"
+    assert out == expected(10, PROMPT, 2, SamplingParams(0.0)) + "\n"
     assert err.startswith(f"generate: from {tmp_path}/iter_0000010, step 10\ngenerate: passed over {path}: ")
 
 

@@ -1,4 +1,4 @@
-"""The command line of tools/generate_docs.py; tests/unit/config/test_docs.py checks the pages themselves."""
+"""The command line of tools/generate_docs.py; tests/unit/arguments/test_docs.py checks the pages themselves."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER, marker
-from megatron.checkpoint.remote import RemotePath
-from megatron.checkpoint.store import write
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MANIFEST, MARKER, marker_content
+from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.object_store import RemotePath
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
 from tools.inspect_checkpoint import main
 
@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Checkpoints:
-    found = Checkpoints(tmp_path)
+def runs(tmp_path: Path) -> CheckpointFolder:
+    found = CheckpointFolder(tmp_path)
     for iteration in (1, 2):
         save(found.path(iteration), small(), iteration=iteration)
     return found
 
 
-def test_ls(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (runs.path(2) / MARKER).unlink()
     assert main(["ls", str(runs.folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == f"no checkpoint in {tmp_path}\n"
 
 
-def test_verify(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(runs.path(2))]) == 0
     assert capsys.readouterr().out == f"{runs.path(2)}: 1.15 kB in 2 files, as they were written\n"
     path = runs.path(2) / "tensors_00000.safetensors"
@@ -73,13 +73,13 @@ def test_where_nothing_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", f"inspect_checkpoint: {tmp_path} does not hold a checkpoint\n")
 
 
-def test_ls_of_a_checkpoint(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_a_checkpoint(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(runs.path(1))]) == 2
     sentence = f"inspect_checkpoint: {runs.path(1)} is a checkpoint itself\n  fix: show {runs.path(1)}\n"
     assert capsys.readouterr() == ("", sentence)
 
 
-def test_leftovers_are_no_damage(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leftovers_are_no_damage(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     left = runs.folder / "iter_0000003.tmp"
     (left / "tokenizer").mkdir(parents=True)
     assert main(["verify", str(runs.folder)]) == 0
@@ -93,10 +93,10 @@ def test_leftovers_are_no_damage(runs: Checkpoints, capsys: pytest.CaptureFixtur
     assert main(["verify", str(runs.folder)]) == 1
 
 
-def test_a_newer_version_is_not_called_damaged(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newer_version_is_not_called_damaged(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     text = (runs.path(2) / MANIFEST).read_text().replace('"version":1', '"version":2')
     (runs.path(2) / MANIFEST).write_text(text)
-    (runs.path(2) / MARKER).write_bytes(marker(text.encode()))
+    (runs.path(2) / MARKER).write_bytes(marker_content(text.encode()))
     assert main(["verify", str(runs.folder)]) == 2
     out = capsys.readouterr().out
     assert "damaged" not in out
@@ -104,7 +104,7 @@ def test_a_newer_version_is_not_called_damaged(runs: Checkpoints, capsys: pytest
     assert out.endswith("as they were written\n")
 
 
-def test_show(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(runs.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
@@ -115,7 +115,7 @@ def test_show(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert "  model.hidden_size = 5" in lines
 
 
-def test_show_says_what_it_passes_over(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_it_passes_over(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (runs.path(2) / MARKER).unlink()
     assert main(["show", str(runs.folder)]) == 0
     out, err = capsys.readouterr()
@@ -123,7 +123,7 @@ def test_show_says_what_it_passes_over(runs: Checkpoints, capsys: pytest.Capture
     assert err.startswith(f"passed over {runs.path(2)}: has no COMPLETE")
 
 
-def test_show_values(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_values(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(runs.path(1)), "opt*"]) == 0
     assert capsys.readouterr().out == "optim.exp_avg.a  F32 [24, 5]  min -119  max -0  rms 68.8489\n"
     for pattern, fix in {"b*": f"show {runs.path(1)}, which", "exp_avg": "names match as a whole: '*exp_avg*'"}.items():
@@ -131,7 +131,7 @@ def test_show_values(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> N
         assert f"no tensor that matches {pattern}\n  fix: {fix}" in capsys.readouterr().err
 
 
-def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff(runs: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import random
 
     one, other = str(runs.path(1)), tmp_path / "other"
@@ -141,7 +141,9 @@ def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[s
     changed = small() | {"b": Sample(torch.ones(3), (3,))}
     changed["a"].tensor[3, 4] += 0.5
     parts = partition((2, 12, 5), random.Random(1), 7)
-    write(other, all_of(changed) | {"a": changed["a"].entry(parts)}, {"iteration": 1, "x": [1]}, {"model": {}}, ALONE)
+    save_sharded(
+        other, all_of(changed) | {"a": changed["a"].entry(parts)}, {"iteration": 1, "x": [1]}, {"model": {}}, ALONE
+    )
     assert main(["diff", one, str(other)]) == 1
     relative = 0.5 / sum(i * i for i in range(120)) ** 0.5
     assert capsys.readouterr().out.splitlines() == [
@@ -158,7 +160,7 @@ def test_what_belongs_to_one_start_makes_no_difference(tmp_path: Path, capsys: p
     for name, lr in {"a": 0.1, "b": 0.1, "c": 0.2}.items():
         config = {"checkpoint": {"save": name}, "logging": {"run_dir": name}, "optimizer": {"lr": lr}}
         state = {"iteration": 1, "run_id": name, "goodput": {"starts": 1 if name == "a" else 2}}
-        write(tmp_path / name, all_of(small()), state, config, ALONE)
+        save_sharded(tmp_path / name, all_of(small()), state, config, ALONE)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         'option checkpoint.save: "a" | "b" (of one start; not counted)',
@@ -189,14 +191,14 @@ def test_how_a_tensor_differs(
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "b")]) == 0  # a NaN is identical to itself
 
 
-def test_what_cannot_be_read(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (runs.path(2) / MANIFEST).write_text("{}")
     for command in (["show"], ["diff", str(runs.path(1))]):
         assert main([*command, str(runs.path(2))]) == 2
         assert "does not match manifest.json" in capsys.readouterr().err
 
 
-def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
+def test_help_and_ls_need_no_torch(runs: CheckpointFolder) -> None:
     program = (
         "import sys\nfrom tools.inspect_checkpoint import main\n"
         "main(['ls', sys.argv[1]])\nprint('torch' in sys.modules)"
@@ -210,7 +212,7 @@ def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "show"])
-def test_a_closed_pipe_ends_it_quietly(runs: Checkpoints, command: str) -> None:
+def test_a_closed_pipe_ends_it_quietly(runs: CheckpointFolder, command: str) -> None:
     read, write_end = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -225,7 +227,7 @@ def test_a_closed_pipe_ends_it_quietly(runs: Checkpoints, command: str) -> None:
 
 
 def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Checkpoints(RemotePath("memory://inspect/run"))
+    runs = CheckpointFolder(RemotePath("memory://inspect/run"))
     for iteration in (1, 2):
         save(runs.path(iteration), small(), iteration=iteration)
     (RemotePath("memory://inspect/run/iter_0000003/attempt-1") / "x").write_bytes(b"x")

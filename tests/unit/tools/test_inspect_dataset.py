@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.tokenizers.plain import ByteTokenizer
-from megatron.data.tokenizers.record import RECORD, TokenizerRecord
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.tokenizers.huggingface import ByteTokenizer
+from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
 from tests.unit.data.pairs import write
 from tools.inspect_dataset import main
 
@@ -27,7 +28,7 @@ def prefix(tmp_path: Path) -> str:
         for text in TEXTS[:-1]:
             writer.add_document([*text, 256] if text else [])
         writer.add_document(list(TEXTS[-1]))
-        writer.add_file(RECORD, TokenizerRecord.of(ByteTokenizer()).to_bytes())
+        writer.add_file(RECORD_SUFFIX, TokenizerRecord.of(ByteTokenizer()).to_bytes())
     return str(tmp_path / "x")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arguments import parse
+from megatron.arguments.cli import parse
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.parallel import STAGES
+from megatron.config.parallel import ZERO_STAGES
 from tools.memory import main
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytes
         name: pytest.approx(numbers, abs=0.006, rel=1e-3) for name, numbers in expected.items()
     }
     assert [*found][-1] == "on their way"
-    assert len(STAGES) == 3
+    assert len(ZERO_STAGES) == 3
 
 
 def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:

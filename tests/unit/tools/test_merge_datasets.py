@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.data.errors import DataError
-from megatron.data.files.indexed import IndexedDataset
-from megatron.data.files.meter import Meter
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import ByteProgress
 from tests.unit.data.pairs import content, pair, write
 from tools.merge_datasets import main
 from tools.preprocess_data import main as preprocess
@@ -75,10 +75,10 @@ def test_multimodal_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_interrupt_is_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(meter: Meter, num_bytes: int) -> None:
+    def interrupt(meter: ByteProgress, num_bytes: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Meter, "add", interrupt)
+    monkeypatch.setattr(ByteProgress, "add", interrupt)
     a = str(write(tmp_path / "a", [[1]]))
     assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 130
     assert capsys.readouterr().err == f"merge_datasets: stopped by SIGINT; nothing was written under {tmp_path}/all\n"

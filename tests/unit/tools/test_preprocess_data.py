@@ -19,14 +19,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from megatron.data.files.indexed import IndexedDataset
-from megatron.data.text import preprocess
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocess import run as run_module
 from megatron.data.tokenizers import huggingface
-from megatron.data.tokenizers.encoded import Tokenizer
-from megatron.data.tokenizers.engine import Engine
-from megatron.data.tokenizers.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.engine import EncodeEngine
+from megatron.data.tokenizers.huggingface import ByteTokenizer
+from megatron.data.tokenizers.tokenizer import TokenizerRecord, load_recorded_tokenizer, read_tokenizer_record
 from tests.processes import wait_until_gone
-from tools.preprocess_data import HARMLESS, REFUSED, cores, main
+from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, available_cores, main
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["first", "", "zwölf", "x" * 300]
@@ -52,7 +53,7 @@ def test_json_lines_to_documents(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(tmp_path, "--input", str(corpus), "--append-eod", "--log-interval", "2") == 0
     prefix = tmp_path / "out_text_document"
     assert documents(prefix) == [[*t.encode(), 256] if t else [] for t in TEXTS]
-    assert read_record(prefix) == TokenizerRecord.of(ByteTokenizer())
+    assert read_tokenizer_record(prefix) == TokenizerRecord.of(ByteTokenizer())
     out, err = capsys.readouterr()
     counts, tokens, time, step = out.splitlines()
     assert counts == "files: 1, documents: 4, empty texts: 1, passed over: 0"
@@ -137,10 +138,10 @@ def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
 @pytest.fixture
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bytes as ids, and 60,000 words more, so that the ids still fit 16 bits."""
-    tokenizer = huggingface.bytes_as_ids()
+    tokenizer = huggingface.byte_tokenizer()
     tokenizer.add_tokens([f"~{i}~" for i in range(60_000)])
     folder = tmp_path_factory.mktemp("model")
-    for name, content in huggingface.tokenizer_files(tokenizer).items():
+    for name, content in huggingface.make_tokenizer_files(tokenizer).items():
         (folder / name).write_bytes(content)
     (folder / "README.md").write_text("not of the tokenizer")
     return folder
@@ -161,19 +162,19 @@ def test_documents_and_the_tokenizer_beside_them(corpus: Path, tmp_path: Path, m
         assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
             p.name: p.read_bytes() for p in model.iterdir() if p.suffix == ".json"
         }
-    tokenizer = recorded_tokenizer(prefix)
+    tokenizer = load_recorded_tokenizer(prefix)
     assert tokenizer is not None
     assert tokenizer.decode(documents(prefix)[2]) == "zwölf<|endoftext|>"
 
 
 def test_a_tokenizer_of_before_leaves_nothing(corpus: Path, tmp_path: Path, model: Path) -> None:
-    (model / huggingface.SPECIAL).write_text('{"eos_token": "<|endoftext|>"}')
+    (model / huggingface.SPECIAL_TOKENS_MAP).write_text('{"eos_token": "<|endoftext|>"}')
     assert run_model(tmp_path, model, "--input", str(corpus)) == 0
     kept = tmp_path / "out_text_document.tokenizer"
     assert len(list(kept.iterdir())) == 3
-    (model / huggingface.SPECIAL).unlink()
+    (model / huggingface.SPECIAL_TOKENS_MAP).unlink()
     assert run_model(tmp_path, model, "--input", str(corpus), "--overwrite") == 0
-    assert sorted(p.name for p in kept.iterdir()) == [huggingface.TOKENIZER, huggingface.CONFIG]
+    assert sorted(p.name for p in kept.iterdir()) == [huggingface.TOKENIZER_JSON, huggingface.TOKENIZER_CONFIG]
     assert run(tmp_path, "--input", str(corpus), "--overwrite") == 0
     assert not kept.exists()
 
@@ -231,23 +232,23 @@ def test_it_starts_without_torch_and_exits_by_what_happened(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "bad.jsonl:1 is not JSON" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "megatron.data.files.indexed" in imported
+    assert "megatron.data.indexed_dataset" in imported
     assert "torch" not in imported
 
 
 # --- Megatron-LM's flags ---
 
 
-@pytest.mark.parametrize("flag", HARMLESS)
+@pytest.mark.parametrize("flag", IGNORED_FLAGS)
 def test_flags_without_effect_are_taken_and_said(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    value = ["3"] if HARMLESS[flag][0] else []
+    value = ["3"] if IGNORED_FLAGS[flag][0] else []
     assert run(tmp_path, "--input", str(corpus), flag, *value) == 0
     assert f"{flag} has no effect: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", [*REFUSED, "--max-documents=5"])
+@pytest.mark.parametrize("flag", [*REFUSED_FLAGS, "--max-documents=5"])
 def test_what_is_not_done_is_refused_by_name(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
@@ -255,7 +256,7 @@ def test_what_is_not_done_is_refused_by_name(
         run(tmp_path, "--input", str(corpus), flag)
     assert caught.value.code == 2
     name = flag.split("=")[0]
-    assert f"preprocess_data: {name}: {REFUSED[name]}" in capsys.readouterr().err
+    assert f"preprocess_data: {name}: {REFUSED_FLAGS[name]}" in capsys.readouterr().err
 
 
 def test_all_unknown_flags_are_told_at_once(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +291,7 @@ def test_a_number_of_workers_that_cannot_be(corpus: Path, tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         run(tmp_path, "--input", str(corpus), "--workers", "0")
     assert "--workers is 0, must be at least 1" in capsys.readouterr().err
-    assert 1 <= cores() <= (os.cpu_count() or 1)
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
 def test_bad_lines_are_passed_over_if_asked_to(
@@ -377,14 +378,14 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
     corpus: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Rust code does that calls Python, and takes what is raised there for a failure of its own."""
-    choose = preprocess.choose_engine
+    choose = run_module.choose_engine
 
-    def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> Engine:
+    def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> EncodeEngine:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         return choose(tokenizer, sample, "hf")
 
-    monkeypatch.setattr(preprocess, "choose_engine", swallowing)
+    monkeypatch.setattr(run_module, "choose_engine", swallowing)
     assert run_model(tmp_path, model, "--input", str(corpus)) == 143
     assert "stopped by SIGTERM; nothing was written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
@@ -392,9 +393,9 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, workers: str) -> None:
-    tokenizer = huggingface.bytes_as_ids()
+    tokenizer = huggingface.byte_tokenizer()
     (tmp_path / "model").mkdir()
-    for name, content in huggingface.tokenizer_files(tokenizer).items():
+    for name, content in huggingface.make_tokenizer_files(tokenizer).items():
         (tmp_path / "model" / name).write_bytes(content)
     for number in range(8):  # work for many seconds
         os.link(long_corpus, tmp_path / f"{number}.jsonl")

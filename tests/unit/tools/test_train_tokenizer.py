@@ -16,9 +16,15 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from megatron.data.files.indexed import IndexedDataset
-from megatron.data.tokenizers.huggingface import CONFIG, END_OF_DOCUMENT, NO_FILES, TOKENIZER, HuggingFaceTokenizer
-from megatron.data.tokenizers.tokenizer import tokenizer_files
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.tokenizers.huggingface import (
+    END_OF_DOCUMENT,
+    NO_EXPORT_NOTE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    HuggingFaceTokenizer,
+)
+from megatron.data.tokenizers.tokenizer import hugging_face_files_of
 from tests.processes import wait_until_gone
 from tools import preprocess_data
 from tools.train_tokenizer import main
@@ -50,7 +56,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     step, told = out[2].split(": ")
     assert step == "for the next step, preprocess_data.py"
     assert told == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
-    assert sorted(p.name for p in (tmp_path / "bpe").iterdir()) == [TOKENIZER, CONFIG]
+    assert sorted(p.name for p in (tmp_path / "bpe").iterdir()) == [TOKENIZER_JSON, TOKENIZER_CONFIG]
 
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "bpe"), HuggingFaceTokenizer(tmp_path / "bpe")
     assert (len(theirs), theirs.eos_token) == (ours.vocab_size, END_OF_DOCUMENT) == (290, END_OF_DOCUMENT)
@@ -75,7 +81,7 @@ def test_a_sentencepiece_model_is_made_and_used(
     out = capsys.readouterr().out.splitlines()
     entries = int(re.findall(r"entries: (\d+)", out[1])[0])
     assert out[2] == "lines: 60, trained on a sample of 50 (--input-sentence-size)"
-    assert (out[3] == NO_FILES) == (model_type == "unigram")
+    assert (out[3] == NO_EXPORT_NOTE) == (model_type == "unigram")
     told = out[-1].split(": ")[1]
     assert told == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "tokenizer.model"))
@@ -87,11 +93,11 @@ def test_a_sentencepiece_model_is_made_and_used(
 
     flags = ["--input", str(corpus / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
     assert preprocess_data.main([*flags, *told.split()]) == 0
-    assert (NO_FILES in capsys.readouterr().out) == (model_type == "unigram")
+    assert (NO_EXPORT_NOTE in capsys.readouterr().out) == (model_type == "unigram")
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data[i].tolist() for i in range(len(data))] == [[*theirs.encode(line), 2] for line in LINES if line]
-    exported = tokenizer_files(tmp_path / "out_text_document")
-    assert set(exported) == ({TOKENIZER, CONFIG} if model_type == "bpe" else set())
+    exported = hugging_face_files_of(tmp_path / "out_text_document")
+    assert set(exported) == ({TOKENIZER_JSON, TOKENIZER_CONFIG} if model_type == "bpe" else set())
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.errors import CheckpointError
-from megatron.convert.checkpoint import AVERAGE, SavedModel, open_checkpoint
-from megatron.inference.errors import InferenceError
+from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.format import whole_box
+from megatron.convert.saved_model import EMA_PREFIX, SavedModel, open_checkpoint
 from megatron.inference.load import open_pretrained
-from megatron.training.setup import build
+from megatron.inference.text import InferenceError
+from megatron.training.build import build_trainer
 from megatron.training.step import evaluate
 from tests.runs import checkpoint, column, start, tiny_run
 from tools.convert_checkpoint import main
@@ -32,7 +32,7 @@ def run(folder: Path, flags: str) -> str:
 def weights_and_average(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     tensors, _ = checkpoint(folder / f"saved/iter_{step:07d}")
     weights = {name: value.double() for name, value in tensors.items() if not name.startswith("optim.")}
-    average = {n.removeprefix(AVERAGE): value.double() for n, value in tensors.items() if n.startswith(AVERAGE)}
+    average = {n.removeprefix(EMA_PREFIX): value.double() for n, value in tensors.items() if n.startswith(EMA_PREFIX)}
     return weights, average
 
 
@@ -62,7 +62,7 @@ def test_it_is_evaluated_and_the_run_notices_nothing_of_that(tmp_path: Path) -> 
     losses = column(tmp_path / "run", "lm loss validation ema", "lm loss validation")
     assert len(set(losses)) == 3
     assert f"ema {losses[0]:.4f}" in out
-    trainer = build(tiny_run(tmp_path, "--eval-iters 1"), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path, "--eval-iters 1"), 0, 1)
     for name, value in weights_and_average(tmp_path / "run", 6)[1].items():
         weight = trainer.optimizer.masters[name].data
         weight.zero_().view(-1)[: value.numel()] = value.view(-1).to(weight.dtype)
@@ -82,11 +82,11 @@ def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
     weights, average = weights_and_average(tmp_path, 6)
     for wanted, found in ((weights, SavedModel(manifest)), (average, SavedModel(manifest, average=True))):
         for name, spec in found.specs.items():
-            values = found.read(name, spec.view, whole(spec.view))
+            values = found.read(name, spec.view, whole_box(spec.view))
             assert torch.equal(values.double().view(spec.shape), wanted[name]), name
     name = "final_layernorm.weight"
     source = open_pretrained(f"{tmp_path}/saved", average=True).source
-    assert torch.equal(source.read(name, (16,), whole((16,))).double(), average[name])
+    assert torch.equal(source.read(name, (16,), whole_box((16,))).double(), average[name])
     assert main(["--load", f"{tmp_path}/saved", "--save-hf", f"{tmp_path}/hf", "--ema", "--no-check"]) == 0
     written = load_file(tmp_path / "hf/model.safetensors")["transformer.ln_f.weight"]
     assert torch.equal(written, average[name].to(written.dtype))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.data.build import build_stretch
+from megatron.data.build import build_segment
 from megatron.data.dataset import Dataset
-from megatron.data.files.indexed import IndexedDatasetWriter
-from megatron.parallel.microbatch import MicroBatch
-from megatron.training.setup import Trainer, build
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.training.build import Trainer, build_trainer
 from tests.runs import (
     before_step,
     checkpoint,
@@ -237,9 +237,9 @@ def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
     start(run_of(tmp_path, flags), before_step(6, kill))
 
     def otherwise(parts: Any, weights: Any, samples: int, seq_length: int, seed: int, cache: Any) -> Dataset:
-        return build_stretch(parts, weights, samples, seq_length, seed + 7, cache)
+        return build_segment(parts, weights, samples, seq_length, seed + 7, cache)
 
-    told = start(run_of(tmp_path, flags), patch("megatron.data.stretches.build_stretch", otherwise))
+    told = start(run_of(tmp_path, flags), patch("megatron.data.build.build_segment", otherwise))
     assert told.status == 2
     assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
 
@@ -276,7 +276,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path)
     def retain(*arguments: object, **named: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
 
-    refusing = patch("megatron.training.saving.Checkpoints.retain", retain)
+    refusing = patch("megatron.training.checkpointer.CheckpointFolder.retain", retain)
     told = start(run_of(tmp_path, "--keep-last 1"), refusing)
     assert told.status == 0
     assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in told.err
@@ -296,7 +296,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     """Compared with the trainer at the end of the same run, by parameter name."""
     start(run_of(tmp_path, "--bf16"))
     tensors, numbers = checkpoint(tmp_path / f"saved/iter_{STEPS:07d}")
-    trainer = build(run_of(tmp_path, "--bf16"), 0, 1)
+    trainer = build_trainer(run_of(tmp_path, "--bf16"), 0, 1)
     names = set(dict(trainer.chunks[0].named_parameters()))
     assert tensors.keys() == names | {f"optim.{kind}.{n}" for kind in ("exp_avg", "exp_avg_sq") for n in names}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}

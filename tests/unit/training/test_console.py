@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config.flops import FlopsPerToken
-from megatron.training import console
-from megatron.training.console import evaluation_line, progress_line, timing_line
-from megatron.training.records import EvaluationRecord, Timing, TrainRecord
-from megatron.training.throughput import Yardstick
+from megatron.planner.flops import FlopsPerToken
+from megatron.training.loggers import console
+from megatron.training.loggers.base import EvaluationRecord, TimerStats, TrainRecord
+from megatron.training.loggers.console import evaluation_line, progress_line, timing_line
+from megatron.training.throughput import ThroughputModel
 
 RECORD = TrainRecord(
     iteration=1240,
@@ -28,7 +28,7 @@ RECORD = TrainRecord(
     memory_bytes=27 * 2**30,
     memory_total_bytes=80 * 2**30,
 )
-YARDSTICK = Yardstick(
+YARDSTICK = ThroughputModel(
     total_iterations=95368,
     total_samples=95368 * 1536,
     seq_length=2048,
@@ -104,18 +104,18 @@ def test_narrow_terminals_lose_the_new_columns_first() -> None:
 
 def test_timers_have_a_line_of_their_own() -> None:
     assert timing_line(RECORD) is None
-    timings = {"forward-backward": Timing(0.131, shortest=0.12), "optimizer": Timing(0.0091)}
+    timings = {"forward-backward": TimerStats(0.131, shortest=0.12), "optimizer": TimerStats(0.0091)}
     line = timing_line(replace(RECORD, timings=timings))
     assert line == "times: forward-backward 0.12s to 0.13s, optimizer 9.10ms"
-    assert timing_line(replace(RECORD, timings={"optimizer": Timing(2.0, None, (1.0, 2.0))})) == (
+    assert timing_line(replace(RECORD, timings={"optimizer": TimerStats(2.0, None, (1.0, 2.0))})) == (
         "times: optimizer 1.00s 2.00s"
     )
 
 
 def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:
-    yardstick = replace(YARDSTICK, world_size=2, peak_flops=None, on_gpu=False, total_iterations=2000)
+    throughput_model = replace(YARDSTICK, world_size=2, peak_flops=None, on_gpu=False, total_iterations=2000)
     record = replace(RECORD, tokens_per_second=12_345.0, seconds_per_step=0.0123, memory_bytes=None)
-    line = progress_line(record, yardstick)
+    line = progress_line(record, throughput_model)
     assert "| 12.3ms 12.3K tok/s |" in line
     assert "MFU" not in line
     assert "mem" not in line
@@ -155,40 +155,40 @@ def test_evaluations_are_told_apart(split: str, title: str) -> None:
 @pytest.mark.parametrize(
     ("form", "value", "text"),
     [
-        (console.compact, 0, "0"),
-        (console.compact, 404, "404"),
-        (console.compact, 999, "999"),
-        (console.compact, 3.14159, "3.14"),
-        (console.compact, 999.7, "1.00K"),
-        (console.compact, 1000, "1.00K"),
-        (console.compact, 98_304, "98.3K"),
-        (console.compact, 999_499, "999K"),
-        (console.compact, 999_500, "1.00M"),
-        (console.compact, 3.9e9, "3.90B"),
-        (console.compact, 15e12, "15.0T"),
-        (console.compact, 4.2e16, "42000T"),
-        (console.plain, 0.0, "0"),
-        (console.plain, 0.41, ".41"),
-        (console.plain, 1.5, "1.50"),
-        (console.plain, 9.996, "10.0"),
-        (console.plain, 123.4, "123"),
-        (console.plain, 0.0034, "3.4e-3"),
-        (console.plain, 4.12e7, "4.1e7"),
-        (console.plain, math.inf, "inf"),
-        (console.plain, math.nan, "nan"),
-        (console.exponent, 6e-5, "6.0e-5"),
-        (console.exponent, 0.0, "0"),
-        (console.exponent, 1.0, "1.0e0"),
-        (console.step_time, 7.6, "7.60s"),
-        (console.step_time, 83.21, "83.2s"),
-        (console.step_time, 0.0996, "0.10s"),
-        (console.step_time, 0.0456, "45.6ms"),
-        (console.duration, 12.4, "12s"),
-        (console.duration, 59.6, "1m00s"),
-        (console.duration, 249, "4m09s"),
-        (console.duration, 11_100, "3h05m"),
-        (console.duration, 86_399, "1d0h"),
-        (console.duration, 8 * 86_400 + 6 * 3600 + 1801, "8d7h"),
+        (console.format_compact, 0, "0"),
+        (console.format_compact, 404, "404"),
+        (console.format_compact, 999, "999"),
+        (console.format_compact, 3.14159, "3.14"),
+        (console.format_compact, 999.7, "1.00K"),
+        (console.format_compact, 1000, "1.00K"),
+        (console.format_compact, 98_304, "98.3K"),
+        (console.format_compact, 999_499, "999K"),
+        (console.format_compact, 999_500, "1.00M"),
+        (console.format_compact, 3.9e9, "3.90B"),
+        (console.format_compact, 15e12, "15.0T"),
+        (console.format_compact, 4.2e16, "42000T"),
+        (console.format_plain, 0.0, "0"),
+        (console.format_plain, 0.41, ".41"),
+        (console.format_plain, 1.5, "1.50"),
+        (console.format_plain, 9.996, "10.0"),
+        (console.format_plain, 123.4, "123"),
+        (console.format_plain, 0.0034, "3.4e-3"),
+        (console.format_plain, 4.12e7, "4.1e7"),
+        (console.format_plain, math.inf, "inf"),
+        (console.format_plain, math.nan, "nan"),
+        (console.format_exponent, 6e-5, "6.0e-5"),
+        (console.format_exponent, 0.0, "0"),
+        (console.format_exponent, 1.0, "1.0e0"),
+        (console.format_step_time, 7.6, "7.60s"),
+        (console.format_step_time, 83.21, "83.2s"),
+        (console.format_step_time, 0.0996, "0.10s"),
+        (console.format_step_time, 0.0456, "45.6ms"),
+        (console.format_duration, 12.4, "12s"),
+        (console.format_duration, 59.6, "1m00s"),
+        (console.format_duration, 249, "4m09s"),
+        (console.format_duration, 11_100, "3h05m"),
+        (console.format_duration, 86_399, "1d0h"),
+        (console.format_duration, 8 * 86_400 + 6 * 3600 + 1801, "8d7h"),
     ],
 )
 def test_numbers(form: Callable[[float], str], value: float, text: str) -> None:
@@ -196,9 +196,9 @@ def test_numbers(form: Callable[[float], str], value: float, text: str) -> None:
 
 
 def test_compact_without_zeros() -> None:
-    trimmed = [console.compact(x, trim=True) for x in (1e9, 2.5e6, 1.01e9, 200_000, 0)]
+    trimmed = [console.format_compact(x, trim=True) for x in (1e9, 2.5e6, 1.01e9, 200_000, 0)]
     assert trimmed == ["1B", "2.5M", "1.01B", "200K", "0"]
 
 
 def test_memory() -> None:
-    assert console.memory(600 * 2**20, 16 * 2**30) == "0.6/16G"
+    assert console.format_memory(600 * 2**20, 16 * 2**30) == "0.6/16G"

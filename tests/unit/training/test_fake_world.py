@@ -17,15 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pretrain_gpt
-from megatron.config.arguments import parse
-from megatron.config.memory import rank_bytes
-from megatron.config.parser import read
-from megatron.config.problems import UserError
-from megatron.parallel.layout import Layout
+from megatron.arguments.cli import parse, parse_flags
+from megatron.config.errors import UserError
+from megatron.distributed.layout import Layout
+from megatron.planner.memory import rank_state_bytes
 from megatron.training import fake_world as fake
-from megatron.training.fake_world import STATE, FakeWorld, fake_world
+from megatron.training.fake_world import STATE_PARTS, FakeWorld, fake_world
 from tests.distributed.pool import Pool
-from tests.unit.config.test_memory import CUT, EXPERTS, config_of, every_rank
+from tests.unit.planner.test_memory import CUT, EXPERTS, config_of, every_rank
 
 ROOT = Path(__file__).parents[3]
 MOST_SECONDS = 30
@@ -46,7 +45,7 @@ def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool) -> None:
     for rank, allocated in enumerate(pool.run(4, every_rank, tried, timeout=240.0)):
         for flags, held in zip(tried, allocated, strict=True):
             state = fake_world(config_of(flags, 4), 4, rank).chosen.state
-            assert state == {part: held[part] for part in STATE}, (rank, flags)
+            assert state == {part: held[part] for part in STATE_PARTS}, (rank, flags)
     assert not dist.is_initialized()
 
 
@@ -54,7 +53,7 @@ def recipe(name: str) -> list[str]:
     """Return the training flags of a Slurm recipe."""
     told = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env=os.environ | {"DRY_RUN": "1"}, **OUTPUT)
     words = shlex.split(told.stdout)
-    reading = read(words[words.index("pretrain_gpt.py") + 1 :])
+    reading = parse_flags(words[words.index("pretrain_gpt.py") + 1 :])
     kept = [flag for flag in reading.given if flag.setting.group in OF_THE_MODEL and flag.setting.name != "stop_file"]
     return ["--preset", reading.known.preset, *(word for flag in kept for word in (flag.spelling, *flag.words))]
 
@@ -74,7 +73,7 @@ def test_a_rank_of_the_175b_recipe_takes_seconds_and_little_memory(tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
     assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in told
     assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in told
-    foretold = rank_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
+    foretold = rank_state_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
     assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, masters" in told
 
 
@@ -97,7 +96,7 @@ def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
     assert sum(gpt3.chosen.whole.values()) == 6 * of_a_block[0]
     assert gpt3.chosen.state["gradients"] == 4 * gpt3.chosen.parameters
     assert gpt3.chosen.state["moments"] == 8 * gpt3.chosen.parameters // 8
-    assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", fake.OTHERS}
+    assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", fake.OTHER_RANKS}
 
 
 def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gpt3: FakeWorld) -> None:
@@ -196,15 +195,15 @@ def test_known_shapes(flags: str, ranks: int) -> None:
     config = parse([*argv, "--world-size", str(ranks), "--global-batch-size", "128"], {}).config
     world = fake_world(config, ranks, ranks - 1)
     assert world.parameters == config.model.num_parameters()
-    foretold = rank_bytes(config, ranks, ranks - 1)
-    assert world.chosen.state == {part: foretold[part] for part in STATE}
+    foretold = rank_state_bytes(config, ranks, ranks - 1)
+    assert world.chosen.state == {part: foretold[part] for part in STATE_PARTS}
     assert world.report().count("\n") >= len(world.pipeline)
 
 
 def test_bytes_that_differ_from_the_prediction_are_an_error_which_leaves_no_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fake, "rank_bytes", lambda *args: rank_bytes(*args) | {"weights": 0})
+    monkeypatch.setattr(fake, "rank_state_bytes", lambda *args: rank_state_bytes(*args) | {"weights": 0})
     with pytest.raises(RuntimeError, match=r"rank 1 holds {'weights': .* are predicted"):
         world_of("--num-layers 4", 2, 1)
     assert not dist.is_initialized()

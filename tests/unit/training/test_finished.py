@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.durable_files import StorageError
 from megatron.config.run import RunConfig
-from megatron.training import finished
-from megatron.training.setup import Trainer
+from megatron.training import loop
+from megatron.training.build import Trainer
 from tests.runs import KilledError, before_step, full_disk, kill, records, saved_steps, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 2"
@@ -28,7 +28,7 @@ def run_of(folder: Path, flags: str = "") -> RunConfig:
 
 def told(folder: Path) -> dict[str, Any] | None:
     """Return the content of the file, or None."""
-    path = folder / finished.NAME
+    path = folder / loop.FINISHED_FILE
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -41,7 +41,7 @@ def test_a_run_that_has_ended_is_proven_to_have(tmp_path: Path, flags: str) -> N
     assert (proof["iteration"], proof["consumed-samples"]) == (6, 24)
     assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
     assert proof["run-id"] == records(tmp_path, "run-id")[0]["run-id"]
-    assert sorted(path.name for path in tmp_path.iterdir() if "finished" in path.name) == [finished.NAME]
+    assert sorted(path.name for path in tmp_path.iterdir() if "finished" in path.name) == [loop.FINISHED_FILE]
 
 
 def test_without_checkpoints_it_names_none_and_without_a_folder_there_is_none(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_without_checkpoints_it_names_none_and_without_a_folder_there_is_none(tm
 
 def test_it_comes_after_the_checkpoint(tmp_path: Path) -> None:
     seen: list[list[int]] = []
-    original = finished.write
+    original = loop.write_facts
 
-    def write(folder: Path, facts: finished.Facts) -> None:
+    def write(folder: Path, facts: loop.FinishedFacts) -> None:
         seen.append(saved_steps(tmp_path / "saved"))
         original(folder, facts)
 
-    with patch.object(finished, "write", write):
+    with patch.object(loop, "write_facts", write):
         start(run_of(tmp_path, "--async-save"))
     assert seen == [[2, 4, 6]]
 
@@ -87,10 +87,10 @@ def test_an_exit_interval_is_no_end(tmp_path: Path) -> None:
 
 
 def test_killed_between_the_last_save_and_the_proof(tmp_path: Path) -> None:
-    def killed(folder: Path, facts: finished.Facts) -> None:
+    def killed(folder: Path, facts: loop.FinishedFacts) -> None:
         raise KilledError
 
-    assert start(run_of(tmp_path), patch.object(finished, "write", killed)).status is None
+    assert start(run_of(tmp_path), patch.object(loop, "write_facts", killed)).status is None
     assert (saved_steps(tmp_path / "saved"), told(tmp_path)) == ([2, 4, 6], None)
     again = start(run_of(tmp_path))
     assert (again.status, again.samples) == (0, {})
@@ -123,11 +123,11 @@ def test_a_start_that_is_superseded_does_not_take_back_the_proof_of_a_later_one(
     def later(trainer: Trainer) -> None:
         (tmp_path / "saved/.epoch-1").rename(tmp_path / "saved/.epoch-2")
         (tmp_path / "saved/.epoch-2/claim.json").write_text('{"epoch": 2, "token": "5f", "start": {}}')
-        finished.write(tmp_path, {"iteration": 6})
+        loop.write_facts(tmp_path, {"iteration": 6})
         retract(trainer)
 
-    retract = finished.retract
-    failed = start(run_of(tmp_path), patch.object(finished, "retract", later))
+    retract = loop.remove_finished_file
+    failed = start(run_of(tmp_path), patch.object(loop, "remove_finished_file", later))
     assert (failed.status, told(tmp_path)) == (1, {"iteration": 6})
     assert "E817" in failed.err
 
@@ -137,7 +137,7 @@ def no_room(*arguments: object) -> None:
 
 
 def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_it(tmp_path: Path) -> None:
-    failed = start(run_of(tmp_path), patch.object(finished, "write_file", no_room))
+    failed = start(run_of(tmp_path), patch.object(loop, "write_file", no_room))
     assert (failed.status, told(tmp_path)) == (1, None)
     assert "finished.json, which marks the end of training, cannot be written: the disk is full" in failed.err
     assert "Traceback" not in failed.err
@@ -147,11 +147,11 @@ def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_i
 
 @pytest.mark.parametrize("call", ["write_file", "sync_folder", "os.rename"])
 def test_a_write_that_fails_leaves_nothing_half_written(tmp_path: Path, call: str) -> None:
-    with patch(f"megatron.training.finished.{call}", no_room), pytest.raises(StorageError):
-        finished.write(tmp_path, {"iteration": 1})
-    assert [path.name for path in tmp_path.iterdir() if path.name != finished.NAME] == []
-    (tmp_path / f"{finished.NAME}.part").write_text("{")  # of one that was killed
-    finished.write(tmp_path, {"iteration": 2})
+    with patch(f"megatron.training.loop.{call}", no_room), pytest.raises(StorageError):
+        loop.write_facts(tmp_path, {"iteration": 1})
+    assert [path.name for path in tmp_path.iterdir() if path.name != loop.FINISHED_FILE] == []
+    (tmp_path / f"{loop.FINISHED_FILE}.part").write_text("{")  # of one that was killed
+    loop.write_facts(tmp_path, {"iteration": 2})
     assert told(tmp_path) == {"iteration": 2}
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_has_nothing_to_do_has_its_last_checkpoint_in_its_own_folder(
 
 
 def test_a_file_that_cannot_be_removed_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / finished.NAME / "x").mkdir(parents=True)
+    (tmp_path / loop.FINISHED_FILE / "x").mkdir(parents=True)
     failed = start(tiny_run(tmp_path))
     assert (failed.status, failed.samples) == (1, {})
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_step_does_not_count(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def look(trainer: Trainer) -> None:
-        seen.append(finished.is_saved(trainer))
+        seen.append(loop.is_last_step_saved(trainer))
 
     start(run_of(tmp_path), before_step(3, look))
     start(run_of(tmp_path / "other"), before_step(4, look))

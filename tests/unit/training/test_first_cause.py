@@ -15,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.errors import DamagedError, StorageError, SupersededError
+from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError, SupersededError
+from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
-from megatron.config.problems import Problem, UserError
 from megatron.data.errors import DataError
-from megatron.training import first_cause
-from megatron.training.failure import StartRefusedError
-from megatron.training.first_cause import host, kind_of, note_failure, whose
-from megatron.training.nonfinite import NonFiniteError
+from megatron.training import failure_report
+from megatron.training.callbacks.health import NonFiniteError
+from megatron.training.failure_report import StartRefusedError, failure_kind, host_name, rank_label, record_failure
 from tests.runs import before_step, spoil_step, start, tiny_run
 
 
@@ -82,7 +81,7 @@ KINDS: list[tuple[BaseException, str]] = [
     (DataError("no such sample"), "data"),
     (refused(DataError("the tokenizer is torn")), "data"),
     (StorageError("the disk is full"), "disk"),
-    (DamagedError("iter_0000100"), "disk"),
+    (DamagedCheckpointError("iter_0000100"), "disk"),
     (OSError(errno.EIO, "Input/output error"), "disk"),
     (refused(UserError([Problem("E816", "no room")])), "disk"),
     (refused(UserError([Problem("E207", "this machine runs at least 8 ranks, but has 7 GPUs")])), "device"),
@@ -94,21 +93,21 @@ KINDS: list[tuple[BaseException, str]] = [
 
 @pytest.mark.parametrize(("error", "kind"), KINDS, ids=[f"{kind}-{type(e).__name__}" for e, kind in KINDS])
 def test_what_sort_of_failure_it_is(error: BaseException, kind: str) -> None:
-    assert kind_of(error) == kind
+    assert failure_kind(error) == kind
 
 
 HERE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "SLURMD_NODENAME": "node2"}
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
-    path = folder / first_cause.NAME
+    path = folder / failure_report.FAILURES_FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_the_line_names_rank_machine_and_sort(tmp_path: Path) -> None:
-    with patch.object(first_cause, "has_joined", return_value=True):
-        note_failure(str(tmp_path), RuntimeError("CUDA error: unknown\nerror"), HERE)
-        note_failure(str(tmp_path), ValueError("shapes"), HERE)
+    with patch.object(failure_report, "is_distributed_initialized", return_value=True):
+        record_failure(str(tmp_path), RuntimeError("CUDA error: unknown\nerror"), HERE)
+        record_failure(str(tmp_path), ValueError("shapes"), HERE)
     first, second = lines(tmp_path)
     assert abs(float(str(first.pop("time"))) - time.time()) < 60
     told = {"rank": 5, "host": "node2", "local_rank": 1}
@@ -117,8 +116,8 @@ def test_the_line_names_rank_machine_and_sort(tmp_path: Path) -> None:
 
 
 def test_without_slurm_a_machine_has_its_own_name() -> None:
-    assert host({}) == socket.gethostname()
-    assert host({"SLURMD_NODENAME": "node7"}) == "node7"
+    assert host_name({}) == socket.gethostname()
+    assert host_name({"SLURMD_NODENAME": "node7"}) == "node7"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_the_machine_is_named_in_runs_on_several(environ: Mapping[str, str], tol
     if "SLURM_NNODES" in environ:
         place = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
         environ = {**environ, **place}
-    assert whose(Launch.read(environ), environ) == told
+    assert rank_label(Launch.read(environ), environ) == told
 
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
@@ -157,36 +156,36 @@ WRONG = refused(UserError([Problem("E206", "the nccl backend cannot serve CPUs")
 def test_before_torch_distributed_is_initialised_few_ranks_report(
     tmp_path: Path, environ: dict[str, str], error: Exception, told: bool
 ) -> None:
-    note_failure(str(tmp_path), error, environ)
+    record_failure(str(tmp_path), error, environ)
     assert bool(lines(tmp_path)) == told
 
 
 def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path) -> None:
     alone: dict[str, str] = {}
-    note_failure(None, ValueError("shapes"), alone)
-    note_failure(str(tmp_path / "none"), ValueError("shapes"), alone)
+    record_failure(None, ValueError("shapes"), alone)
+    record_failure(str(tmp_path / "none"), ValueError("shapes"), alone)
     assert not (tmp_path / "none").exists()
-    (tmp_path / first_cause.NAME).mkdir()
-    note_failure(str(tmp_path), ValueError("shapes"), alone)
+    (tmp_path / failure_report.FAILURES_FILE).mkdir()
+    record_failure(str(tmp_path), ValueError("shapes"), alone)
 
 
 def test_a_hanging_disk_does_not_keep_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_cause, "PATIENCE", 0.05)
-    monkeypatch.setattr(first_cause, "_append", lambda path, line: time.sleep(5))
+    monkeypatch.setattr(failure_report, "CAUSE_PATIENCE", 0.05)
+    monkeypatch.setattr(failure_report, "_append", lambda path, line: time.sleep(5))
     began = time.monotonic()
-    note_failure(str(tmp_path), ValueError("shapes"), {})
+    record_failure(str(tmp_path), ValueError("shapes"), {})
     assert time.monotonic() - began < 4
 
 
 def test_a_start_that_was_superseded_writes_nothing(tmp_path: Path) -> None:
-    note_failure(str(tmp_path), SupersededError("a later start has the folder"), {})
+    record_failure(str(tmp_path), SupersededError("a later start has the folder"), {})
     assert lines(tmp_path) == []
 
 
 def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
-    (tmp_path / first_cause.NAME).write_text('{"time": 1, "ra')
-    note_failure(str(tmp_path), ValueError("shapes"), {})
-    assert json.loads((tmp_path / first_cause.NAME).read_text().splitlines()[1])["kind"] == "other"
+    (tmp_path / failure_report.FAILURES_FILE).write_text('{"time": 1, "ra')
+    record_failure(str(tmp_path), ValueError("shapes"), {})
+    assert json.loads((tmp_path / failure_report.FAILURES_FILE).read_text().splitlines()[1])["kind"] == "other"
 
 
 def test_each_failed_start_of_a_run_leaves_one_line(tmp_path: Path) -> None:
@@ -203,5 +202,5 @@ def test_every_kind_is_documented_and_tried() -> None:
     docs = (Path(__file__).parents[3] / "docs/operations.md").read_text(encoding="utf-8")
     section = docs.split("### When a rank fails\n")[1].split("\n### ")[0]
     told = re.findall(r"^\| `([a-z-]+)` \|", section, flags=re.MULTILINE)
-    assert told == [*first_cause.KINDS]
+    assert told == [*failure_report.FAILURE_KINDS]
     assert {kind for _, kind in KINDS} == {*told}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training import saving
-from megatron.training.goodput import Goodput
-from megatron.training.saving import Saved, save
-from megatron.training.setup import Trainer
+from megatron.training import checkpointer
+from megatron.training.build import Trainer
+from megatron.training.checkpointer import SavedCheckpoint, save_checkpoint
+from megatron.training.throughput import Goodput
 from tests.runs import before_step, kill, records, start, tiny_run
 
 
@@ -114,11 +114,11 @@ def test_a_fork_has_a_goodput_of_its_own(tmp_path: Path) -> None:
 
 
 def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(trainer: Trainer) -> Saved:
+    def slowly(trainer: Trainer) -> SavedCheckpoint:
         time.sleep(1.0)
-        return save(trainer)
+        return save_checkpoint(trainer)
 
-    monkeypatch.setattr(saving, "save", slowly)
+    monkeypatch.setattr(checkpointer, "save_checkpoint", slowly)
     start(tiny_run(tmp_path, f"--train-iters 3 --save {tmp_path}/saved --save-interval 1 --log-interval 3"))
     (record,) = records(tmp_path)
     assert record["iteration-time"] < 0.6

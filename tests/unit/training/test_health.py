@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.training.health import HealthRecord, layer_of, square_sum, summarize
+from megatron.training.callbacks.health import HealthRecord, layer_name, square_sum, summarize_health
 from megatron.training.metrics import StepMetrics
 
 NAN = math.nan
@@ -48,7 +48,7 @@ def test_layers_by_name() -> None:
         "final_layernorm.bias",
         "output_layer.weight",
     ]
-    assert [layer_of(name) for name in names] == ["embedding", "layers.12", "head", "head"]
+    assert [layer_name(name) for name in names] == ["embedding", "layers.12", "head", "head"]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (3, 4, 5)])
@@ -69,7 +69,7 @@ def metrics(grad_norm: float, loss_scale: float) -> StepMetrics:
 def test_a_gradient_that_is_not_finite_is_that_of_its_layer_alone() -> None:
     sums = torch.ones(3, 8, dtype=torch.float64)
     sums[0, 0], sums[1, 0] = 64.0, math.inf
-    layers, totals = summarize(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(math.inf, 4.0))
+    layers, totals = summarize_health(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(math.inf, 4.0))
     assert layers["grad-norm"] == {"embedding": 2.0, "layers.0": math.inf, "head": 0.25}
     assert totals["health/grad-norm/total"] == math.inf
 
@@ -77,5 +77,5 @@ def test_a_gradient_that_is_not_finite_is_that_of_its_layer_alone() -> None:
 def test_no_gradient_at_all_is_zero() -> None:
     sums = torch.ones(3, 8, dtype=torch.float64)
     sums[:, 0] = 0.0
-    layers, totals = summarize(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(0.0, 1.0))
+    layers, totals = summarize_health(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(0.0, 1.0))
     assert set(layers["grad-norm"].values()) == {0.0} == {totals["health/grad-norm/total"]}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.training.health_plot import _labelled_rows, draw_health, read_health
+from megatron.training.loggers.plots import _labelled_rows, draw_health, read_health
 
 
 def report(step: int, **norms: float | None) -> str:

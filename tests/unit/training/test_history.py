@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.history import History, read_history
+from megatron.training.loggers.run_folder import RunHistory, read_history
 
 
 def train(iteration: int, loss: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def evaluation(iteration: int, kind: str, name: str = "", loss: float = 3.0) -> 
     return {"iteration": iteration, "consumed-tokens": 40 * iteration, f"lm loss {kind}": loss, **of}
 
 
-def read(path: Path, *lines: dict[str, Any] | str) -> History:
+def read(path: Path, *lines: dict[str, Any] | str) -> RunHistory:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return read_history(path)
 

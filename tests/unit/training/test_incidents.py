@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.training.incidents import Incidents
+from megatron.training.loggers.run_folder import IncidentLogger
 
 
 def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
     path = tmp_path / "incidents.md"
     at = {"time": 86400.0}
-    first = Incidents(path)
+    first = IncidentLogger(path)
     first.event({"event": "start", "iteration": 0, "run-id": "abcd1234", "world-size": 8, **at})
     first.record({"iteration": 5, "skipped-iterations": [3, 5], **at})
     first.record({"iteration": 6, "skipped-iterations": [], **at})
@@ -16,7 +16,7 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
     first.event({"event": "warning", "iteration": 6, "text": "the disk\nis full", **at})
     first.event({"event": "error", "iteration": 7, "text": "NonFiniteError: loss", **at})
     first.close(True)
-    second = Incidents(path)
+    second = IncidentLogger(path)
     job = {"epoch": 3, "slurm-job": "17", "slurm-restart": 2, "nodes": "n[1-3]"}
     second.event({"event": "start", "iteration": 4, "run-id": "", "world-size": 1, **job, **at})
     second.event({"event": "stop", "iteration": 5, "text": "stopped by signal 15", **at})

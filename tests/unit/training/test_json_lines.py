@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.json_lines import JsonLines
+from megatron.training.loggers.base import JsonLinesLogger
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -33,11 +33,11 @@ class FailingDisk:
 
 def test_lines_are_on_disk_as_soon_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    lines = JsonLines(path, warn=pytest.fail)
+    lines = JsonLinesLogger(path, warn=pytest.fail)
     lines.write({"iteration": 1, "lm loss": 2.5, "skipped-iterations": [3]})
     assert read_lines(path) == [{"iteration": 1, "lm loss": 2.5, "skipped-iterations": [3]}]
     lines.close()
-    again = JsonLines(path, warn=pytest.fail)
+    again = JsonLinesLogger(path, warn=pytest.fail)
     again.write({"iteration": 2})
     assert [line["iteration"] for line in read_lines(path)] == [1, 2]
     again.close()
@@ -46,7 +46,7 @@ def test_lines_are_on_disk_as_soon_as_they_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_cannot_hold_is_null(tmp_path: Path, value: float) -> None:
     path = tmp_path / "m.jsonl"
-    lines = JsonLines(path, warn=pytest.fail)
+    lines = JsonLinesLogger(path, warn=pytest.fail)
     lines.write({"lm loss": value})
     lines.close()
     assert read_lines(path) == [{"lm loss": None}]
@@ -55,7 +55,7 @@ def test_what_json_cannot_hold_is_null(tmp_path: Path, value: float) -> None:
 def test_a_line_cut_off_by_a_crash_does_not_swallow_the_next(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"iteration": 1}\n{"iterat')
-    lines = JsonLines(path, warn=pytest.fail)
+    lines = JsonLinesLogger(path, warn=pytest.fail)
     lines.write({"iteration": 2})
     lines.close()
     assert path.read_text() == '{"iteration": 1}\n{"iterat\n{"iteration": 2}\n'
@@ -64,7 +64,7 @@ def test_a_line_cut_off_by_a_crash_does_not_swallow_the_next(tmp_path: Path) -> 
 @pytest.mark.parametrize("room", [0, 5])
 def test_a_full_disk_warns_once_and_is_used_again_when_it_can(tmp_path: Path, room: int) -> None:
     path, warnings = tmp_path / "m.jsonl", list[str]()
-    lines = JsonLines(path, warn=warnings.append)
+    lines = JsonLinesLogger(path, warn=warnings.append)
     lines.close()
     disk = FailingDisk(path, room)
     lines._file = disk  # type: ignore[assignment]

@@ -14,14 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.errors import SupersededError
+from megatron.arguments.sources import from_dict
+from megatron.checkpoint.durable_files import SupersededError
 from megatron.config.model import ModelConfig
-from megatron.config.reporting import LoggingConfig
-from megatron.config.run import RunConfig, TrainingConfig
-from megatron.config.sources import from_dict
-from megatron.training import logging as run_logging
-from megatron.training.logging import RunLog
-from megatron.training.records import EvaluationRecord, TrainRecord
+from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
+from megatron.training.loggers import run_logger as run_logging
+from megatron.training.loggers.base import EvaluationRecord, TrainRecord
+from megatron.training.loggers.run_logger import RunLogger
 from tests.runs import column, records, start, tiny_run
 
 RECORD = TrainRecord(
@@ -42,13 +41,13 @@ RECORD = TrainRecord(
 )
 
 
-def run_log(folder: Path | None, **options: Any) -> RunLog:
+def run_log(folder: Path | None, **options: Any) -> RunLogger:
     config = RunConfig(
         model=ModelConfig(vocab_size=64),
         training=TrainingConfig(seq_length=100, global_batch_size=4, train_iters=100),
         logging=LoggingConfig(run_dir=str(folder) if folder else None),
     )
-    return RunLog(config, world_size=2, device=torch.device("cpu"), **options)
+    return RunLogger(config, world_size=2, device=torch.device("cpu"), **options)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -198,7 +197,7 @@ def test_closing_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
         raise KeyError("cause")
 
 
-def failing_run(folder: Path, act: Callable[[RunLog], None]) -> None:
+def failing_run(folder: Path, act: Callable[[RunLogger], None]) -> None:
     """A run that does ``act`` and ends by an error."""
     with run_log(folder) as log:
         act(log)
@@ -208,7 +207,7 @@ def failing_run(folder: Path, act: Callable[[RunLog], None]) -> None:
 def test_an_error_is_told_after_the_steps_that_no_line_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def act(log: RunLog) -> None:
+    def act(log: RunLogger) -> None:
         log.train(RECORD)
         log.stepped(13, 52, lambda: replace(RECORD, iteration=13, consumed_samples=52, consumed_tokens=5200))
 
@@ -241,7 +240,7 @@ def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path) -> No
 
 
 def test_a_step_is_told_once(tmp_path: Path) -> None:
-    def act(log: RunLog) -> None:
+    def act(log: RunLogger) -> None:
         log.stepped(12, 48, lambda: RECORD)
         log.train(RECORD)
 

@@ -12,30 +12,28 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megatron.config.problems import Problem, UserError
-from megatron.data.files.indexed import IndexedDatasetWriter
-from megatron.data.masks import Columns, Masks
-from megatron.training.checkpointing import state
-from megatron.training.graphs import StepRunner
-from megatron.training.health import Vitals
-from megatron.training.history import read_history
-from megatron.training.logging import RunLog
-from megatron.training.loop import train
-from megatron.training.nonfinite import NonFiniteError
-from megatron.training.profiling import Profiler
-from megatron.training.setup import Trainer, build
+from megatron.config.errors import Problem, UserError
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.masks import BatchArrays, MaskBuilder
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.callbacks.health import HealthMonitor, NonFiniteError
+from megatron.training.callbacks.profiler import Profiler
+from megatron.training.cuda_graphs import StepRunner
+from megatron.training.loggers.run_folder import read_history
+from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.loop import StopRequest, train
 from megatron.training.step import evaluate
-from megatron.training.stop import StopRequest
+from megatron.training.trainer_state import run_state
 from tests.runs import before_step, column, differences, kill, records, saved_steps, spoil_step, start, steps, tiny_run
 
 
 def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     """Return the exit status and the trainer."""
     config = tiny_run(folder, flags)
-    trainer = build(config, 0, 1)
+    trainer = build_trainer(config, 0, 1)
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
-        with RunLog(config, world_size=1, device=trainer.device) as log:
+        with RunLogger(config, world_size=1, device=trainer.device) as log:
             profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, [*trainer.chunks.values()])
             return train(trainer, StepRunner(trainer), log, stop, profiler), trainer
     finally:
@@ -104,15 +102,15 @@ def test_looking_at_layers_and_copies_does_not_count_as_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both take a thousand seconds of the window's clock here."""
-    late, now, report = [0.0], time.perf_counter, Vitals.report
+    late, now, report = [0.0], time.perf_counter, HealthMonitor.report
 
     def slow(result: Any) -> Any:
         late[0] += 1000.0
         return result
 
     monkeypatch.setattr("megatron.training.metrics.time.perf_counter", lambda: now() + late[0])
-    monkeypatch.setattr(Vitals, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
-    monkeypatch.setattr("megatron.training.loop.check_replicas", slow)
+    monkeypatch.setattr(HealthMonitor, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
+    monkeypatch.setattr("megatron.training.loop.check_weight_copies", slow)
     trained(tmp_path, "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3")
     assert late[0] == 5 * 1000.0
     assert max(column(tmp_path, "iteration-time")) < 500.0
@@ -121,7 +119,10 @@ def test_looking_at_layers_and_copies_does_not_count_as_training(
 def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 1 --check-weight-hash-across-dp-replicas-interval 3"
     differ = UserError([Problem("E707", "copies of the weights differ")])
-    with patch("megatron.training.loop.check_replicas", side_effect=differ), pytest.raises(UserError, match="E707"):
+    with (
+        patch("megatron.training.loop.check_weight_copies", side_effect=differ),
+        pytest.raises(UserError, match="E707"),
+    ):
         trained(tmp_path, flags)
     assert saved_steps(tmp_path / "saved") == [1, 2]
 
@@ -267,13 +268,13 @@ def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> 
     """Old checkpoints have one number for the validation data, and none for test data."""
 
     def older(trainer: Trainer) -> dict[str, Any]:
-        now = state(trainer)
+        now = run_state(trainer)
         del now["data"]["stretches"]["test"], now["data"]["fingerprints"]["test"]
         return now | {"evaluated": now["evaluated"]["valid"]}
 
     config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
     stopping = tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")
-    start(stopping, patch("megatron.training.saving.state", older))
+    start(stopping, patch("megatron.training.checkpointer.run_state", older))
     assert start(config).status == 0
     assert evaluations(tmp_path) == [("validation", 2), ("validation", 4), ("validation", 6), ("test", 6)]
     start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
@@ -281,10 +282,10 @@ def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> 
 
 
 def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
-    def masked(masks: Masks, tokens: Any, labels: Any) -> Columns:
-        return Columns(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
+    def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
+        return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
 
-    with patch.object(Masks, "columns", masked):
+    with patch.object(MaskBuilder, "columns", masked):
         status, trainer = trained(tmp_path, "--eval-iters 1")
     assert status == 0
     assert column(tmp_path, "lm loss") == [0.0] * 6
@@ -399,7 +400,7 @@ def test_the_clock_saves(tmp_path: Path) -> None:
     config = tiny_run(stopped, f"{SAVING.format(stopped)} --exit-duration-in-mins 90.5")
     late = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: late[-1])
-    with patch("megatron.training.stop.time", clock):
+    with patch("megatron.training.loop.time", clock):
         told = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
     assert (told.status, told.err) == (124, "")
     assert "stopped by --exit-duration-in-mins after step 4 of 6" in told.out

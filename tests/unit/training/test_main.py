@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.config.problems import Problem, UserError
+from megatron.config.errors import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
-from megatron.training.nonfinite import NonFiniteError
-from megatron.training.startup import StartUp, process_began
+from megatron.training.callbacks.health import NonFiniteError
+from megatron.training.startup import StartupTimer, process_start_time
 from tests.runs import FLAGS, column, tiny_run
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ USER = UserError([Problem("E701", "the disk is gone")])
 def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record that torch.distributed was shut down."""
     calls: list[str] = []
-    monkeypatch.setattr(main, "leave_distributed", lambda: calls.append("left"))
+    monkeypatch.setattr(main, "destroy_distributed", lambda: calls.append("left"))
     return calls
 
 
@@ -102,18 +102,18 @@ def test_lost_contact_is_reported_in_one_sentence(
 def test_an_error_that_another_rank_reported_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
-    monkeypatch.setattr(main, "first_to_fail", lambda: False)
+    monkeypatch.setattr(main, "register_failure", lambda: False)
     assert run_into(USER, tmp_path, monkeypatch) == 1
     assert "E701" not in capsys.readouterr().err
 
 
 def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when torch is imported and the ranks have joined, nor at the first line of this program."""
-    given: list[StartUp] = []
+    given: list[StartupTimer] = []
     monkeypatch.setattr(main, "run", lambda config, notes, startup: given.append(startup) or 0)
     before = time.monotonic()
     assert pretrain_gpt.main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
-    assert given[0].began == pytest.approx(process_began(), abs=0.02)
+    assert given[0].began == pytest.approx(process_start_time(), abs=0.02)
     assert given[0].began < before
     assert {name for name, seconds in given[0].seconds.items() if seconds} == {"python", "flags", "imports"}
 
@@ -163,7 +163,9 @@ def test_a_failure_as_a_person_meets_it(tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--run-dir"]
     failed = subprocess.run([*command, str(tmp_path / "file")], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, not a folder\n  fix: --run-dir ")
+    assert failed.stderr.startswith(
+        f"E701 --run-dir {tmp_path / 'file'}: it is a file, not a folder\n  fix: --run-dir "
+    )
     assert "Traceback" not in failed.stderr
 
 

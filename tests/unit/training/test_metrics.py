@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.optim.schedule import Rates
-from megatron.parallel import comm
-from megatron.parallel.comm import Group
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.timing import Timers
+from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import metrics
-from megatron.training.goodput import Goodput
-from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
-from megatron.training.ranks import RankTimes
-from megatron.training.records import EvaluationRecord, Timing
-from megatron.training.timers import Timers
+from megatron.training.loggers.base import EvaluationRecord, TimerStats
+from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, device_name, peak_memory
+from megatron.training.throughput import Goodput
 
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale:
 
 
 def test_a_window_becomes_one_record(clock: Clock) -> None:
-    window = StepWindow(CPU, seq_length=10)
+    window = MetricsWindow(CPU, seq_length=10)
     window.add(step(4.0, grad_norm=0.5), samples=2)
     window.add(step(math.nan, grad_norm=math.inf, skipped=True, loss_scale=16.0), samples=4)
     window.add(step(2.0, grad_norm=0.25, loss_scale=8.0), samples=6)
@@ -65,7 +64,7 @@ def test_a_window_becomes_one_record(clock: Clock) -> None:
 
 
 def test_reading_starts_a_new_window(clock: Clock) -> None:
-    window = StepWindow(CPU, seq_length=1)
+    window = MetricsWindow(CPU, seq_length=1)
     for loss in (1.0, 5.0):
         window.add(step(loss), samples=1)
         clock.now += 2.0
@@ -77,7 +76,7 @@ def test_reading_starts_a_new_window(clock: Clock) -> None:
 
 def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
     """A gradient that overflows in 16 bits says nothing against the loss."""
-    window = StepWindow(CPU, seq_length=1)
+    window = MetricsWindow(CPU, seq_length=1)
     window.add(step(3.0, grad_norm=math.inf, skipped=True), samples=1)
     clock.now += 1.0
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
@@ -85,7 +84,7 @@ def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
 
 
 def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
-    window = StepWindow(CPU, seq_length=1)
+    window = MetricsWindow(CPU, seq_length=1)
     for nonfinite in (True, False, False):
         window.add(replace(step(3.0, skipped=True), nonfinite=torch.tensor(nonfinite)), samples=1)
     window.add(replace(step(3.0), nonfinite=torch.tensor(False)), samples=1)
@@ -96,7 +95,7 @@ def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
 
 def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
     timers = Timers(1, CPU)
-    window = StepWindow(CPU, seq_length=1, timers=timers, timing_option="all")
+    window = MetricsWindow(CPU, seq_length=1, timers=timers, timing_option="all")
     for _ in range(2):
         for name in ("batch-generator", "optimizer"):
             with timers(name):
@@ -104,7 +103,7 @@ def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
         window.add(step(3.0), samples=1)
     record = window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0))
     assert (record.seconds_per_step, record.data_wait) == (1.0, 0.5)
-    assert record.timings == {"batch-generator": Timing(0.5), "optimizer": Timing(0.5)}
+    assert record.timings == {"batch-generator": TimerStats(0.5), "optimizer": TimerStats(0.5)}
     assert (record.communication, record.communication_share, record.world_size) == ({}, None, 1)
     assert (record.memory_rank, record.slowest_rank, record.slowest_excess) == (None, None, None)
 
@@ -118,7 +117,7 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
             clock.now += 1.0
 
     wait()
-    window = StepWindow(CPU, seq_length=1, world=group, timers=timers)
+    window = MetricsWindow(CPU, seq_length=1, world=group, timers=timers)
     wait()
     window.add(step(3.0), samples=1)
     with window.paused():
@@ -126,13 +125,13 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
     assert record.seconds_per_step == 1.0
     assert (record.communication, record.communication_share) == ({"tp": 1.0}, 1.0)
-    assert record.timings == {"optimizer": Timing(1.0)}
+    assert record.timings == {"optimizer": TimerStats(1.0)}
 
 
 def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, nobody_else: None) -> None:
     group = Group((0, 1), 0, None, "tp")
     group.sends("all-reduce", 100.0)  # before the first step
-    window = StepWindow(CPU, seq_length=1, world=group)
+    window = MetricsWindow(CPU, seq_length=1, world=group)
     for _ in range(2):
         clock.now += 1.0
         group.sends("all-reduce", 6.0)
@@ -146,7 +145,7 @@ def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, no
 
 
 def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
-    window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded="step")
+    window = MetricsWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded="step")
     clock.now += 1.0
     window.add(step(3.0), samples=1)
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
@@ -165,7 +164,7 @@ def test_phases_of_the_few_steps_that_were_not_replayed_are_not_told_as_those_of
     clock: Clock, recorded: str, told: set[str]
 ) -> None:
     timers = Timers(2, CPU)
-    window = StepWindow(CPU, seq_length=1, timers=timers, recorded=recorded)
+    window = MetricsWindow(CPU, seq_length=1, timers=timers, recorded=recorded)
     for name in ("batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"):
         with timers(name):
             clock.now += 1.0
@@ -178,13 +177,13 @@ def test_asking_the_ranks_is_no_communication_of_the_next_steps(
 ) -> None:
     group = Group((0, 1), 0, None, "world")
 
-    def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTimes]:
+    def gather(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
         with world.waiting(torch.zeros(())):
             clock.now += 1.0
         return [mine, mine]
 
-    monkeypatch.setattr(metrics, "gather", gather)
-    window = StepWindow(CPU, seq_length=1, world=group)
+    monkeypatch.setattr(metrics, "gather_rank_stats", gather)
+    window = MetricsWindow(CPU, seq_length=1, world=group)
     for _ in range(2):
         with group.waiting(torch.zeros(())):
             clock.now += 0.25
@@ -196,7 +195,7 @@ def test_asking_the_ranks_is_no_communication_of_the_next_steps(
 def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) -> None:
     """A checkpoint is written in a pause, and its state holds the steps up to there."""
     goodput = Goodput()
-    window = StepWindow(CPU, seq_length=1, goodput=goodput)
+    window = MetricsWindow(CPU, seq_length=1, goodput=goodput)
     clock.now += 4.0
     window.add(step(3.0), samples=1)
     with window.paused():
@@ -211,14 +210,14 @@ def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_no_finite_loss_is_no_loss(clock: Clock, loss: float) -> None:
-    window = StepWindow(CPU, seq_length=1)
+    window = MetricsWindow(CPU, seq_length=1)
     window.add(step(loss, skipped=True), samples=1)
     clock.now += 1.0
     assert math.isnan(window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0)).loss)
 
 
 def test_pauses_do_not_count(clock: Clock) -> None:
-    window = StepWindow(CPU, seq_length=1)
+    window = MetricsWindow(CPU, seq_length=1)
     window.add(step(1.0), samples=1)
     clock.now += 1.0
     with window.paused():
@@ -230,7 +229,7 @@ def test_pauses_do_not_count(clock: Clock) -> None:
 def test_adding_a_step_reads_no_value() -> None:
     """Meta tensors have none, so any wait for the device would raise."""
     scalar = torch.empty((), device="meta")
-    window = StepWindow(torch.device("meta"), seq_length=1)
+    window = MetricsWindow(torch.device("meta"), seq_length=1)
     window.add(StepMetrics(scalar, scalar, scalar.bool(), scalar, scalar.bool()), samples=1)
     with pytest.raises(NotImplementedError):
         window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
@@ -238,7 +237,7 @@ def test_adding_a_step_reads_no_value() -> None:
 
 def test_memory_covers_what_this_process_holds() -> None:
     block = torch.ones(32 * 2**20, dtype=torch.float64)  # 256 MiB
-    used, total = memory_bytes(CPU)
+    used, total = peak_memory(CPU)
     assert block.nbytes < used < total
 
 

@@ -10,15 +10,15 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron.training import plot
-from megatron.training.history import EvaluationPoint, History, TrainPoint
-from megatron.training.plot import draw_history, smooth
+from megatron.training.loggers import plots
+from megatron.training.loggers.plots import draw_loss_curve, running_mean
+from megatron.training.loggers.run_folder import EvaluationPoint, RunHistory, TrainPoint
 from tools.plot_run import main
 
 ROOT = Path(__file__).parents[3]
 
 
-def history(points: int = 40, loss: float | None = None) -> History:
+def history(points: int = 40, loss: float | None = None) -> RunHistory:
     train = [
         TrainPoint(
             *(i, 100 * i, 100 * i - 100, 2 + 8 / i if loss is None else loss),
@@ -26,15 +26,15 @@ def history(points: int = 40, loss: float | None = None) -> History:
         )
         for i in range(1, points + 1)
     ]
-    return History(train, [EvaluationPoint("validation", points, 100 * points, 2.5)], [1500], [2500])
+    return RunHistory(train, [EvaluationPoint("validation", points, 100 * points, 2.5)], [1500], [2500])
 
 
 def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
     noise = np.random.default_rng(0).normal(size=3000)
     line = np.linspace(5, 2, 3000)
-    calm = smooth(line + noise)
+    calm = running_mean(line + noise)
     assert calm.shape == (3000,)
-    assert np.abs(smooth(line) - line)[:2800].max() < 1e-9
+    assert np.abs(running_mean(line) - line)[:2800].max() < 1e-9
     assert np.abs(calm - line)[1000:].max() < 0.4
     assert calm[0] == line[0] + noise[0]
 
@@ -42,7 +42,7 @@ def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 10])
 def test_short_runs_are_shown_as_they_are(n: int) -> None:
     values = np.arange(n) ** 2.0
-    assert smooth(values) == pytest.approx(values)
+    assert running_mean(values) == pytest.approx(values)
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ def test_short_runs_are_shown_as_they_are(n: int) -> None:
         (history(), "a.png"),
         (history(1), "a.svg"),
         (history(3, loss=float("nan")), "a.pdf"),
-        (History(history().train), "a.png"),
+        (RunHistory(history().train), "a.png"),
     ],
 )
-def test_draws_whatever_a_run_may_leave(tmp_path: Path, made: History, name: str) -> None:
+def test_draws_whatever_a_run_may_leave(tmp_path: Path, made: RunHistory, name: str) -> None:
     out = tmp_path / name
-    draw_history(made, "run", out)
+    draw_loss_curve(made, "run", out)
     assert out.stat().st_size > 2000
     assert list(tmp_path.iterdir()) == [out]
 
 
 def test_an_unknown_kind_of_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not supported"):
-        draw_history(history(), "run", tmp_path / "a.docx")
+        draw_loss_curve(history(), "run", tmp_path / "a.docx")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,7 +72,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none"}):
-        draw_history(history(), "my run", tmp_path / "a.svg")
+        draw_loss_curve(history(), "my run", tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     legend = ("training, smoothed: 2.2", "(last raw value 2.200)", "validation: 2.500")
     verticals = ("1 skipped update<", "1 restart<", "1 error<")
@@ -83,7 +83,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
 def test_evaluations_are_drawn_apart(axes: Axes) -> None:
     names = [f"validation {n}" for n in range(7)] + ["test"]
     made = [EvaluationPoint(name, at, 100 * at, 2.0 + n) for n, name in enumerate(names) for at in (1, 2)]
-    plot._draw_loss(axes, History([], made))
+    plots._draw_loss(axes, RunHistory([], made))
     labelled = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     assert [line.get_label() for line in labelled] == [f"{name}: {2 + n:.3f}" for n, name in enumerate(names)]
     assert [list(line.get_xdata()) for line in labelled] == [[100, 200]] * len(names)
@@ -97,7 +97,7 @@ def axes() -> Axes:
 
 @pytest.mark.parametrize(("low", "high"), [(0.02, 0.11), (1.9, 5.8), (2.3, 10.8), (0.01, 11.0), (4.0, 13.0), (1, 5e6)])
 def test_a_logarithmic_axis_has_ticks_over_the_data(axes: Axes, low: float, high: float) -> None:
-    plot.scale_loss(axes, [low, high])
+    plots.scale_loss_axis(axes, [low, high])
     assert axes.get_yscale() == "log"
     seen = [tick for tick in axes.get_yticks() if low / 1.05 <= tick <= high * 1.05]
     assert 3 <= len(seen) <= 12
@@ -106,13 +106,13 @@ def test_a_logarithmic_axis_has_ticks_over_the_data(axes: Axes, low: float, high
 
 
 def test_losses_close_together_are_on_a_linear_axis(axes: Axes) -> None:
-    plot.scale_loss(axes, [2.0, 5.9])
+    plots.scale_loss_axis(axes, [2.0, 5.9])
     assert axes.get_yscale() == "linear"
 
 
 @pytest.mark.parametrize(("points", "marker"), [(2, "o"), (29, "o"), (30, "")])
 def test_few_points_are_marked(axes: Axes, points: int, marker: str) -> None:
-    plot._draw_loss(axes, history(points))
+    plots._draw_loss(axes, history(points))
     (bold,) = [line for line in axes.lines if str(line.get_label()).startswith("training")]
     assert bold.get_marker() == marker
     assert str(bold.get_label()).startswith("training, smoothed" if marker == "" else "training: ")
@@ -120,14 +120,14 @@ def test_few_points_are_marked(axes: Axes, points: int, marker: str) -> None:
 
 def test_lines_without_a_loss_are_marked(axes: Axes) -> None:
     lost = history(3, loss=float("nan")).train
-    plot._draw_loss(axes, History([*history(2).train, lost[2]]))
+    plots._draw_loss(axes, RunHistory([*history(2).train, lost[2]]))
     (crosses,) = [line for line in axes.lines if line.get_marker() == "x"]
     assert list(crosses.get_xdata()) == [300]
     assert crosses.get_label() == "1 log line without a finite loss"
 
 
 def test_the_batch_size_changes_where_its_first_step_begins(axes: Axes) -> None:
-    plot._draw_rate(axes, history(10))
+    plots._draw_rate(axes, history(10))
     (line,) = axes.figure.axes[1].lines
     assert line.get_drawstyle() == "steps-post"
     assert dict(zip(line.get_xdata(), line.get_ydata()))[400] == 8  # step 5
@@ -145,7 +145,7 @@ def test_the_legend_is_beside_the_data(tmp_path: Path, monkeypatch: pytest.Monke
         overlaps.extend(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
 
     monkeypatch.setattr(Figure, "savefig", look)
-    draw_history(history(), "run", tmp_path / "a.png")
+    draw_loss_curve(history(), "run", tmp_path / "a.png")
     assert overlaps == [False] * 3
 
 

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.memory import shown
-from megatron.training.profile_report import Account, Row, Tally
+from megatron.planner.memory import format_binary
+from megatron.training.callbacks.profile_report import EventTable, EventTotals, TraceSummary
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 1, "tid": tid}
 
 
-def tally(events: list[dict[str, Any]]) -> dict[str, Row]:
-    found = Tally()
+def tally(events: list[dict[str, Any]]) -> dict[str, EventTotals]:
+    found = EventTable()
     for one in events:
         found.add(one)
     return found.rows()
@@ -56,7 +56,7 @@ def test_own_times_add_up_to_the_time_in_which_anything_runs(events: list[dict[s
 
 
 def test_the_table_has_shares_of_the_steps() -> None:
-    text = Account(
+    text = TraceSummary(
         [
             event("step 7", 0, 10_000, "user_annotation"),
             event("optimizer", 0, 5_000, "user_annotation"),
@@ -83,11 +83,11 @@ def test_the_table_has_shares_of_the_steps() -> None:
         "aten::mm": ["1", "0.500"],
     }
     assert "\nactions of the pipeline " in text
-    assert f"allocated since the recording began, at most: {shown(2_000_000)}" in text
+    assert f"allocated since the recording began, at most: {format_binary(2_000_000)}" in text
 
 
 def test_what_a_gpu_did_is_beside_what_the_host_did() -> None:
-    text = Account(
+    text = TraceSummary(
         [
             event("step 1", 0, 10_000, "user_annotation"),
             event("optimizer", 0, 1_000, "user_annotation"),

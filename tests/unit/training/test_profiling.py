@@ -12,12 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.config.reporting import ProfilingConfig
-from megatron.parallel.ranges import span
-from megatron.training import profiling
-from megatron.training.profile_request import Wish
-from megatron.training.profiling import Profiler
-from megatron.training.timers import PHASES
+from megatron.config.run import ProfilingConfig
+from megatron.distributed.timing import PHASES, profiler_range
+from megatron.training.callbacks import profiler as profiler_module
+from megatron.training.callbacks.profiler import Profiler, ProfileRequest
 from tests.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -118,7 +116,7 @@ def test_a_step_that_fails_is_in_its_profile(tmp_path: Path) -> None:
 
 
 def test_a_file_asks_a_running_job_for_profiles(tmp_path: Path, undisturbed: list[tuple[float, float]]) -> None:
-    with patch("megatron.training.profile_request.LOOK_SECONDS", 0.0):
+    with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
         told = start(tiny_run(tmp_path), before_step(2, lambda trainer: (tmp_path / "PROFILE").write_text("3\n")))
     assert told.status == 0
     assert kept(tmp_path) == of_steps(3, 5)
@@ -154,7 +152,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("at", FAULTS)
 def test_a_profiler_that_fails_is_a_warning(tmp_path: Path, undisturbed: list[tuple[float, float]], at: str) -> None:
-    with patch.object(profiling, "profile", Broken(at, FAULTS[at])):
+    with patch.object(profiler_module, "profile", Broken(at, FAULTS[at])):
         told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
     assert (told.status, kept(tmp_path)) == (0, [])
     error = f"{type(FAULTS[at]).__name__}: {FAULTS[at]}"
@@ -183,9 +181,9 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
     profiler = Profiler(config, str(tmp_path), 0, CPU, [torch.nn.Sequential(torch.nn.Linear(2, 2))], lambda text: None)
     for number in steps:
-        with profiler.step(number), span("work"):
+        with profiler.step(number), profiler_range("work"):
             torch.ones(1)
-        profiler.ask(number, Wish(asked.get(number, 0)))
+        profiler.ask(number, ProfileRequest(asked.get(number, 0)))
     profiler.close(steps[-1])
     return [name.partition("_rank")[0] for name in kept(tmp_path) if name.endswith("txt")]
 
@@ -206,7 +204,7 @@ def test_wishes_and_the_chosen_steps_go_together(tmp_path: Path, asked: dict[int
 
 
 def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MOST_STEPS", 3)
+    monkeypatch.setattr(profiler_module, "MAX_PROFILE_STEPS", 3)
     found = recorded(ProfilingConfig(), tmp_path, range(1, 10), {1: 3, 3: 3, 4: 3})
     assert found == ["step_000002-000004", "step_000005-000007"]
 
@@ -214,7 +212,7 @@ def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monk
 def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_path: Path) -> None:
     told: list[str] = []
     profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [], warn=told.append)
-    with patch.object(profiling, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
+    with patch.object(profiler_module, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
         assert not torch.autograd._profiler_enabled()
     assert told == ["no profile on rank 0, training continues: RuntimeError: no hooks"]
 
@@ -244,7 +242,7 @@ def cuda_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_a_gpu_whose_profile_cannot_begin_records_nothing(
     tmp_path: Path, cuda_memory: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "profile", Broken("start", FAULTS["start"]))
+    monkeypatch.setattr(profiler_module, "profile", Broken("start", FAULTS["start"]))
     told: list[str] = []
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
     profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], warn=told.append)
@@ -264,7 +262,7 @@ def test_on_a_gpu_memory_is_a_snapshot(tmp_path: Path, cuda_memory: list[tuple[s
             torch.ones(1)
     stem = str(tmp_path / "profiles" / "step_000010-000011_rank_0")
     assert cuda_memory == [
-        ("record", {"max_entries": profiling.SNAPSHOT_ENTRIES}),
+        ("record", {"max_entries": profiler_module.SNAPSHOT_ENTRIES}),
         ("dump", f"{stem}_memory.pickle"),
         ("record", {"enabled": None}),
     ]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import marker
+from megatron.checkpoint.format import marker_content
 from megatron.config.run import RunConfig
-from megatron.convert.checkpoint import import_hf
+from megatron.convert.saved_model import import_huggingface
 from megatron.data.errors import DataError
-from megatron.training import resume
-from megatron.training.setup import Trainer
+from megatron.training import checkpointer
+from megatron.training.build import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
 from tests.unit.convert.folders import random_weights, write_folder
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> Non
     path = killed / "saved/iter_0000004"
     content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
     (path / MANIFEST).write_bytes(content)
-    (path / MARKER).write_bytes(marker(content))
+    (path / MARKER).write_bytes(marker_content(content))
     told = go_on(killed)
     assert (told.status, told.samples) == (2, {})
     assert told.err.startswith(f"error: E811 {path} was written by a newer version: ")
@@ -352,7 +352,7 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
 
 
 def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
+    import_huggingface(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
     told = go_on(tmp_path / "run", flags)
     assert told.err.startswith(
@@ -381,17 +381,17 @@ def test_ids_of_another_tokenizer_do_not_stay(
     generation = tmp_path / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}))
     carried = {**theirs, generation.name: generation}
-    assert resume.companions({}, carried) == carried
-    assert resume.other_words({}, carried) == []
-    found = resume.companions(OURS, carried)
+    assert checkpointer.files_to_carry({}, carried) == carried
+    assert checkpointer.tokenizer_notes({}, carried) == []
+    found = checkpointer.files_to_carry(OURS, carried)
     assert found.keys() == {"tokenizer/tokenizer.json", generation.name}
     content = found[generation.name]
     assert json.loads(content if isinstance(content, bytes) else content.read_bytes()) == kept
-    assert bool(resume.other_words(OURS, carried)) is told
+    assert bool(checkpointer.tokenizer_notes(OURS, carried)) is told
 
 
 @pytest.mark.parametrize(("content", "said"), [("{", "is not valid JSON: "), ("3", "is a JSON int, not an object")])
 def test_ids_that_cannot_be_read(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(DataError, match=f"the generation_config.json of the loaded model {said}"):
-        resume.companions(OURS, {p.name: p for p in tmp_path.iterdir()})
+        checkpointer.files_to_carry(OURS, {p.name: p for p in tmp_path.iterdir()})

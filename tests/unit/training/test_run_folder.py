@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.files.indexed import IndexedDatasetWriter
-from megatron.training import run_folder
-from megatron.training.run_folder import command_line, git_state, prepare
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.training.loggers import run_folder
+from megatron.training.loggers.run_folder import git_state, restart_command, write_run_folder
 from tests.runs import start, tiny_run
 
 
 def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--lr", "1e-3"])
     folder = tmp_path / "runs" / "a"
-    prepare(folder, "model:\n  num_layers: 2\n", "cpu", world_size=1)
+    write_run_folder(folder, "model:\n  num_layers: 2\n", "cpu", world_size=1)
     assert (folder / "config.yaml").read_text() == "model:\n  num_layers: 2\n"
     assert "pretrain_gpt.py --lr 1e-3" in (folder / "command.sh").read_text()
     facts = json.loads((folder / "environment.json").read_text())
@@ -38,7 +38,7 @@ def git_says(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str]]:
 
 def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
     git_says += [("f00", "")] * 4
-    kept = [prepare(tmp_path, config, "cpu", world_size=1) for config in ("a", "b", "b", "c")]
+    kept = [write_run_folder(tmp_path, config, "cpu", world_size=1) for config in ("a", "b", "b", "c")]
     assert kept == [[], [tmp_path / "config.1.yaml"], [], [tmp_path / "config.2.yaml"]]
     assert (tmp_path / "config.yaml").read_text() == "c"
     assert (tmp_path / "config.1.yaml").read_text() == "a"
@@ -49,7 +49,7 @@ def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path, git_says:
 def test_files_of_one_start_are_kept_under_one_number(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
     git_says += [("f00", "+dirty"), ("f00", "+dirty"), ("f00", "")]
     for config in ("a", "b", "b"):
-        kept = prepare(tmp_path, config, "cpu", world_size=1)
+        kept = write_run_folder(tmp_path, config, "cpu", world_size=1)
     assert [path.name for path in kept] == ["environment.2.json", "uncommitted.2.diff"]
     assert json.loads((tmp_path / "environment.2.json").read_text())["git_uncommitted_changes"]
     assert (tmp_path / "uncommitted.2.diff").read_text() == "+dirty"
@@ -61,17 +61,17 @@ def test_the_command_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "say.py").write_text("import sys; print(sys.argv[1:])")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{run_folder.os.environ['PATH']}")
     script = tmp_path / "command.sh"
-    script.write_text(command_line({}, ["say.py", "--split", "969, 30, 1"], 1))
+    script.write_text(restart_command({}, ["say.py", "--split", "969, 30, 1"], 1))
     done = subprocess.run(["sh", str(script)], cwd="..", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['--split', '969, 30, 1']"
 
 
 def test_the_command_starts_as_many_processes() -> None:
-    one_node = command_line({"LOCAL_WORLD_SIZE": "4", "PYTHONPATH": "a b"}, ["train.py"], 4)
+    one_node = restart_command({"LOCAL_WORLD_SIZE": "4", "PYTHONPATH": "a b"}, ["train.py"], 4)
     assert one_node.splitlines()[-1].endswith(
         "&& env 'PYTHONPATH=a b' torchrun --standalone --nproc-per-node 4 train.py"
     )
-    many = command_line({"LOCAL_WORLD_SIZE": "4"}, ["train.py"], 8)
+    many = restart_command({"LOCAL_WORLD_SIZE": "4"}, ["train.py"], 8)
     assert many.splitlines()[1].startswith("# on 8 processes")
     assert many.splitlines()[-1].endswith(f"&& {shlex.quote(Path(sys.executable).name)} train.py")
 
@@ -117,7 +117,7 @@ def test_the_folder_tells_what_the_run_reads(tmp_path: Path) -> None:
 
 def test_the_environment_names_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "PACKAGES", (*run_folder.PACKAGES, "no-such-package"))
-    prepare(tmp_path, "", "cpu", 1)
+    write_run_folder(tmp_path, "", "cpu", 1)
     packages = json.loads((tmp_path / "environment.json").read_text())["packages"]
     assert packages["torch"] == importlib.metadata.version("torch")
     assert packages["wandb"] == importlib.metadata.version("wandb")
@@ -125,6 +125,6 @@ def test_the_environment_names_what_is_installed(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_that_is_no_text_is_set_aside_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / run_folder.COMMAND).write_bytes(b"# caf\xe9\n")
-    (kept,) = prepare(tmp_path, "a: 1\n", "cpu", 1)
+    (tmp_path / run_folder.COMMAND_FILE).write_bytes(b"# caf\xe9\n")
+    (kept,) = write_run_folder(tmp_path, "a: 1\n", "cpu", 1)
     assert (kept.name, kept.read_bytes()) == ("command.1.sh", b"# caf\xe9\n")

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.parallel.comm import Group
-from megatron.training.run_identity import kept_run_id, new_run_id, run_id_of_job
+from megatron.distributed.comm import Group
+from megatron.training.trainer_state import new_run_id, previous_run_id, saved_run_id
 from tests.runs import before_step, column, kill, start, tiny_run
 
 
@@ -24,9 +24,9 @@ def test_names_differ_whatever_the_seed() -> None:
 
 
 def test_only_a_run_that_goes_on_keeps_its_name() -> None:
-    assert kept_run_id({"run_id": "abcd1234"}, own=True) == "abcd1234"
-    assert kept_run_id({"run_id": "abcd1234"}, own=False) == ""
-    assert kept_run_id({}, own=True) == ""
+    assert saved_run_id({"run_id": "abcd1234"}, own=True) == "abcd1234"
+    assert saved_run_id({"run_id": "abcd1234"}, own=False) == ""
+    assert saved_run_id({}, own=True) == ""
 
 
 def test_a_run_goes_by_one_name_and_one_that_begins_with_its_checkpoint_by_another(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_the_last_start_of_the_same_job_gives_its_name(tmp_path: Path, facts: di
     job = {"event": "start", "slurm-job": "17", "torchrun-run": "17"}
     lines = [job | {"run-id": "first"}, {"event": "note", "text": '"start"'}, job | {"run-id": "second"}]
     path = tmp_path / "metrics.jsonl"
-    assert run_id_of_job(path, facts) == ""
+    assert previous_run_id(path, facts) == ""
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"event": "start", "run')
-    assert run_id_of_job(path, facts) == name
+    assert previous_run_id(path, facts) == name
 
 
 @pytest.mark.parametrize("job", ["17", "18"])

@@ -16,13 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.manifest import Manifest
-from megatron.config.problems import UserError
+from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.training import saving
-from megatron.training.checkpointing import to_write
-from megatron.training.setup import build
+from megatron.training import checkpointer
+from megatron.training.build import build_trainer
+from megatron.training.trainer_state import tensors_to_save
 from tests.runs import before_step, differences, full_disk, records, saved_steps, spoil_step, start, tiny_run
 from tests.saves import all_of, before_writing, slowly, wait_on, written_when
 
@@ -83,7 +83,7 @@ def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -
 
 
 def test_waiting_for_the_last_save_is_logged(plain: Path, tmp_path: Path) -> None:
-    event = all_of(slowly(0.5, 6), patch.object(saving, "LINE_SECONDS", 0.2))
+    event = all_of(slowly(0.5, 6), patch.object(checkpointer, "WAIT_NOTE_SECONDS", 0.2))
     told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
     assert told.status == 0
     assert same_as(plain, tmp_path, 6)
@@ -136,7 +136,7 @@ def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Pat
 
 def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Path) -> None:
     """While step 4 is saved the disk hangs, free-space queries included, until the run is at step 6."""
-    at_6, real, asked = threading.Event(), saving.shortage, [0]
+    at_6, real, asked = threading.Event(), checkpointer.disk_space_problem, [0]
 
     def shortage(*arguments: Any) -> Any:
         asked[0] += 1
@@ -146,7 +146,7 @@ def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Pa
 
     told = start(
         run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")),
-        all_of(before_step(6, lambda _: at_6.set()), patch.object(saving, "shortage", shortage)),
+        all_of(before_step(6, lambda _: at_6.set()), patch.object(checkpointer, "disk_space_problem", shortage)),
     )
     assert told.status == 0
     assert same_as(plain, tmp_path, 4, 6)
@@ -174,7 +174,7 @@ def test_but_not_for_ever(tmp_path: Path) -> None:
     event = all_of(
         before_writing(lambda step: wait_on(go)),
         before_step(3, spoil_step),
-        patch.object(saving, "GRACE_SECONDS", 0.2),
+        patch.object(checkpointer, "GRACE_SECONDS", 0.2),
     )
     started = time.monotonic()
     assert start(run_of(tmp_path), event).status == 1
@@ -197,7 +197,7 @@ def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> N
 
     def open_(path: Path) -> Manifest:
         if path.name == "iter_0000006":
-            raise DamagedError(f"{path} is truncated")
+            raise DamagedCheckpointError(f"{path} is truncated")
         return original(path)
 
     config = run_of(tmp_path, f"{ASYNC} --keep-last 1".replace("interval 2", "interval 4"))
@@ -214,10 +214,10 @@ def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
 
 def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path: Path) -> None:
     """Not all at once, which would take the memory that remainders save."""
-    trainer = build(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
     masters = dict(trainer.optimizer.masters)
-    with patch("megatron.optim.masters.joined", side_effect=AssertionError):
-        tensors = to_write(trainer)
+    with patch("megatron.optimizer.main_params.join_fp32", side_effect=AssertionError):
+        tensors = tensors_to_save(trainer)
     (part,) = tensors["layers.0.mlp.linear_fc2.weight"].parts
     assert torch.equal(part.resolve().flatten(), masters["layers.0.mlp.linear_fc2.weight"].flatten())
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.problems import UserError
+from megatron.config.errors import UserError
 from megatron.data.errors import DataError
-from megatron.training.setup import build, choose_device, join
+from megatron.training.build import build_trainer, choose_device, join_distributed
 from tests.runs import tiny_run
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -78,23 +78,23 @@ def test_a_backend_that_cannot_serve_the_device_is_refused(monkeypatch: pytest.M
     torchrun(monkeypatch, 1, 2)
     config = tiny_run(tmp_path, "--device auto --distributed-backend nccl", 2)
     with pytest.raises(UserError, match="E206 the nccl backend cannot serve CPUs"):
-        join(config)
+        join_distributed(config)
 
 
 def test_ranks_without_an_address_of_rank_0_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     srun(monkeypatch, 1, machines=2)
     with pytest.raises(UserError, match="E009"):
-        join(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
+        join_distributed(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
 
 
 def test_a_single_process_needs_no_address(tmp_path: Path) -> None:
-    assert join(tiny_run(tmp_path)) == (0, 1)
+    assert join_distributed(tiny_run(tmp_path)) == (0, 1)
     assert not torch.distributed.is_initialized()
 
 
 def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
     """Return what a run reads in each step: tokens, samples, the step that keys dropout, the digest."""
-    trainer, told = build(tiny_run(folder, flags), 0, 1), []
+    trainer, told = build_trainer(tiny_run(folder, flags), 0, 1), []
     while trainer.iteration < trainer.total_steps:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         if ahead:
@@ -114,7 +114,7 @@ def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) 
 
 def test_reading_ahead_is_timed(tmp_path: Path) -> None:
     """Otherwise slow data would not show in the time of the batch generator."""
-    trainer = build(tiny_run(tmp_path), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path), 0, 1)
     trainer.prefetch()
     assert trainer.timers.read(1)["batch-generator"] > 0.0
 
@@ -122,7 +122,7 @@ def test_reading_ahead_is_timed(tmp_path: Path) -> None:
 def test_an_error_while_prefetching_is_raised_at_the_step_that_needs_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = build(tiny_run(tmp_path), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path), 0, 1)
     trainer.next_batches()
     before = trainer.digest_read
     refuse = DataError("sample 4 cannot be read")

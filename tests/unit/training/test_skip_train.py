@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.lock import hold
+from megatron.checkpoint.folder import acquire_lease
 from megatron.config.run import CheckpointConfig
-from megatron.training.history import read_history
-from megatron.training.origin import only_read
+from megatron.training.loggers.run_folder import read_history
+from megatron.training.resume_source import read_only_options
 from tests.runs import column, contents, records, start, tiny_run
 
 FLAGS = "--save {0}/saved --save-interval 3 --eval-interval 3 --eval-iters 2"
@@ -59,7 +59,7 @@ def test_a_run_that_is_at_work_is_not_disturbed(trained: Path, tmp_path: Path) -
     """Its folder is locked meanwhile, and its curve in the same run folder stays whole."""
     config = tiny_run(trained / "run", FLAGS.format(trained) + " --skip-train --log-interval 2")
     curve = read_history(trained / "run/metrics.jsonl").train
-    with hold(trained / "saved"):
+    with acquire_lease(trained / "saved"):
         assert start(config).status == 0
     assert read_history(trained / "run/metrics.jsonl").train == curve
     assert read_history(trained / "run/metrics.jsonl").restarts == []
@@ -79,7 +79,7 @@ def test_a_signal_ends_it_at_once(trained: Path, tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with patch("megatron.training.loop.evaluate_on", lambda *arguments: signal.raise_signal(signal.SIGTERM)):
+        with patch("megatron.training.loop.evaluate_and_log", lambda *arguments: signal.raise_signal(signal.SIGTERM)):
             start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -92,10 +92,10 @@ def test_what_is_loaded_is_what_a_run_would_begin_with(tmp_path: Path, own: bool
     if own:
         (save / "iter_0000003").mkdir(parents=True)
     options = CheckpointConfig(save=str(save), load="other", resume_mode="new-schedule", ckpt_step=4)
-    read = only_read(options)
+    read = read_only_options(options)
     assert read.save is None
     assert (read.load, read.resume_mode, read.ckpt_step) == (
         (str(save), "exact", None) if own else ("other", "new-schedule", 4)
     )
-    asked = only_read(CheckpointConfig(save=str(save), ckpt_step=4))
+    asked = read_only_options(CheckpointConfig(save=str(save), ckpt_step=4))
     assert (asked.load, asked.ckpt_step) == (str(save), 4)

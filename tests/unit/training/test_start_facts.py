@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from megatron.training.start_facts import LONGEST, in_words, start_facts
+from megatron.training.startup import MAX_NODE_LIST_CHARS, start_facts, start_phrase
 from tests.runs import records, start, tiny_run
 
 SLURM = {
@@ -18,8 +18,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "17", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 def test_a_start_by_hand_has_nothing_to_say() -> None:
     assert start_facts({}, None) == {}
-    assert in_words({}) == ""
-    assert in_words(start_facts({}, 1)) == "start 1 of this run"
+    assert start_phrase({}) == ""
+    assert start_phrase(start_facts({}, 1)) == "start 1 of this run"
 
 
 def test_the_nodes_are_those_that_the_step_runs_on() -> None:
@@ -32,11 +32,11 @@ def test_the_nodes_are_those_that_the_step_runs_on() -> None:
         "torchrun-restart": 1,
         "nodes": "node[1-3]",
     }
-    assert in_words(facts) == "start 7 of this run, Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
+    assert start_phrase(facts) == "start 7 of this run, Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
 
 
 def test_the_first_start_of_a_job_counts_no_restart() -> None:
-    assert in_words(start_facts({"SLURM_JOB_ID": "17"}, None)) == "Slurm job 17 restart 0"
+    assert start_phrase(start_facts({"SLURM_JOB_ID": "17"}, None)) == "Slurm job 17 restart 0"
     assert "torchrun-restart" not in start_facts(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, None)
 
 
@@ -44,7 +44,7 @@ def test_a_long_list_of_nodes_is_cut_short_in_sentences_only() -> None:
     nodes = "node[" + ",".join(str(number) for number in range(1, 200, 2)) + "]"
     facts = start_facts(SLURM | {"SLURM_STEP_NODELIST": nodes}, None)
     assert facts["nodes"] == nodes
-    assert len(in_words(facts).partition(" on ")[2]) == LONGEST
+    assert len(start_phrase(facts).partition(" on ")[2]) == MAX_NODE_LIST_CHARS
 
 
 def test_the_first_line_and_the_records_name_the_job(tmp_path: Path) -> None:

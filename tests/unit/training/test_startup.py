@@ -15,8 +15,8 @@ import pytest
 
 from megatron.data.loader import build_data
 from megatron.training import startup
-from megatron.training.resume import choose
-from megatron.training.startup import PHASES, StartUp, process_began, start_up_line
+from megatron.training.checkpointer import choose_resume_source
+from megatron.training.startup import PHASES, StartupTimer, process_start_time, startup_line
 from tests.runs import records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
@@ -31,12 +31,12 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def told(watch: StartUp) -> dict[str, float]:
+def told(watch: StartupTimer) -> dict[str, float]:
     return {name: seconds for name, seconds in watch.seconds.items() if seconds}
 
 
 def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
-    watch = StartUp(90.0, "python")
+    watch = StartupTimer(90.0, "python")
     watch.enter("flags")
     now.append(101.0)
     watch.enter("other")
@@ -58,7 +58,7 @@ def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
 
 
 def test_a_phase_that_raises_ends(now: list[float]) -> None:
-    watch = StartUp()
+    watch = StartupTimer()
     with suppress(ValueError), watch("data"):
         now.append(101.0)
         raise ValueError("torn")
@@ -79,15 +79,15 @@ def test_a_process_began_when_it_was_made() -> None:
 
 def test_without_a_proc_file_system_the_process_begins_now(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere") / name.lstrip("/"))
-    assert process_began() == 100.0
+    assert process_start_time() == 100.0
 
 
 def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
     mine = dict.fromkeys(PHASES, 0.0) | {"imports": 3.06, "data": 0.04, "first step": 10.0}
-    assert start_up_line(mine, mine) == "start-up 13.1s: imports 3.1 first step 10.0"
+    assert startup_line(mine, mine) == "start-up 13.1s: imports 3.1 first step 10.0"
     longest = mine | {"imports": 9.0, "first step": 10.9}
     assert (
-        start_up_line(mine, longest) == "start-up 13.1s: imports 3.1 first step 10.0; longest on any rank: imports 9.0"
+        startup_line(mine, longest) == "start-up 13.1s: imports 3.1 first step 10.0; longest on any rank: imports 9.0"
     )
 
 
@@ -103,7 +103,10 @@ def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractC
 
 def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
-    with slowly("setup.build_data", build_data, 0.01), slowly("main.choose", choose, 0.01):  # else less than is shown
+    with (
+        slowly("setup.build_data", build_data, 0.01),
+        slowly("main.choose", choose_resume_source, 0.01),
+    ):  # else less than is shown
         started = start(tiny_run(tmp_path, flags))
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert (event["iteration"], list(event["phases"]), list(event["slowest"])) == (1, [*PHASES], [*PHASES])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.optim.schedule import Rates
-from megatron.training.metrics import StepWindow
-from megatron.training.setup import build
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import build_trainer
+from megatron.training.metrics import MetricsWindow
 from megatron.training.step import train_step
 from tests.runs import tiny_run
 from tests.solo import random_batch
@@ -52,11 +52,11 @@ class HostLooks(TorchDispatchMode):
     ],
 )
 def test_the_host_reads_nothing_inside_a_step(flags: str, tmp_path: Path) -> None:
-    trainer = build(tiny_run(tmp_path, flags), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path, flags), 0, 1)
     documents = torch.arange(8).expand(2, 8) // 3
     batches = [random_batch(trainer.config.model, 2, 8, seed=seed, documents=documents) for seed in range(2)]
     rates = Rates(torch.tensor(1e-3), 0.1, torch.tensor(1e-4) if "decoupled" in flags else None)
-    window = StepWindow(trainer.device, 8)
+    window = MetricsWindow(trainer.device, 8)
     train_step(trainer, batches, rates)
     with HostLooks() as looks:
         window.add(train_step(trainer, batches, replace(rates, lr=torch.tensor(2e-3))), 4)
@@ -64,7 +64,7 @@ def test_the_host_reads_nothing_inside_a_step(flags: str, tmp_path: Path) -> Non
 
 
 def test_a_look_would_be_seen(tmp_path: Path) -> None:
-    trainer = build(tiny_run(tmp_path), 0, 1)
+    trainer = build_trainer(tiny_run(tmp_path), 0, 1)
     with HostLooks() as looks:
         metrics = train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.1))
         assert torch.isfinite(metrics.loss)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.parallel.comm import Group
-from megatron.training import stop
-from megatron.training.profile_request import NOTHING
-from megatron.training.stop import FILE_IS_THERE, StopRequest, exit_status, reason
+from megatron.distributed.comm import Group
+from megatron.training import loop
+from megatron.training.callbacks.profiler import NO_REQUEST
+from megatron.training.loop import STOP_FILE_FOUND, StopRequest, exit_status, stop_reason
 from tests.runs import before_step, column, differences, records, saved_steps, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 def heard() -> Iterator[list[int]]:
     """Signals that reach the previous handlers."""
     numbers: list[int] = []
-    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in stop.SIGNALS}
+    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in loop.SIGNALS}
     yield numbers
     for number, handler in previous.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", stop.SIGNALS)
+@pytest.mark.parametrize("number", loop.SIGNALS)
 def test_the_first_signal_is_remembered(heard: list[int], number: signal.Signals) -> None:
     request = StopRequest(Group(), CPU)
     assert request.poll() == 0
@@ -46,7 +46,7 @@ def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one(heard: list[in
 
 
 def test_an_impatient_user_gets_through(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "ECHO_SECONDS", -1.0)
+    monkeypatch.setattr(loop, "ECHO_SECONDS", -1.0)
     request = StopRequest(Group(), CPU)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
@@ -62,17 +62,17 @@ def test_signals_are_given_back(heard: list[int]) -> None:
 def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
     """Reading a tensor on the meta device would raise."""
     request = StopRequest(Group(), torch.device("meta"))
-    assert (request.poll(), request.profile_request) == (0, NOTHING)
+    assert (request.poll(), request.profile_request) == (0, NO_REQUEST)
     signal.raise_signal(signal.SIGTERM)
     assert request.poll() == 128 + signal.SIGTERM
     request.restore()
 
 
-@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, stop.TIME_IS_UP)])
+@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, loop.TIME_LIMIT)])
 def test_the_time_limit_counts_from_a_given_start(
     heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
 ) -> None:
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
     assert request.poll() == answer
     request.restore()
@@ -83,7 +83,7 @@ def test_a_file_is_looked_for_every_time(heard: list[int], tmp_path: Path) -> No
     request = StopRequest(Group(), CPU, file=file)
     assert request.poll() == 0
     file.touch()
-    assert request.poll() == FILE_IS_THERE
+    assert request.poll() == STOP_FILE_FOUND
     file.unlink()
     assert request.poll() == 0
     request.restore()
@@ -91,16 +91,16 @@ def test_a_file_is_looked_for_every_time(heard: list[int], tmp_path: Path) -> No
 
 def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = [0.0]
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
     told = [request.poll()]
     now.append(60.0)
     told.append(request.poll())
     signal.raise_signal(signal.SIGUSR1)
     told.append(request.poll())
-    assert told == [FILE_IS_THERE, stop.TIME_IS_UP, 128 + signal.SIGUSR1]
+    assert told == [STOP_FILE_FOUND, loop.TIME_LIMIT, 128 + signal.SIGUSR1]
     assert [exit_status(number) for number in (0, *told)] == [0, 0, 124, 138]
-    assert [reason(number, "a/stop") for number in told] == [
+    assert [stop_reason(number, "a/stop") for number in told] == [
         "--stop-file a/stop",
         "--exit-duration-in-mins",
         "signal 10 (SIGUSR1)",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.tensorboard import TensorBoard
+from megatron.training.loggers.tensorboard import TensorBoardLogger
 
 
 def curves(folder: Path) -> dict[str, dict[int, float]]:
@@ -23,7 +23,7 @@ def values(step: int, loss: float) -> dict[str, object]:
 
 
 def test_numbers_are_drawn_over_steps_and_over_samples(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path, "a: 1\nb: 2\n", 0, 0)
+    sink = TensorBoardLogger(tmp_path, "a: 1\nb: 2\n", 0, 0)
     sink.record(values(1, 2.5))
     sink.record(values(2, math.nan))
     sink.record({"iteration": 2, "consumed-samples": 8, "validation-set": "wiki", "lm loss validation": 3.0})
@@ -38,11 +38,11 @@ def test_numbers_are_drawn_over_steps_and_over_samples(tmp_path: Path) -> None:
 
 def test_a_start_in_the_middle_draws_one_curve(tmp_path: Path) -> None:
     """The first start is killed at step 6, of which TensorBoard was told; the second goes on after step 4."""
-    first = TensorBoard(tmp_path, "", 0, 0)
+    first = TensorBoardLogger(tmp_path, "", 0, 0)
     for step in range(1, 7):
         first.record(values(step, step))
     first.flush()
-    second = TensorBoard(tmp_path, "", 4, 16)
+    second = TensorBoardLogger(tmp_path, "", 4, 16)
     for step in range(5, 9):
         second.record(values(step, 10 * step))
     second.close(False)
@@ -54,7 +54,7 @@ def test_a_start_in_the_middle_draws_one_curve(tmp_path: Path) -> None:
 
 
 def test_the_configuration_and_errors_are_shown_as_text(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path, "lr: 0.1\n", 0, 0)
+    sink = TensorBoardLogger(tmp_path, "lr: 0.1\n", 0, 0)
     sink.event({"event": "error", "iteration": 3, "text": "it broke"})
     sink.event({"event": "note", "text": "a summary"})
     sink.close(True)
@@ -66,4 +66,4 @@ def test_the_configuration_and_errors_are_shown_as_text(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
-        TensorBoard(tmp_path, "", 0, 0)
+        TensorBoardLogger(tmp_path, "", 0, 0)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron.config.flops import FlopsPerToken
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
-from megatron.training.records import TrainRecord
-from megatron.training.throughput import PEAK_FLOPS, Yardstick, peak_flops
+from megatron.planner.flops import FlopsPerToken
+from megatron.training.loggers.base import TrainRecord
+from megatron.training.throughput import PEAK_FLOPS, ThroughputModel, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -68,27 +68,30 @@ def test_yardstick_of_a_run() -> None:
         precision=PrecisionConfig(params_dtype="bf16"),
         training=TrainingConfig(seq_length=100, micro_batch_size=1, train_iters=100),
     )
-    yardstick = Yardstick.from_config(config, 8, "NVIDIA A100-SXM4-80GB")
+    throughput_model = ThroughputModel.from_config(config, 8, "NVIDIA A100-SXM4-80GB")
     flops = FlopsPerToken.from_config(config)
-    assert (yardstick.total_iterations, yardstick.total_samples) == (100, 400)  # 8 ranks / TP2 = 4 samples a step
-    smaller_before = Yardstick.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
+    assert (throughput_model.total_iterations, throughput_model.total_samples) == (
+        100,
+        400,
+    )  # 8 ranks / TP2 = 4 samples a step
+    smaller_before = ThroughputModel.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
     assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
-    assert yardstick.mfu(record()) == pytest.approx(100 * flops.full / 312e12)  # 800 tokens/s on 8 ranks
-    assert yardstick.values(record()) == {
+    assert throughput_model.mfu(record()) == pytest.approx(100 * flops.full / 312e12)  # 800 tokens/s on 8 ranks
+    assert throughput_model.values(record()) == {
         "throughput": pytest.approx(100 * flops.megatron / 1e12),
-        "mfu": yardstick.mfu(record()),
+        "mfu": throughput_model.mfu(record()),
         "mfu-causal": pytest.approx(100 * flops.causal / 312e12),
-        "hfu": yardstick.mfu(record()),
+        "hfu": throughput_model.mfu(record()),
     }
-    assert yardstick.seconds_left(record()) == pytest.approx(90 * 0.5)
-    assert yardstick.seconds_left(record(consumed_samples=400)) == 0
+    assert throughput_model.seconds_left(record()) == pytest.approx(90 * 0.5)
+    assert throughput_model.seconds_left(record(consumed_samples=400)) == 0
     by_samples = replace(config, training=replace(config.training, train_iters=None, train_samples=403))
-    assert Yardstick.from_config(by_samples, 8, "cpu").seconds_left(record(consumed_samples=400)) == 0
-    cpu = Yardstick.from_config(config, 2, "cpu")
+    assert ThroughputModel.from_config(by_samples, 8, "cpu").seconds_left(record(consumed_samples=400)) == 0
+    cpu = ThroughputModel.from_config(config, 2, "cpu")
     assert cpu.mfu(record()) is None
     assert [name for name, value in cpu.values(record()).items() if value is None] == ["mfu", "mfu-causal", "hfu"]
     again = replace(config, training=replace(config.training, recompute_granularity="full"))
-    values = Yardstick.from_config(again, 8, "NVIDIA A100-SXM4-80GB").values(record())
-    assert values["mfu"] == yardstick.mfu(record())
+    values = ThroughputModel.from_config(again, 8, "NVIDIA A100-SXM4-80GB").values(record())
+    assert values["mfu"] == throughput_model.mfu(record())
     assert values["hfu"] == pytest.approx(100 * FlopsPerToken.from_config(again).hardware / 312e12)
     assert not cpu.on_gpu

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training import trace_file
-from megatron.training.profile_report import Account
-from megatron.training.trace_file import MemoryCurve, events_of, pack
+from megatron.training.callbacks import profile_report
+from megatron.training.callbacks.profile_report import MemoryCurve, TraceSummary, compress_trace, read_events
 
 EVENTS: list[dict[str, Any]] = [
     {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "a ] b } \u00e9"}},
@@ -34,8 +33,8 @@ def written(path: Path, events: list[dict[str, Any]], indent: int | None = None)
 def test_events_are_those_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int, count: int
 ) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK", block)
-    assert list(events_of(written(tmp_path / "trace", EVENTS[:count], indent))) == EVENTS[:count]
+    monkeypatch.setattr(profile_report, "READ_BYTES", block)
+    assert list(read_events(written(tmp_path / "trace", EVENTS[:count], indent))) == EVENTS[:count]
 
 
 def test_no_beginning_of_a_trace_passes_for_a_whole_one(tmp_path: Path) -> None:
@@ -43,13 +42,13 @@ def test_no_beginning_of_a_trace_passes_for_a_whole_one(tmp_path: Path) -> None:
     for size in range(1, len(whole)):
         (tmp_path / "cut").write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"."):
-            list(events_of(tmp_path / "cut"))
-    assert list(events_of(tmp_path / "trace")) == EVENTS
+            list(read_events(tmp_path / "cut"))
+    assert list(read_events(tmp_path / "trace")) == EVENTS
 
 
 def test_what_is_no_event_is_not_looked_for_in_all_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK", 16)
-    monkeypatch.setattr(trace_file, "LONGEST_EVENT", 64)
+    monkeypatch.setattr(profile_report, "READ_BYTES", 16)
+    monkeypatch.setattr(profile_report, "MAX_EVENT_LENGTH", 64)
     path = tmp_path / "trace"
     path.write_text('{"traceEvents": [{"name": broken' + " " * 10_000)
     read: list[int] = []
@@ -62,14 +61,14 @@ def test_what_is_no_event_is_not_looked_for_in_all_of_the_file(tmp_path: Path, m
 
     monkeypatch.setattr(io, "TextIOWrapper", Counting)
     with pytest.raises(ValueError, match="Expecting value"):
-        list(events_of(path))
+        list(read_events(path))
     assert len(read) < 10
 
 
 def test_allocations_become_a_curve_in_the_packed_trace(tmp_path: Path) -> None:
     path, curve = written(tmp_path / "trace", EVENTS), MemoryCurve()
-    assert list(curve.along(events_of(path))) == EVENTS
-    pack(path, tmp_path / "packed", curve)
+    assert list(curve.along(read_events(path))) == EVENTS
+    compress_trace(path, tmp_path / "packed", curve)
     found = json.loads(gzip.decompress((tmp_path / "packed").read_bytes()))
     events = found.pop("traceEvents")
     assert found == {**HEAD, "traceName": str(path)}
@@ -89,8 +88,8 @@ def test_a_trace_larger_than_what_may_be_held_is_read_and_packed(tmp_path: Path)
         file.write("]}")
     tracemalloc.start()
     try:
-        Account(events_of(path)).table(1)
-        pack(path, tmp_path / "packed", MemoryCurve())
+        TraceSummary(read_events(path)).table(1)
+        compress_trace(path, tmp_path / "packed", MemoryCurve())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

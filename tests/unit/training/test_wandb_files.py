@@ -5,7 +5,7 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.wandb_files import records
+from megatron.training.loggers.wandb import leveldb_records
 
 BLOCK, HEADER = 32768, 7
 
@@ -38,7 +38,7 @@ SIZES = st.lists(
 @given(sizes=SIZES)
 def test_records_are_read_as_they_were_written(sizes: list[int]) -> None:
     contents = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
-    assert list(records(log(contents))) == contents
+    assert list(leveldb_records(log(contents))) == contents
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -46,5 +46,5 @@ def test_records_are_read_as_they_were_written(sizes: list[int]) -> None:
 def test_a_file_that_was_cut_off_gives_the_records_before(sizes: list[int], share: float) -> None:
     contents = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
     whole = log(contents)
-    found = list(records(whole[: 7 + int(share * (len(whole) - 7))]))
+    found = list(leveldb_records(whole[: 7 + int(share * (len(whole) - 7))]))
     assert found == contents[: len(found)]

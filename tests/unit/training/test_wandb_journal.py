@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.wandb_journal import Journal, Past, read_past
+from megatron.training.loggers.wandb import JournalContent, WandbJournal, read_journal
 
 
 def test_a_journal_tells_of_the_starts_before(tmp_path: Path) -> None:
     path = tmp_path / "wandb/journal.jsonl"
-    first = Journal(path, 0, pytest.fail)
+    first = WandbJournal(path, 0, pytest.fail)
     first.record({"iteration": 1, "lm loss": 2.5, "text": "x", "time": 1.0})
     first.record({"iteration": 1, "lm loss validation": 3.0})
     first.event({"event": "note"})
     first.close(False)
-    second = Journal(path, 1, pytest.fail)
-    assert first.past == Past()
-    assert second.past == Past(1, {1: {"lm loss": 2.5, "lm loss validation": 3.0}})
+    second = WandbJournal(path, 1, pytest.fail)
+    assert first.past == JournalContent()
+    assert second.past == JournalContent(1, {1: {"lm loss": 2.5, "lm loss validation": 3.0}})
     second.close(False)
-    assert read_past(path) == Past(2, second.past.rows)
+    assert read_journal(path) == JournalContent(2, second.past.rows)
 
 
 def test_a_journal_that_a_crash_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_a_journal_that_a_crash_cut_off_is_read_as_far_as_it_goes(tmp_path: Path
         b'{"start": 0}\n\xc3\x00\n[1]\n{}\n{"iteration": 1, "a": 1}\n{"iteration": 2, "a": 2, "b": 2}\n{"start": 1}\n'
         b'{"iteration": 1, "d": 4}\n{"iteration": 2, "a": 3}\n{"iteration": 2, "c": null, "time": 5}\n{"iterat'
     )
-    assert read_past(path) == Past(2, {1: {"a": 1, "d": 4}, 2: {"a": 3}})
+    assert read_journal(path) == JournalContent(2, {1: {"a": 1, "d": 4}, 2: {"a": 3}})

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.wandb_mode import check_mode, refusal, turned_off
+from megatron.training.loggers.wandb import check_wandb_mode, open_failure_message, wandb_disabled
 
 KEPT = "; j keeps the rows and sends them when this run is resumed from a checkpoint"
 
 
 def test_a_mode_that_is_none_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="WANDB_MODE=foo is unknown: the modes are online, offline, disabled"):
-        check_mode({"WANDB_MODE": "foo"})
+        check_wandb_mode({"WANDB_MODE": "foo"})
     for variables in ({}, {"WANDB_MODE": ""}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "dryrun"}):
-        check_mode(variables)
+        check_wandb_mode(variables)
 
 
 def test_it_is_off_where_it_is_disabled() -> None:
-    assert turned_off({"WANDB_MODE": "disabled"})
-    assert not turned_off({"WANDB_MODE": "offline"})
-    assert not turned_off({})
+    assert wandb_disabled({"WANDB_MODE": "disabled"})
+    assert not wandb_disabled({"WANDB_MODE": "offline"})
+    assert not wandb_disabled({})
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_it_is_off_where_it_is_disabled() -> None:
     ],
 )
 def test_what_kept_the_client_from_opening_comes_with_what_mends_it(error: Exception, told: str) -> None:
-    assert refusal(error, Path("j")) == told + KEPT
+    assert open_failure_message(error, Path("j")) == told + KEPT

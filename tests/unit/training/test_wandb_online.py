@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.wandb_files import last_step_on_disk
+from megatron.training.loggers.wandb import last_step_on_disk
 from tests.killed import run_in_process
 from tests.runs import column, records
 from tests.wandb_server import running

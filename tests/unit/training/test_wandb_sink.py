@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.reporting import LoggingConfig
-from megatron.training import wandb_sink
-from megatron.training.sinks import NotOpenedError
-from megatron.training.wandb_journal import Journal, Past
-from megatron.training.wandb_sink import Wandb, journal_of, notes_on_the_journal
+from megatron.config.run import LoggingConfig
+from megatron.training.loggers import wandb
+from megatron.training.loggers.base import LoggerOpenError
+from megatron.training.loggers.wandb import (
+    JournalContent,
+    WandbJournal,
+    WandbLogger,
+    journal_path,
+    missing_journal_notes,
+)
 
 
 class Client:
@@ -57,7 +62,7 @@ class Client:
 class Both:
     """The journal, and the client, if it could be opened."""
 
-    def __init__(self, journal: Journal, client: Wandb | None) -> None:
+    def __init__(self, journal: WandbJournal, client: WandbLogger | None) -> None:
         self.journal, self.client = journal, client
 
     def record(self, values: dict[str, object]) -> None:
@@ -74,13 +79,14 @@ class Both:
 def sink(client: Client, folder: Path, iteration: int = 0, down: bool = False, **options: Any) -> Both:
     options = {"wandb_project": "p", "wandb_save_dir": str(folder), **options}
     module = SimpleNamespace(init=client.init, Settings=lambda **settings: settings)
-    on_disk = patch.object(wandb_sink, "last_step_on_disk", client.last_step)
-    journal = Journal(folder / "journal.jsonl", iteration, pytest.fail)
+    on_disk = patch.object(wandb, "last_step_on_disk", client.last_step)
+    journal = WandbJournal(folder / "journal.jsonl", iteration, pytest.fail)
     if down:
         return Both(journal, None)
     with patch.dict(sys.modules, wandb=module), on_disk:
         return Both(
-            journal, Wandb(LoggingConfig(**options), {"a": 1}, "run12345", iteration, journal.past, lambda text: None)
+            journal,
+            WandbLogger(LoggingConfig(**options), {"a": 1}, "run12345", iteration, journal.past, lambda text: None),
         )
 
 
@@ -176,7 +182,9 @@ def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         first.record(step(number))
     first.close(False)
-    with patch.object(Wandb, "_print_location", lambda run, say: said.append((run._last_reported, run._first_step))):
+    with patch.object(
+        WandbLogger, "_print_location", lambda run, say: said.append((run._last_reported, run._first_step))
+    ):
         sink(client, tmp_path, 1)
     assert said == [(3, 1)]
 
@@ -208,11 +216,11 @@ def test_the_error_of_a_start_is_not_that_of_the_next(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_elsewhere_is_missed(tmp_path: Path) -> None:
     here, elsewhere = (LoggingConfig(wandb_project="p", run_dir=str(tmp_path / name)) for name in "ab")
-    Journal(journal_of(here, "run12345"), 0, pytest.fail).close(False)
-    assert notes_on_the_journal(here, "run12345") == []
-    assert notes_on_the_journal(elsewhere, "") == []  # it begins
-    assert notes_on_the_journal(LoggingConfig(run_dir="b"), "run12345") == []  # nobody asks for it
-    (note,) = notes_on_the_journal(elsewhere, "run12345")
+    WandbJournal(journal_path(here, "run12345"), 0, pytest.fail).close(False)
+    assert missing_journal_notes(here, "run12345") == []
+    assert missing_journal_notes(elsewhere, "") == []  # it begins
+    assert missing_journal_notes(LoggingConfig(run_dir="b"), "run12345") == []  # nobody asks for it
+    (note,) = missing_journal_notes(elsewhere, "run12345")
     assert note.startswith(f"Weights & Biases: {tmp_path}/b/wandb has no journal of this run, run12345. ")
 
 
@@ -234,13 +242,13 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path) -> No
     options = LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path))
     with (
         patch.dict(sys.modules, wandb=None),
-        pytest.raises(NotOpenedError, match=r"pip install wandb; .*/journal-run12345"),
+        pytest.raises(LoggerOpenError, match=r"pip install wandb; .*/journal-run12345"),
     ):
-        Wandb(options, {}, "run12345", 0, Past(), lambda text: None)
+        WandbLogger(options, {}, "run12345", 0, JournalContent(), lambda text: None)
 
 
 def test_a_run_taken_back_is_told_from_where_on_it_reports_and_how_its_files_are_sent() -> None:
-    run, told = object.__new__(Wandb), list[str]()
+    run, told = object.__new__(WandbLogger), list[str]()
     run._run = SimpleNamespace(
         disabled=False, offline=True, dir="/a b/wandb/offline-run-1-run12345/files", id="run12345"
     )

@@ -19,10 +19,17 @@ from tokenizers import AddedToken, normalizers
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers import engine as engine_module
-from megatron.data.tokenizers.encoded import Encoded, Tokenizer
-from megatron.data.tokenizers.engine import ODD, build_engine, choose_engine
-from megatron.data.tokenizers.huggingface import TOKENIZER, HuggingFaceTokenizer, tokenizer_files
-from megatron.data.tokenizers.tokenizer import ByteTokenizer, Llama2Tokenizer, NullTokenizer, build_tokenizer
+from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
+from megatron.data.tokenizers.engine import EDGE_CASE_TEXTS, build_engine, choose_engine
+from megatron.data.tokenizers.huggingface import (
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    make_tokenizer_files,
+)
+from megatron.data.tokenizers.sentencepiece import Llama2Tokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.unit.data.made_tokenizers import TEXT, apart, bpe, choice, sentencepiece_model
 
 ROOT = Path(__file__).parents[4]
@@ -57,13 +64,15 @@ def test_whole_texts_have_the_same_ids(tokenizers_made: dict[str, Tokenizer], na
 
 
 @pytest.fixture(scope="module")
-def pairs(tokenizers_made: dict[str, Tokenizer]) -> list[tuple[Tokenizer, Callable[..., Encoded]]]:
+def pairs(tokenizers_made: dict[str, Tokenizer]) -> list[tuple[Tokenizer, Callable[..., EncodedBatch]]]:
     return [(tokenizer, build_engine(tokenizer, "gigatoken").encode_batch) for tokenizer in tokenizers_made.values()]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts=st.lists(ANY_TEXT | NEARLY_WORDS, max_size=6))
-def test_any_text_has_the_same_ids(pairs: list[tuple[Tokenizer, Callable[..., Encoded]]], texts: list[str]) -> None:
+def test_any_text_has_the_same_ids(
+    pairs: list[tuple[Tokenizer, Callable[..., EncodedBatch]]], texts: list[str]
+) -> None:
     for tokenizer, encode_batch in pairs:
         assert apart(encode_batch(texts)) == apart(tokenizer.encode_batch(texts))
 
@@ -104,7 +113,7 @@ def with_tokens(folder: Path, *tokens: AddedToken, nfc: bool = False) -> Hugging
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens(list(tokens))
-    for name, content in tokenizer_files(tokenizer).items():
+    for name, content in make_tokenizer_files(tokenizer).items():
         (folder / name).write_bytes(content)
     return HuggingFaceTokenizer(folder)
 
@@ -161,30 +170,32 @@ def test_overlaps_are_all_there(tokens: list[str]) -> None:
 # --- the choice ---
 
 
-def lying(change: Callable[[Encoded], Encoded]) -> Callable[[Any, Sequence[str | bytes]], Encoded]:
+def lying(change: Callable[[EncodedBatch], EncodedBatch]) -> Callable[[Any, Sequence[str | bytes]], EncodedBatch]:
     """An engine whose ids are changed wherever a text holds the word 'faulty'."""
     honest = engine_module._encode_batch
 
-    def encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
+    def encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
         encoded = honest(fast, texts)
         return change(encoded) if any("faulty" in str(text) for text in texts) else encoded
 
     return encode_batch
 
 
-def last_is_another(encoded: Encoded) -> Encoded:
+def last_is_another(encoded: EncodedBatch) -> EncodedBatch:
     ids = encoded.ids.copy()
     ids[-1] ^= 1
-    return Encoded(ids, encoded.lengths)
+    return EncodedBatch(ids, encoded.lengths)
 
 
-def last_two_are_cut_elsewhere(encoded: Encoded) -> Encoded:
-    return Encoded(encoded.ids, encoded.lengths + np.array([0] * (len(encoded.lengths) - 2) + [1, -1]))
+def last_two_are_cut_elsewhere(encoded: EncodedBatch) -> EncodedBatch:
+    return EncodedBatch(encoded.ids, encoded.lengths + np.array([0] * (len(encoded.lengths) - 2) + [1, -1]))
 
 
 @pytest.mark.parametrize("change", [last_is_another, last_two_are_cut_elsewhere])
 def test_a_difference_is_found_and_shown(
-    tokenizers_made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, change: Callable[[Encoded], Encoded]
+    tokenizers_made: dict[str, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[EncodedBatch], EncodedBatch],
 ) -> None:
     tokenizer = tokenizers_made["HuggingFaceTokenizer"]
     monkeypatch.setattr(engine_module, "_encode_batch", lying(change))
@@ -208,10 +219,10 @@ def test_the_odd_texts_find_what_no_sample_has(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_odd_texts_are_odd() -> None:
-    together = "".join(ODD)
+    together = "".join(EDGE_CASE_TEXTS)
     for part in (" \n", "\r\n", "\t\t", "\u0301", "\u200d", "\u05e9", "\u0378", "\U0010fffd", "123456", "\x00", "</s>"):
         assert part in together
-    assert max(len(word) for text in ODD for word in text.split()) >= 3000
+    assert max(len(word) for text in EDGE_CASE_TEXTS for word in text.split()) >= 3000
 
 
 def test_what_is_wished_for(tokenizers_made: dict[str, Tokenizer]) -> None:
@@ -250,9 +261,9 @@ def test_what_gigatoken_does_not_read_is_told(tmp_path: Path) -> None:
     assert choose_engine(unigram, TEXT).reason == "gigatoken needs a tokenizer.json, and this tokenizer has none"
     folder = tmp_path / "odd"
     told = choice("HuggingFaceTokenizer", folder)
-    content = json.loads((folder / TOKENIZER).read_text())
+    content = json.loads((folder / TOKENIZER_JSON).read_text())
     content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
-    (folder / TOKENIZER).write_text(json.dumps(content))
+    (folder / TOKENIZER_JSON).write_text(json.dumps(content))
     reason = choose_engine(build_tokenizer(told), TEXT).reason
     assert reason.startswith("gigatoken ")
     assert "\n" not in reason
@@ -264,8 +275,8 @@ def test_a_panic_of_its_code_is_a_reason(
     class PanicException(BaseException):
         """Called as that of the libraries written in Rust."""
 
-    def failing(error: BaseException) -> Callable[..., Encoded]:
-        def encode_batch(*_: object) -> Encoded:
+    def failing(error: BaseException) -> Callable[..., EncodedBatch]:
+        def encode_batch(*_: object) -> EncodedBatch:
             raise error
 
         return encode_batch

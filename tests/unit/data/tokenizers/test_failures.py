@@ -10,13 +10,12 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron.data.errors import DataError
-from megatron.data.text.block_encoder import BlockEncoder, Job
-from megatron.data.text.blocks import Lines
+from megatron.data.preprocess.corpus import LineBlock
+from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.data.tokenizers import engine as engine_module
-from megatron.data.tokenizers.encoded import Tokenizer
+from megatron.data.tokenizers.base import Tokenizer, convert_library_errors, encode_error
 from megatron.data.tokenizers.engine import build_engine
-from megatron.data.tokenizers.failures import cannot_encode, failures_as
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, tokenizer_files
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, make_tokenizer_files
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.unit.data.made_tokenizers import choice
 
@@ -41,13 +40,13 @@ class StoppedError(BaseException):
 )
 def test_a_failure_is_an_error_of_the_text(error: BaseException, said: str) -> None:
     message = f"^library cannot encode this text: {said}$"
-    with pytest.raises(ValueError, match=message), failures_as(cannot_encode("library")):
+    with pytest.raises(ValueError, match=message), convert_library_errors(encode_error("library")):
         raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError(), MemoryError(), SystemExit(3), GeneratorExit()])
 def test_what_is_no_failure_goes_through(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, failures_as(cannot_encode("library")):
+    with pytest.raises(type(error)) as caught, convert_library_errors(encode_error("library")):
         raise error
     assert caught.value is error
 
@@ -56,16 +55,18 @@ def without_unknown(folder: Path) -> HuggingFaceTokenizer:
     """Whole words only, and none for those that are not known."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    for name, content in tokenizer_files(tokenizer).items():
+    for name, content in make_tokenizer_files(tokenizer).items():
         (folder / name).write_bytes(content)
     return HuggingFaceTokenizer(folder)
 
 
 def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple[int, list[str]]:
     """How many of the documents were encoded, and what is told of the others."""
-    job = Job(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
+    job = EncodeOptions(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    done = BlockEncoder(job, tokenizer, build_engine(tokenizer, engine))(Lines(FILE, content, len(content), True, True))
+    done = BlockEncoder(job, tokenizer, build_engine(tokenizer, engine))(
+        LineBlock(FILE, content, len(content), True, True)
+    )
     return done.documents, [str(bad.of(0)) for bad in done.described]
 
 

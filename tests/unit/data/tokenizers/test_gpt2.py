@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.engine import ODD
-from megatron.data.tokenizers.gpt2 import GPT2BPETokenizer
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, HuggingFaceTokenizer
+from megatron.data.tokenizers.engine import EDGE_CASE_TEXTS
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, GPT2BPETokenizer, HuggingFaceTokenizer
 from tests.unit.data.made_tokenizers import TEXT, apart, gpt2
 
 
@@ -26,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2BPETokenizer, GP
 
 def test_ids_are_those_of_transformers(pair: tuple[GPT2BPETokenizer, GPT2Tokenizer], tmp_path: Path) -> None:
     ours, theirs = pair
-    texts = [*ODD, *TEXT]
+    texts = [*EDGE_CASE_TEXTS, *TEXT]
     assert apart(ours.encode_batch(texts)) == [theirs(text).input_ids for text in texts]
     assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.convert_tokens_to_ids(END_OF_DOCUMENT))
     for name, content in ours.hugging_face_files().items():

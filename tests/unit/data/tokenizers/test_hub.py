@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.tokenizers.hub import is_hub_name
-from megatron.data.tokenizers.tokenizer import TokenizerChoice
+from megatron.data.tokenizers.base import is_hub_name
+from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.unit.data.made_tokenizers import hugging_face
 
 ROOT = Path(__file__).parents[4]
@@ -127,9 +127,9 @@ def test_the_hub_is_asked_once_for_all_processes(hub: tuple[str, type[Hub]], tmp
 
 
 def test_other_choices_are_local() -> None:
-    for told in (TokenizerChoice("TikTokenizer", "a/b"), TokenizerChoice("ByteTokenizer")):
+    for told in (TokenizerOptions("TikTokenizer", "a/b"), TokenizerOptions("ByteTokenizer")):
         assert told.local() is told
-    assert TokenizerChoice("HuggingFaceTokenizer", "./a/b/c").local().tokenizer_model == "a/b/c"
+    assert TokenizerOptions("HuggingFaceTokenizer", "./a/b/c").local().tokenizer_model == "a/b/c"
 
 
 def test_what_is_a_name_and_what_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

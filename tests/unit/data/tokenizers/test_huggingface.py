@@ -15,17 +15,17 @@ from transformers import AutoTokenizer
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import (
-    CONFIG,
     END_OF_DOCUMENT,
-    SPECIAL,
-    TOKENIZER,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    ByteTokenizer,
     HuggingFaceTokenizer,
-    byte_letters,
     byte_level_bpe,
-    bytes_as_ids,
-    tokenizer_files,
+    byte_tokenizer,
+    bytes_to_unicode,
+    make_tokenizer_files,
 )
-from megatron.data.tokenizers.tokenizer import ByteTokenizer
 
 TEXT = ["def f(x):\n    return x + 1\n", "the cat and the hat; the bat", "naïve façade über 東京"] * 4
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # all but halves of surrogate pairs
@@ -44,9 +44,9 @@ def trained(vocab_size: int = 320, specials: tuple[str, ...] = (END_OF_DOCUMENT,
 def save(folder: Path, tokenizer: tokenizers.Tokenizer, **beside: Any) -> Path:
     """A folder with the tokenizer and JSON files beside it: ``config={...}``, ``special={...}``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER).write_text(tokenizer.to_str())
+    (folder / TOKENIZER_JSON).write_text(tokenizer.to_str())
     for name, content in beside.items():
-        (folder / {"config": CONFIG, "special": SPECIAL}[name]).write_text(json.dumps(content))
+        (folder / {"config": TOKENIZER_CONFIG, "special": SPECIAL_TOKENS_MAP}[name]).write_text(json.dumps(content))
     return folder
 
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(text=ANY_TEXT)
 @example(text="the cat's naïve  façade\n\n\t東京 \U0001f600")
 def test_ids_are_those_of_the_library(folder: Path, text: str) -> None:
-    ours, theirs = HuggingFaceTokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+    ours, theirs = HuggingFaceTokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
     ids = ours.encode(text).tolist()
     assert ids == ours.encode(text.encode()).tolist() == theirs.encode(text, add_special_tokens=False).ids
     assert ours.decode(ids) == text
@@ -141,7 +141,7 @@ def test_ids_with_gaps_count_to_the_largest(tmp_path: Path) -> None:
 def test_what_ends_a_document(tmp_path: Path, beside: dict[str, Any], end: str) -> None:
     tokenizer = trained(specials=("</s>", "<a>", END_OF_DOCUMENT))
     folder = save(tmp_path, tokenizer, **beside)
-    for path in (folder, folder / TOKENIZER):
+    for path in (folder, folder / TOKENIZER_JSON):
         assert HuggingFaceTokenizer(path).eod == tokenizer.token_to_id(end)
 
 
@@ -162,19 +162,19 @@ def test_files_are_kept_and_tell_tokenizers_apart(folder: Path, tmp_path: Path) 
         HuggingFaceTokenizer(f) for f in (folder, copy, save(tmp_path / "other", trained(vocab_size=260)))
     )
     assert one.fingerprint == same.fingerprint != other.fingerprint
-    assert set(one.files) == {TOKENIZER}
-    assert same.files == {name: (copy / name).read_bytes() for name in (TOKENIZER, CONFIG)}
+    assert set(one.files) == {TOKENIZER_JSON}
+    assert same.files == {name: (copy / name).read_bytes() for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (TOKENIZER, "{}", "not a tokenizer.json"),
-        (TOKENIZER, "", "not a tokenizer.json"),
-        (TOKENIZER, None, "there is no .*tokenizer.json\n  fix: python -c .*from_pretrained"),
-        (CONFIG, "[]", "tokenizer_config.json is not a JSON object"),
-        (CONFIG, "{", "tokenizer_config.json is not a JSON object"),
-        (CONFIG, '{"eos_token": 3}', "eos_token is 3, not a string"),
+        (TOKENIZER_JSON, "{}", "not a tokenizer.json"),
+        (TOKENIZER_JSON, "", "not a tokenizer.json"),
+        (TOKENIZER_JSON, None, "there is no .*tokenizer.json\n  fix: python -c .*from_pretrained"),
+        (TOKENIZER_CONFIG, "[]", "tokenizer_config.json is not a JSON object"),
+        (TOKENIZER_CONFIG, "{", "tokenizer_config.json is not a JSON object"),
+        (TOKENIZER_CONFIG, '{"eos_token": 3}', "eos_token is 3, not a string"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
@@ -202,16 +202,16 @@ def test_random_merges_are_refused(tmp_path: Path) -> None:
 
 
 def test_letters_of_bytes_are_those_of_the_library() -> None:
-    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(bytes_to_unicode()) == sorted(pre_tokenizers.ByteLevel.alphabet())
     for byte in range(128):
         ((word, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(byte))
-        assert word == byte_letters()[byte]
+        assert word == bytes_to_unicode()[byte]
 
 
 @pytest.fixture(scope="module")
 def bytes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bytes")
-    for name, content in tokenizer_files(bytes_as_ids()).items():
+    for name, content in make_tokenizer_files(byte_tokenizer()).items():
         (folder / name).write_bytes(content)
     return folder
 

@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.engine import ODD
-from megatron.data.tokenizers.huggingface import TOKENIZER, HuggingFaceTokenizer
-from megatron.data.tokenizers.sentencepiece_file import Kind, read_model, with_kinds
-from megatron.data.tokenizers.sentencepiece_model import MODEL, SentencePieceTokenizer
+from megatron.data.tokenizers.engine import EDGE_CASE_TEXTS
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, HuggingFaceTokenizer
+from megatron.data.tokenizers.sentencepiece import (
+    MODEL_FILE,
+    PieceType,
+    SentencePieceTokenizer,
+    parse_model,
+    with_piece_types,
+)
 from tests.unit.data.made_tokenizers import TEXT, apart, sentencepiece_model
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -40,7 +45,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
 
 @pytest.fixture(scope="module")
 def llama_json(llama: SentencePieceTokenizer) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_buffer(llama.hugging_face_files()[TOKENIZER])
+    tokenizer = tokenizers.Tokenizer.from_buffer(llama.hugging_face_files()[TOKENIZER_JSON])
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -52,7 +57,7 @@ def llama_json(llama: SentencePieceTokenizer) -> tokenizers.Tokenizer:
 def test_ids_are_those_of_the_library(tmp_path: Path, flags: dict[str, Any]) -> None:
     path = sentencepiece_model(tmp_path / "x.model", **flags)
     ours, theirs = SentencePieceTokenizer(path), raw(path)
-    texts = [text for text in [*ODD, *TEXT] if "<|im_start|>" not in text]
+    texts = [text for text in [*EDGE_CASE_TEXTS, *TEXT] if "<|im_start|>" not in text]
     assert apart(ours.encode_batch(texts)) == theirs.encode(texts)
     assert (ours.vocab_size, ours.eod) == (theirs.get_piece_size(), theirs.eos_id())
     assert ours.pad == (theirs.pad_id() if theirs.pad_id() >= 0 else None)
@@ -63,7 +68,7 @@ def test_ids_are_those_of_the_library(tmp_path: Path, flags: dict[str, Any]) -> 
 @example(text="the cat's na\u00efve  fa\u00e7ade\n\n\t\u6771\u4eac \U0001f600")
 def test_any_text_comes_back(llama: SentencePieceTokenizer, text: str) -> None:
     ids = llama.encode(text)
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=llama.files[MODEL])
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=llama.files[MODEL_FILE])
     assert ids.tolist() == llama.encode(text.encode()).tolist() == theirs.encode(text)
     assert llama.decode(ids) == text.replace("\u2581", " ")  # how SentencePiece writes a space
 
@@ -98,11 +103,11 @@ def test_unknown_ids_are_left_out_of_text(tmp_path: Path) -> None:
 
 def test_what_is_in_a_file(tmp_path: Path) -> None:
     path = sentencepiece_model(tmp_path / "x.model", **SYMBOLS, **NFKC, **PADS)
-    model, theirs = read_model(path.read_bytes()), raw(path)
+    model, theirs = parse_model(path.read_bytes()), raw(path)
     numbers = range(theirs.get_piece_size())
     assert [piece.text for piece in model.pieces] == [theirs.id_to_piece(number) for number in numbers]
     assert [piece.score for piece in model.pieces] == [theirs.get_score(number) for number in numbers]
-    for kind, is_kind in ((Kind.CONTROL, theirs.is_control), (Kind.BYTE, theirs.is_byte)):
+    for kind, is_kind in ((PieceType.CONTROL, theirs.is_control), (PieceType.BYTE, theirs.is_byte)):
         assert [piece.kind is kind for piece in model.pieces] == [is_kind(number) for number in numbers]
     assert (model.byte_fallback, model.squeeze_spaces, model.dummy_prefix) == (True, True, True)
     assert model.charsmap
@@ -110,9 +115,9 @@ def test_what_is_in_a_file(tmp_path: Path) -> None:
 
 def test_nothing_but_the_kinds_is_changed(tmp_path: Path) -> None:
     content = sentencepiece_model(tmp_path / "x.model", **SYMBOLS).read_bytes()
-    assert with_kinds(content, lambda piece: piece.kind) == content
-    changed = with_kinds(content, lambda piece: Kind.UNUSED if piece.text == "7" else piece.kind)
-    before, after = read_model(content).pieces, read_model(changed).pieces
+    assert with_piece_types(content, lambda piece: piece.kind) == content
+    changed = with_piece_types(content, lambda piece: PieceType.UNUSED if piece.text == "7" else piece.kind)
+    before, after = parse_model(content).pieces, parse_model(changed).pieces
     assert [(p.text, p.score) for p in before] == [(p.text, p.score) for p in after]
     assert [p.text for p, q in zip(before, after) if p.kind is not q.kind] == ["7"]
 
@@ -156,11 +161,13 @@ def test_transformers_gives_the_same_ids(tmp_path: Path, flags: dict[str, Any]) 
     for name, content in ours.hugging_face_files().items():
         (folder / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(folder)
-    texts = [text for text in [*ODD, *TEXT] if not any(mark in text for mark in ("<unk>", *ours.special_ids))]
+    texts = [
+        text for text in [*EDGE_CASE_TEXTS, *TEXT] if not any(mark in text for mark in ("<unk>", *ours.special_ids))
+    ]
     assert theirs(texts, add_special_tokens=False).input_ids == apart(ours.encode_batch(texts))
     assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (ours.vocab_size, ours.eod, ours.pad)
     same = HuggingFaceTokenizer(folder)
-    assert apart(same.encode_batch([*ODD, *TEXT])) == apart(ours.encode_batch([*ODD, *TEXT]))
+    assert apart(same.encode_batch([*EDGE_CASE_TEXTS, *TEXT])) == apart(ours.encode_batch([*EDGE_CASE_TEXTS, *TEXT]))
     if "remove_extra_whitespaces" not in flags and "byte_fallback" not in flags:
         assert [theirs.decode(ids) for ids in theirs(texts, add_special_tokens=False).input_ids] == texts
 
@@ -196,10 +203,10 @@ def test_what_it_cannot_say_has_no_files(tmp_path: Path, flags: dict[str, Any]) 
 def test_of_two_joints_with_one_score_the_left_one_is_first_and_has_no_files(tmp_path: Path) -> None:
     path = sentencepiece_model(tmp_path / "x.model")
     tokenizer = SentencePieceTokenizer(path)
-    merges = json.loads(tokenizer.hugging_face_files()[TOKENIZER])["model"]["merges"]
+    merges = json.loads(tokenizer.hugging_face_files()[TOKENIZER_JSON])["model"]["merges"]
     (first, second), pieces = ("".join(merge).encode() for merge in (merges[0], merges[-1])), path.read_bytes()
-    score = next(p.score for p in read_model(pieces).pieces if p.text.encode() == first)
+    score = next(p.score for p in parse_model(pieces).pieces if p.text.encode() == first)
     at = pieces.index(b"\x0a" + bytes((len(second),)) + second + b"\x15") + len(second) + 3
     path.write_bytes(pieces[:at] + struct.pack("<f", score) + pieces[at + 4 :])
     assert SentencePieceTokenizer(path).hugging_face_files() == {}
-    assert SentencePieceTokenizer(path).files[MODEL] != pieces
+    assert SentencePieceTokenizer(path).files[MODEL_FILE] != pieces

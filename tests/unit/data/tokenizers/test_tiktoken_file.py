@@ -15,9 +15,9 @@ from tiktoken_ext import openai_public
 from transformers import AutoTokenizer
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.engine import ODD
-from megatron.data.tokenizers.huggingface import TOKENIZER
-from megatron.data.tokenizers.tiktoken_file import ENCODINGS, MEGATRON_VOCAB_SIZE, PATTERNS, TikTokenizer
+from megatron.data.tokenizers.engine import EDGE_CASE_TEXTS
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
+from megatron.data.tokenizers.tiktoken import ENCODINGS, MEGATRON_VOCAB_SIZE, PATTERNS, TikTokenizer
 from tests.unit.data.made_tokenizers import TEXT, apart, ranks, tiktoken_file
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -42,7 +42,7 @@ def test_named_encodings_are_openais(folder: Path, name: str, monkeypatch: pytes
     )
     assert ours.special_ids == official["special_tokens"]
     assert ours.eod == theirs.eot_token
-    texts = [*ODD, *TEXT]
+    texts = [*EDGE_CASE_TEXTS, *TEXT]
     assert apart(ours.encode_batch(texts)) == [theirs.encode_ordinary(text) for text in texts]
 
 
@@ -50,7 +50,7 @@ def test_megatrons_file_has_its_special_tokens_first(folder: Path) -> None:
     file = tiktoken_file(folder / "vocab.json")
     ours = TikTokenizer(file, num_special_tokens=20)
     theirs = tiktoken.Encoding("", pat_str=PATTERNS["v2"], mergeable_ranks=ranks(), special_tokens={})
-    texts = [*ODD, *TEXT]
+    texts = [*EDGE_CASE_TEXTS, *TEXT]
     shifted = [[number + 20 for number in theirs.encode_ordinary(text)] for text in texts]
     assert apart(ours.encode_batch(texts)) == shifted
     assert (ours.vocab_size, ours.eod, ours.pad) == (len(ranks()) + 20, 2, 4)
@@ -97,7 +97,7 @@ def test_transformers_gives_the_same_ids(folder: Path, kind: str, tmp_path: Path
     for name, content in ours.hugging_face_files().items():
         (tmp_path / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [text for text in [*ODD, *TEXT] if not any(token in text for token in ours.special_ids)]
+    texts = [text for text in [*EDGE_CASE_TEXTS, *TEXT] if not any(token in text for token in ours.special_ids)]
     assert theirs(texts).input_ids == apart(ours.encode_batch(texts))
     assert theirs.eos_token_id == ours.eod
     assert {token: theirs.convert_tokens_to_ids(token) for token in ours.special_ids} == ours.special_ids
@@ -109,7 +109,7 @@ def pairs(folder: Path) -> list[tuple[TikTokenizer, tokenizers.Tokenizer]]:
     found = []
     for kind in KINDS:
         ours = made(folder, kind)
-        theirs = tokenizers.Tokenizer.from_buffer(ours.hugging_face_files()[TOKENIZER])
+        theirs = tokenizers.Tokenizer.from_buffer(ours.hugging_face_files()[TOKENIZER_JSON])
         theirs.encode_special_tokens = True
         found.append((ours, theirs))
     return found
@@ -128,7 +128,7 @@ def test_a_word_that_no_joints_lead_to_is_still_that_word(folder: Path, tmp_path
     file = tmp_path / "cl100k_base.tiktoken"
     file.write_text((tiktoken_file(folder / "x.tiktoken")).read_text() + f"{base64.b64encode(b'zqzq').decode()} 9999\n")
     ours = TikTokenizer(file)
-    theirs = tokenizers.Tokenizer.from_buffer(ours.hugging_face_files()[TOKENIZER])
+    theirs = tokenizers.Tokenizer.from_buffer(ours.hugging_face_files()[TOKENIZER_JSON])
     assert ours.encode("zqzq").tolist() == theirs.encode("zqzq").ids == [9999]
     assert ours.encode("zqzqz").tolist() == theirs.encode("zqzqz").ids
 
@@ -209,5 +209,5 @@ def test_a_folder_holds_one_file(tmp_path: Path) -> None:
 def test_the_files_for_others_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TikTokenizer(tiktoken_file(tmp_path / "cl100k_base.tiktoken"))
     tokenizer.hugging_face_files().clear()  # each caller has a dictionary of its own
-    monkeypatch.delattr("megatron.data.tokenizers.tiktoken_file.hugging_face_files")
+    monkeypatch.delattr("megatron.data.tokenizers.tiktoken.tiktoken_to_hugging_face")
     assert sorted(tokenizer.hugging_face_files()) == ["tokenizer.json", "tokenizer_config.json"]

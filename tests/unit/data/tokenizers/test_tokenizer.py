@@ -20,27 +20,24 @@ from tokenizers import models
 from transformers import GPT2Tokenizer
 
 from megatron.config.run import DataConfig
-from megatron.data.digest import fingerprint
+from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers import huggingface
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.huggingface import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import (
-    FOLDER,
-    RECORD,
+    FILES_SUFFIX,
+    RECORD_SUFFIX,
     TOKENIZER_TYPES,
-    ByteTokenizer,
-    GPT2BPETokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    Tokenizer,
-    TokenizerChoice,
+    TokenizerOptions,
     TokenizerRecord,
     add_tokenizer_flags,
     build_tokenizer,
-    read_record,
-    recorded_tokenizer,
-    same_ids,
-    tokenizer_files,
-    wrote,
+    have_same_ids,
+    hugging_face_files_of,
+    load_recorded_tokenizer,
+    read_tokenizer_record,
+    was_written_with,
 )
 from tests.unit.data.made_tokenizers import apart, choice, gpt2
 
@@ -86,7 +83,7 @@ def test_text_that_is_no_ids_is_refused(text: str | bytes) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of Hugging Face."""
     folder = tmp_path_factory.mktemp("model")
-    for name, content in huggingface.tokenizer_files(huggingface.bytes_as_ids()).items():
+    for name, content in huggingface.make_tokenizer_files(huggingface.byte_tokenizer()).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -159,7 +156,7 @@ def test_the_option_of_a_run_knows_the_same_names() -> None:
 )
 def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        build_tokenizer(TokenizerChoice(name, vocab_size=size))
+        build_tokenizer(TokenizerOptions(name, vocab_size=size))
     assert message in str(caught.value)
 
 
@@ -172,15 +169,15 @@ def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        (TokenizerChoice("ByteTokenizer", merge_file="m"), "ByteTokenizer does not use --merge-file"),
-        (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not use --vocab-file"),
-        (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not use --tiktoken-pattern"),
-        (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not use --parse-special-tokens"),
-        (TokenizerChoice("GPT2BPETokenizer", "m", vocab_file="v"), "either two files or a tokenizer.json, not both"),
-        (TokenizerChoice("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
+        (TokenizerOptions("ByteTokenizer", merge_file="m"), "ByteTokenizer does not use --merge-file"),
+        (TokenizerOptions("HuggingFaceTokenizer", "m", vocab_file="v"), "does not use --vocab-file"),
+        (TokenizerOptions("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not use --tiktoken-pattern"),
+        (TokenizerOptions("NullTokenizer", parse_special_tokens=True), "does not use --parse-special-tokens"),
+        (TokenizerOptions("GPT2BPETokenizer", "m", vocab_file="v"), "either two files or a tokenizer.json, not both"),
+        (TokenizerOptions("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
     ],
 )
-def test_a_flag_that_nothing_reads_is_refused(told: TokenizerChoice, message: str) -> None:
+def test_a_flag_that_nothing_reads_is_refused(told: TokenizerOptions, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build_tokenizer(told)
 
@@ -189,13 +186,15 @@ def test_flags_and_configuration_say_the_same() -> None:
     parser = argparse.ArgumentParser()
     add_tokenizer_flags(parser)
     words = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-num-special-tokens 9"
-    from_flags = TokenizerChoice.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
+    from_flags = TokenizerOptions.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
     data = DataConfig(
         tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
     )
-    assert from_flags == TokenizerChoice.of(data, 500) == TokenizerChoice("TikTokenizer", "m", None, None, 500, "v1", 9)
+    assert (
+        from_flags == TokenizerOptions.of(data, 500) == TokenizerOptions("TikTokenizer", "m", None, None, 500, "v1", 9)
+    )
     with pytest.raises(DataError, match="tokenizer of the data is not specified"):
-        TokenizerChoice.of(DataConfig(), None)
+        TokenizerOptions.of(DataConfig(), None)
 
 
 def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) 
     unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
     unigram.add_special_tokens(["</s>"])
     unigram.save(str(tmp_path / "tokenizer.json"))
-    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path))
+    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path))
     with pytest.raises(DataError, match="'</s>' in plain text as the special token 1"):
         build_tokenizer(told)
     assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
@@ -217,16 +216,16 @@ def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such
     for name, library in {"words": words, "unigram": unigram}.items():
         (tmp_path / name).mkdir()
         library.save(str(tmp_path / name / "tokenizer.json"))
-    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path / "words"))
+    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "words"))
     assert build_tokenizer(told).encode("anything").tolist() == [0]
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(tmp_path / "unigram"))
-    assert recorded_tokenizer(prefix) is not None
+    assert load_recorded_tokenizer(prefix) is not None
 
 
 @pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
 def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
     with pytest.raises(DataError, match=f"{name} does not use --tokenizer-model"):
-        build_tokenizer(TokenizerChoice(name, str(model), vocab_size=300))
+        build_tokenizer(TokenizerOptions(name, str(model), vocab_size=300))
 
 
 def test_fingerprints_tell_tokenizers_apart(model: Path) -> None:
@@ -245,40 +244,40 @@ def test_fingerprints_tell_tokenizers_apart(model: Path) -> None:
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    (tmp_path / f"x.{RECORD}").write_bytes(TokenizerRecord.of(NullTokenizer(500)).to_bytes())
+    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(NullTokenizer(500)).to_bytes())
     return tmp_path / "x"
 
 
 def test_the_recorded_tokenizer_is_built_again(prefix: Path) -> None:
     for name in (None, "NullTokenizer"):
-        tokenizer = recorded_tokenizer(prefix, name)
+        tokenizer = load_recorded_tokenizer(prefix, name)
         assert isinstance(tokenizer, NullTokenizer)
         assert tokenizer.vocab_size == 500
 
 
 def test_no_record_is_no_error(tmp_path: Path) -> None:
-    assert read_record(tmp_path / "x") is None
-    assert recorded_tokenizer(tmp_path / "x", "ByteTokenizer") is None
+    assert read_tokenizer_record(tmp_path / "x") is None
+    assert load_recorded_tokenizer(tmp_path / "x", "ByteTokenizer") is None
 
 
 def test_another_type_is_refused(prefix: Path) -> None:
     with pytest.raises(DataError, match="with NullTokenizer, not with ByteTokenizer\n  fix: --tokenizer-type N"):
-        recorded_tokenizer(prefix, "ByteTokenizer")
+        load_recorded_tokenizer(prefix, "ByteTokenizer")
 
 
 @pytest.mark.parametrize(("field", "value"), [("fingerprint", "0" * 16), ("eod", 3)])
 def test_a_tokenizer_that_changed_is_refused(prefix: Path, field: str, value: object) -> None:
-    path = Path(f"{prefix}.{RECORD}")
+    path = Path(f"{prefix}.{RECORD_SUFFIX}")
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(DataError, match="but that tokenizer is now"):
-        recorded_tokenizer(prefix, None)
+        load_recorded_tokenizer(prefix, None)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"vocab_size": 5}', "null", "\udcff"])
 def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
-    Path(f"{prefix}.{RECORD}").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=rf"x\.{RECORD}: "):
-        read_record(prefix)
+    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=rf"x\.{RECORD_SUFFIX}: "):
+        read_tokenizer_record(prefix)
 
 
 @pytest.mark.parametrize("parse", [False, True])
@@ -290,9 +289,9 @@ def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, par
     written = build_tokenizer(told)
     prefix = record(tmp_path / "x", written)
     shutil.rmtree(tmp_path / "where it came from", ignore_errors=True)
-    again = recorded_tokenizer(prefix, name)
+    again = load_recorded_tokenizer(prefix, name)
     assert again is not None
-    assert TokenizerRecord.of(again) == TokenizerRecord.of(written) == read_record(prefix)
+    assert TokenizerRecord.of(again) == TokenizerRecord.of(written) == read_tokenizer_record(prefix)
     text = "7 8" if name == "NullTokenizer" else "caf\u00e9 <|endoftext|> </s> 7"
     assert again.encode(text).tolist() == written.encode(text).tolist()
 
@@ -300,13 +299,13 @@ def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, par
 @pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"])
 def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> None:
     prefix = record(tmp_path / "x", build_tokenizer(choice(name, tmp_path / "files")))
-    path = Path(f"{prefix}.{RECORD}")
+    path = Path(f"{prefix}.{RECORD_SUFFIX}")
     older = {key: json.loads(path.read_text())[key] for key in ("tokenizer_type", "vocab_size", "eod", "fingerprint")}
     path.write_text(json.dumps(older))
-    found = read_record(prefix)
+    found = read_tokenizer_record(prefix)
     assert found is not None
     assert (found.pad, found.special_ids, found.settings) == (None, None, None)
-    assert recorded_tokenizer(prefix) is not None
+    assert load_recorded_tokenizer(prefix) is not None
 
 
 @pytest.mark.parametrize("parse", [False, True])
@@ -314,21 +313,21 @@ def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> Non
 def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str, parse: bool, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(replace(choice(name, tmp_path / "files"), parse_special_tokens=parse))
     prefix, today = record(tmp_path / "x", tokenizer), record(tmp_path / "y", tokenizer)
-    path = Path(f"{prefix}.{RECORD}")
+    path = Path(f"{prefix}.{RECORD_SUFFIX}")
     content = next(iter(tokenizer.files.values()))
     facts = [content.decode() if name in ("HuggingFaceTokenizer", "GPT2BPETokenizer") else sha256(content).hexdigest()]
     told = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
     if name == "TikTokenizer":  # its facts are many
-        told = tokenizer.earlier_fingerprints[parse]
+        told = tokenizer.legacy_fingerprints[parse]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": told}))
-    again = recorded_tokenizer(prefix)
+    again = load_recorded_tokenizer(prefix)
     assert again is not None
     assert again.settings == tokenizer.settings
-    assert same_ids(prefix, today)
-    assert same_ids(today, prefix)
-    assert wrote(prefix, build_tokenizer(choice(name, tmp_path / "files")))
-    assert not wrote(prefix, ByteTokenizer())
-    assert not same_ids(prefix, record(tmp_path / "z", ByteTokenizer()))
+    assert have_same_ids(prefix, today)
+    assert have_same_ids(today, prefix)
+    assert was_written_with(prefix, build_tokenizer(choice(name, tmp_path / "files")))
+    assert not was_written_with(prefix, ByteTokenizer())
+    assert not have_same_ids(prefix, record(tmp_path / "z", ByteTokenizer()))
 
 
 def test_gpt2_is_one_tokenizer_in_each_of_its_forms(tmp_path: Path) -> None:
@@ -336,35 +335,37 @@ def test_gpt2_is_one_tokenizer_in_each_of_its_forms(tmp_path: Path) -> None:
     GPT2Tokenizer(vocab=str(vocab), merges=str(merges)).save_pretrained(tmp_path / "one")
     two, one = GPT2BPETokenizer.from_vocabulary(vocab, merges), HuggingFaceTokenizer(tmp_path / "one")
     assert two.fingerprint == one.fingerprint
-    assert set(two.earlier_fingerprints).isdisjoint(one.earlier_fingerprints)
-    content = json.loads(one.files[huggingface.TOKENIZER])
+    assert set(two.legacy_fingerprints).isdisjoint(one.legacy_fingerprints)
+    content = json.loads(one.files[huggingface.TOKENIZER_JSON])
     for change in (
         {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}},
         {"normalizer": {"type": "NFC"}},
         {"model": content["model"] | {"merges": content["model"]["merges"][1:]}},
         {"added_tokens": [content["added_tokens"][0] | {"lstrip": True}]},
     ):
-        (tmp_path / "one" / huggingface.TOKENIZER).write_text(json.dumps(content | change))
+        (tmp_path / "one" / huggingface.TOKENIZER_JSON).write_text(json.dumps(content | change))
         assert HuggingFaceTokenizer(tmp_path / "one").fingerprint != two.fingerprint
 
 
 @pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_three_names_are_one_type(name: str, tmp_path: Path) -> None:
     prefix = record(tmp_path / "x", build_tokenizer(choice("Llama2Tokenizer", tmp_path / "files")))
-    assert read_record(prefix, name) is not None
+    assert read_tokenizer_record(prefix, name) is not None
     with pytest.raises(DataError, match="was written with Llama2Tokenizer, not with HuggingFaceTokenizer"):
-        read_record(prefix, "HuggingFaceTokenizer")
+        read_tokenizer_record(prefix, "HuggingFaceTokenizer")
 
 
 def test_a_pad_that_is_the_end_of_a_document_is_recorded_as_such(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pads"
     shutil.copytree(model, folder)
-    config = json.loads((folder / huggingface.CONFIG).read_text()) | {"pad_token": huggingface.END_OF_DOCUMENT}
-    (folder / huggingface.CONFIG).write_text(json.dumps(config))
-    found = read_record(record(tmp_path / "x", HuggingFaceTokenizer(folder)))
+    config = json.loads((folder / huggingface.TOKENIZER_CONFIG).read_text()) | {
+        "pad_token": huggingface.END_OF_DOCUMENT
+    }
+    (folder / huggingface.TOKENIZER_CONFIG).write_text(json.dumps(config))
+    found = read_tokenizer_record(record(tmp_path / "x", HuggingFaceTokenizer(folder)))
     assert found is not None
     assert (found.pad, found.eod, found.special_ids) == (256, 256, {"<|endoftext|>": 256})
-    plain = read_record(record(tmp_path / "y", HuggingFaceTokenizer(model)))
+    plain = read_tokenizer_record(record(tmp_path / "y", HuggingFaceTokenizer(model)))
     assert plain is not None
     assert plain.pad is None
 
@@ -372,10 +373,10 @@ def test_a_pad_that_is_the_end_of_a_document_is_recorded_as_such(model: Path, tm
 @pytest.mark.parametrize(("field", "value"), [("pad", 7), ("special_ids", {"</s>": 3}), ("settings", {"colour": 1})])
 def test_a_record_of_something_else_is_refused(model: Path, tmp_path: Path, field: str, value: object) -> None:
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
-    path = Path(f"{prefix}.{RECORD}")
+    path = Path(f"{prefix}.{RECORD_SUFFIX}")
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(DataError, match=r"that tokenizer is now|unexpected keyword argument 'colour'"):
-        recorded_tokenizer(prefix)
+        load_recorded_tokenizer(prefix)
 
 
 # --- what goes with a model ---
@@ -383,24 +384,24 @@ def test_a_record_of_something_else_is_refused(model: Path, tmp_path: Path, fiel
 
 def record(prefix: Path, tokenizer: Tokenizer) -> Path:
     """What preprocessing leaves beside a dataset."""
-    Path(f"{prefix}.{RECORD}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
+    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
     for name, content in tokenizer.files.items():
-        Path(f"{prefix}.{FOLDER}").mkdir(exist_ok=True)
-        Path(f"{prefix}.{FOLDER}", name).write_bytes(content)
+        Path(f"{prefix}.{FILES_SUFFIX}").mkdir(exist_ok=True)
+        Path(f"{prefix}.{FILES_SUFFIX}", name).write_bytes(content)
     return prefix
 
 
 def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path: Path) -> None:
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
     for name in (None, "HuggingFaceTokenizer"):
-        tokenizer = recorded_tokenizer(prefix, name)
+        tokenizer = load_recorded_tokenizer(prefix, name)
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         assert tokenizer.encode("hi").tolist() == [104, 105]
-    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
-    with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "a") as file:
+    assert hugging_face_files_of(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+    with open(f"{prefix}.{FILES_SUFFIX}/{huggingface.TOKENIZER_JSON}", "a") as file:
         file.write(" ")
-    assert recorded_tokenizer(prefix) is not None  # says the same in other words
-    with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "rb+") as file:
+    assert load_recorded_tokenizer(prefix) is not None  # says the same in other words
+    with open(f"{prefix}.{FILES_SUFFIX}/{huggingface.TOKENIZER_JSON}", "rb+") as file:
         content = json.loads(file.read())
         vocabulary = content["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -408,17 +409,17 @@ def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path:
         file.write(json.dumps(content).encode())
         file.truncate()
     with pytest.raises(DataError, match="but that tokenizer is now"):
-        tokenizer_files(prefix)
-    shutil.rmtree(f"{prefix}.{FOLDER}")
-    with pytest.raises(DataError, match=rf"there is no {prefix}\.{FOLDER}"):
-        recorded_tokenizer(prefix)
+        hugging_face_files_of(prefix)
+    shutil.rmtree(f"{prefix}.{FILES_SUFFIX}")
+    with pytest.raises(DataError, match=rf"there is no {prefix}\.{FILES_SUFFIX}"):
+        load_recorded_tokenizer(prefix)
 
 
 def test_bytes_become_a_tokenizer_of_hugging_face(model: Path, tmp_path: Path) -> None:
     prefix = record(tmp_path / "x", ByteTokenizer())
-    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+    assert hugging_face_files_of(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
 
 
 def test_ids_that_are_nobodys_have_no_files(tmp_path: Path) -> None:
-    assert tokenizer_files(record(tmp_path / "x", NullTokenizer(9))) == {}
-    assert tokenizer_files(tmp_path / "no record") == {}
+    assert hugging_face_files_of(record(tmp_path / "x", NullTokenizer(9))) == {}
+    assert hugging_face_files_of(tmp_path / "no record") == {}

@@ -15,31 +15,30 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from megatron.data.errors import DataError
-from megatron.data.text.corpus import Document
-from megatron.data.tokenizers import learnt as learnt_module
+from megatron.data.preprocess.corpus import TextDocument
+from megatron.data.tokenizers import train as learnt_module
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
-    TOKENIZER,
+    TOKENIZER_JSON,
     HuggingFaceTokenizer,
-    byte_letters,
-    bytes_as_ids,
-    tokenizer_files,
+    byte_tokenizer,
+    bytes_to_unicode,
+    make_tokenizer_files,
 )
-from megatron.data.tokenizers.learnt import Learnt, save_files
-from megatron.data.tokenizers.train_bpe import SMALLEST, train_bpe
+from megatron.data.tokenizers.train import BPE_SMALLEST, TrainedTokenizer, save_tokenizer, train_bpe
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "there", "then", "hat", "naïve", "x = x + 1", "\n\t"]
 
 
-def documents(texts: list[str]) -> list[Document]:
-    return [Document((text,), f"d{i}", len(text)) for i, text in enumerate(texts)]
+def documents(texts: list[str]) -> list[TextDocument]:
+    return [TextDocument((text,), f"d{i}", len(text)) for i, text in enumerate(texts)]
 
 
-FILES = tokenizer_files(bytes_as_ids())
+FILES = make_tokenizer_files(byte_tokenizer())
 
 
-def made(learnt: Learnt) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(learnt.files[TOKENIZER].decode())
+def made(learnt: TrainedTokenizer) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(learnt.files[TOKENIZER_JSON].decode())
 
 
 def some_texts(seed: int, count: int) -> list[str]:
@@ -51,7 +50,7 @@ def merges_by_hand(texts: list[str], merges: int) -> list[tuple[str, str]]:
     """Sennrich et al., arXiv 1508.07909, algorithm 1; of equally frequent pairs the one with the smallest ids."""
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words = Counter(tuple(word) for text in texts for word, _ in cut.pre_tokenize_str(text))
-    ids = {letter: i for i, letter in enumerate(sorted(byte_letters()))}
+    ids = {letter: i for i, letter in enumerate(sorted(bytes_to_unicode()))}
     found = []
     for _ in range(merges):
         pairs: Counter[tuple[str, str]] = Counter()
@@ -87,17 +86,17 @@ def merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 @pytest.mark.parametrize("seed", range(3))
 def test_merges_are_those_of_the_algorithm(seed: int) -> None:
     texts = some_texts(seed, 30)
-    trained = train_bpe(documents(texts), SMALLEST + 40)
+    trained = train_bpe(documents(texts), BPE_SMALLEST + 40)
     merges = [tuple(pair) for pair in json.loads(made(trained).to_str())["model"]["merges"]]
     assert merges == merges_by_hand(texts, 40)
-    assert made(trained).get_vocab_size() == SMALLEST + len(merges)
+    assert made(trained).get_vocab_size() == BPE_SMALLEST + len(merges)
     assert (trained.documents, trained.text_bytes) == (30, sum(len(t.encode()) for t in texts))
 
 
 def test_it_depends_on_the_texts_and_not_on_their_order() -> None:
     texts = some_texts(1, 200)
     first, again, other = (
-        train_bpe(documents(t), 400).files[TOKENIZER] for t in (texts, texts[::-1], some_texts(2, 200))
+        train_bpe(documents(t), 400).files[TOKENIZER_JSON] for t in (texts, texts[::-1], some_texts(2, 200))
     )
     assert first == again != other
 
@@ -122,15 +121,15 @@ def test_bytes_per_token_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch
 
 def test_what_nothing_can_be_learnt_from_is_named() -> None:
     with pytest.raises(DataError, match=r"the documents of the input are all empty \(1\)"):
-        train_bpe([Document(("",), "d.txt", 9)], 300)
+        train_bpe([TextDocument(("",), "d.txt", 9)], 300)
 
 
 def test_a_vocabulary_holds_all_bytes() -> None:
     with pytest.raises(DataError, match="a vocabulary of 256 is too small for the 256 bytes"):
-        train_bpe(documents(["text"]), SMALLEST - 1)
-    smallest = made(train_bpe(documents(["text text text"]), SMALLEST))
-    assert smallest.get_vocab_size() == SMALLEST
-    assert sorted(smallest.get_vocab()) == sorted([*byte_letters(), END_OF_DOCUMENT])
+        train_bpe(documents(["text"]), BPE_SMALLEST - 1)
+    smallest = made(train_bpe(documents(["text text text"]), BPE_SMALLEST))
+    assert smallest.get_vocab_size() == BPE_SMALLEST
+    assert sorted(smallest.get_vocab()) == sorted([*bytes_to_unicode(), END_OF_DOCUMENT])
 
 
 # --- saving ---
@@ -141,7 +140,7 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
     tokenizer = made(learnt)
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "new" / "bpe", tmp_path / "empty"):
-        save_files(learnt.files, folder)
+        save_tokenizer(learnt.files, folder)
         read = HuggingFaceTokenizer(folder)
         assert read.encode("the cat").tolist() == tokenizer.encode("the cat").ids
         assert read.eod == tokenizer.token_to_id(END_OF_DOCUMENT)
@@ -152,7 +151,7 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(DataError, match=f"already exists and {message}"):
-        save_files(FILES, tmp_path)
+        save_tokenizer(FILES, tmp_path)
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -167,8 +166,8 @@ def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", full)
     if failing < 2:
         with pytest.raises(OSError, match="No space left"):
-            save_files(FILES, tmp_path / "bpe")
+            save_tokenizer(FILES, tmp_path / "bpe")
         assert list(tmp_path.iterdir()) == []
     else:
-        save_files(FILES, tmp_path / "bpe")
+        save_tokenizer(FILES, tmp_path / "bpe")
         assert len(list((tmp_path / "bpe").iterdir())) == 2

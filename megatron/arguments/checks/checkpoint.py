@@ -1,0 +1,198 @@
+"""Checks of the folders that checkpoints are loaded from and saved to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from os.path import exists, isdir, isfile
+from pathlib import Path
+
+from megatron.checkpoint.object_store import Location, RemotePath, missing_library, parse_location
+from megatron.config.errors import Problem, did_you_mean
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+
+# unlike pathlib's they do not raise for a very long name
+
+
+MEGATRON_LM = "latest_checkpointed_iteration.txt"
+"""The file that marks a checkpoint folder of Megatron-LM."""
+
+
+def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--load`` exists and holds checkpoints of this format, unless ``--save`` holds some to resume from.
+
+    ``--load`` may be the folder of ``--save``, which need not exist yet.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.load in ("", HUGGING_FACE_PREFIX):
+        yield Problem("E801", f"--load '{checkpoint.load}' has no folder name", ("drop --load",))
+        return
+    if (
+        checkpoint.load is None
+        or str(checkpoint.load).startswith(HUGGING_FACE_PREFIX)
+        or _same_folder(config)
+        or holds_checkpoints(checkpoint.save)
+    ):
+        return
+    folder = parse_location(str(checkpoint.load))
+    if isinstance(folder, RemotePath):
+        yield from _store_problems("E801", "--load", folder, world_size)
+    elif not isdir(folder):
+        siblings = folder.parent.iterdir() if isdir(folder.parent) else ()
+        guess = did_you_mean(folder.name, sorted(path.name for path in siblings if isdir(path)))
+        fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
+        yield Problem("E801", f"--load {folder}: the folder does not exist", fixes)
+    elif isfile(folder / MEGATRON_LM):
+        sentence = f"--load {folder} holds checkpoints of Megatron-LM, which cannot be loaded"
+        yield Problem("E801", sentence, ("convert them to the Hugging Face format and --load hf:DIR",))
+    elif isfile(folder / "config.json"):
+        fixes = (f"--load {HUGGING_FACE_PREFIX}{folder}",)
+        yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
+
+
+def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that checkpoints can be written, and that the folder is not itself a checkpoint."""
+    if config.checkpoint.save is None:
+        return
+    if config.checkpoint.save == "":
+        yield Problem("E802", "--save '' is empty", ("--save checkpoints", "drop --save"))
+        return
+    folder = parse_location(str(config.checkpoint.save))
+    if isinstance(folder, RemotePath):
+        yield from _store_problems("E802", "--save", folder, world_size)
+        return
+    existing = next(path for path in (folder, *folder.parents) if exists(path))
+    if not isdir(existing):
+        yield Problem("E802", f"--save {folder}: {existing} is not a folder", (f"--save {existing}-checkpoints",))
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem("E802", f"--save {folder}: {existing} is not writable")
+    elif _step(folder) is not None:
+        sentence = f"--save {folder} is one checkpoint; give the folder that contains it"
+        yield Problem("E802", sentence, (f"--save {folder.parent}",))
+    elif isfile(folder / MEGATRON_LM):
+        sentence = f"--save {folder} holds checkpoints of Megatron-LM"
+        yield Problem("E802", sentence, (f"--save {folder}-new",))
+
+
+def _store_problems(code: str, option: str, place: RemotePath, world_size: int) -> Iterator[Problem]:
+    """Yield problems of a place in an object store that can be found without a request to the store."""
+    missing = missing_library(place)
+    if missing is not None:
+        yield Problem(code, f"{option} {missing[0]}", (missing[1],))
+    elif not place.bucket:
+        yield Problem(code, f"{option} {place.scheme}:// has no bucket", (f"{option} {place.scheme}://BUCKET/RUN",))
+    elif place.scheme == "memory" and world_size > 1:
+        sentence = f"{option} {place}: {world_size} ranks do not share memory"
+        yield Problem(code, sentence, (f"{option} A_FOLDER_THAT_ALL_RANKS_SHARE",))
+    elif code == "E802" and _step(place) is not None:
+        sentence = f"{option} {place} is one checkpoint; give the folder that contains it"
+        yield Problem(code, sentence, (f"{option} {place.parent}",))
+
+
+def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
+    checkpoint = config.checkpoint
+    if checkpoint.local_save is None:
+        return
+    if checkpoint.local_save == "":
+        yield Problem("E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save"))
+        return
+    if checkpoint.save is None:
+        sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
+        yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
+    elif Path(checkpoint.local_save).resolve() == parse_location(checkpoint.save).resolve():
+        sentence = f"--local-save {checkpoint.local_save} is the --save folder"
+        yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
+    if checkpoint.local_save_interval is None:
+        sentence = "--local-save needs --local-save-interval"
+        yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
+    if isinstance(parse_location(checkpoint.local_save), RemotePath):
+        sentence = f"--local-save {checkpoint.local_save} is in an object store; give a folder on the nodes' disks"
+        yield Problem("E804", sentence, (f"--save {checkpoint.local_save}", "--local-save /dev/shm/checkpoints"))
+    for name in sorted({*re.findall(r"{[^{}]*}", checkpoint.local_save)} - {"{node}"}):
+        sentence = (
+            f"--local-save {checkpoint.local_save}: {name} is not a placeholder; only {{node}}, the node's number, is"
+        )
+        yield Problem("E804", sentence, (f"--local-save {checkpoint.local_save.replace(name, '{node}')}",))
+
+
+def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and str(checkpoint.load).startswith(HUGGING_FACE_PREFIX):
+        if checkpoint.resume_mode == "new-schedule":
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has only weights, no schedule to continue"
+            yield Problem("E803", sentence, ("--resume-mode weights-only",))
+        if checkpoint.ckpt_step is not None:
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has no --ckpt-step {checkpoint.ckpt_step}"
+            yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
+    elif (
+        checkpoint.resume_mode == "weights-only"
+        and checkpoint.save is not None
+        and (checkpoint.load is None or _same_folder(config))
+    ):
+        sentence = (
+            f"weights-only starts a new run, which cannot save to the folder of the old one, --save {checkpoint.save}"
+        )
+        yield Problem(
+            "E803",
+            sentence,
+            (f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new", "--resume-mode exact"),
+        )
+    elif (
+        checkpoint.load is not None
+        and checkpoint.ckpt_step is not None
+        and _step(parse_location(checkpoint.load)) not in (None, checkpoint.ckpt_step)
+    ):
+        sentence = f"--load {checkpoint.load} and --ckpt-step {checkpoint.ckpt_step} name different checkpoints"
+        yield Problem(
+            "E803", sentence, (f"--load {parse_location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
+        )
+
+
+def holds_checkpoints(folder: str | None) -> bool:
+    """Return True if a folder contains a checkpoint, by its name, or is one.
+
+    True for an object store that cannot be listed: the error is reported when the checkpoint is read.
+    """
+    if folder is None or str(folder).startswith(HUGGING_FACE_PREFIX):
+        return False
+    path = parse_location(str(folder))
+    if isinstance(path, RemotePath):
+        try:
+            return any(_step(each) is not None for each in (path, *path.folders()))
+        except OSError:
+            return True
+    return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
+
+
+def _same_folder(config: RunConfig) -> bool:
+    """Return True if checkpoints are saved to the folder they are loaded from."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.save is None:
+        return False
+    load = parse_location(str(checkpoint.load)).resolve()
+    return parse_location(str(checkpoint.save)).resolve() == (load if _step(load) is None else load.parent)
+
+
+def _step(folder: Location) -> int | None:
+    """Return the step of a checkpoint folder, by its name; None for other folders."""
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes about save intervals that lose more steps in a crash than expected."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
+        yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
+    if checkpoint.local_save is not None and checkpoint.save_interval is None:
+        yield "--local-save without --save-interval: if two nodes fail at once, all steps since the start are lost"
+    local, durable = checkpoint.local_save_interval, checkpoint.save_interval
+    if local and durable and local % durable == 0:
+        sentence = f"--local-save-interval {local} is a multiple of --save-interval {durable}"
+        yield f"{sentence}: local checkpoints do not reduce the steps lost in a crash"
+
+
+CHECKPOINT_CHECKS = (check_load_folder, check_save_folder, check_local_folder, check_resume)

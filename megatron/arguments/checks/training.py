@@ -1,0 +1,278 @@
+"""Checks of batch sizes, the batch ramp, the length of the run, recomputation, schedules and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.sources import LENGTH_OPTIONS
+from megatron.config.batch import (
+    final_consumed_samples,
+    final_iteration,
+    full_global_batch_size,
+    global_batch_size_at,
+    planned_samples,
+    rampup_stages,
+    schedule_lengths,
+)
+from megatron.config.errors import Problem
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, parse_factor
+from megatron.config.settings import flag
+from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
+from megatron.planner.memory import parameter_shapes
+
+PADDED = "--pad-global-batch"
+
+
+def batch_multiple(config: RunConfig, world_size: int) -> int:
+    """Return micro-batch size x DP, in samples: every global batch is a multiple of it, or padded to one."""
+    return config.training.micro_batch_size * config.parallel.data_parallel_size(world_size)
+
+
+def check_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that micro-batch size x DP divides the global batch, unless it is padded."""
+    training = config.training
+    unit = batch_multiple(config, world_size)
+    if training.pad_global_batch and training.global_batch_size is None:
+        sentence = "--pad-global-batch needs --global-batch-size"
+        yield Problem("E307", sentence, (f"--global-batch-size {unit}", f"drop {PADDED}"))
+    if training.global_batch_size is None or training.global_batch_size % unit == 0 or training.pad_global_batch:
+        return
+    micro = training.micro_batch_size
+    ranks = unit // training.micro_batch_size
+    fixes = flag_fixes("--global-batch-size", nearest_multiples(training.global_batch_size, unit))
+    if training.global_batch_size % ranks == 0:
+        fixes += flag_fixes("--micro-batch-size", nearest(micro, divisors(training.global_batch_size // ranks))[:1])
+    sentence = f"global batch {training.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
+    yield Problem("E301", sentence, (*fixes, PADDED))
+
+
+def check_ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the ramp reaches the full batch in whole increments, and that the ranks can divide every batch."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    full = full_global_batch_size(training, ranks)
+    unit = batch_multiple(config, world_size)
+    uneven = [size for _, size in rampup_stages(training, ranks)[:-1] if size % unit]
+    if start >= full:
+        sentence = f"the batch cannot grow from {start} to {full}"
+        yield Problem("E302", sentence, (f"--global-batch-size {start + increment}", "drop --rampup-batch-size"))
+    elif (full - start) % increment:
+        sentence = f"the batch cannot grow from {start} to {full} in steps of {increment}"
+        yield Problem("E302", sentence, _suggest_ramps(start, increment, samples, full, unit))
+    elif uneven and full % unit == 0 and not training.pad_global_batch:
+        shown = ", ".join(map(str, uneven[:3])) + (", ..." if len(uneven) > 3 else "")
+        sentence = f"batches of the ramp must be multiples of micro-batch x DP = {unit}: {shown}"
+        yield Problem("E303", sentence, (*_suggest_ramps(start, increment, samples, full, unit), PADDED))
+
+
+def _suggest_ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tuple[str, ...]:
+    """Return similar ramps whose batches are all multiples of ``unit``."""
+    first = max(unit, start // unit * unit)
+    if full % unit or first >= full:
+        return ("drop --rampup-batch-size",)
+    steps = [unit * d for d in divisors((full - first) // unit)]
+    near = [increment] if increment in steps else nearest(increment, steps)
+    return tuple(f"--rampup-batch-size {first} {step} {samples}" for step in near)
+
+
+def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the length of the run is given once, and is at least one step."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem("E304", "the run has no length", ("--train-iters 1000", "--train-samples 1000000"))
+    elif training.train_iters is not None and training.train_samples is not None:
+        fixes = ("drop --train-iters", "drop --train-samples")
+        yield Problem("E304", "train_iters and train_samples both set the length of the run", fixes)
+    elif training.train_samples is not None and final_iteration(training, ranks) == 0:
+        first = rampup_stages(training, ranks)[0][1]
+        sentence = f"{training.train_samples} samples do not fill one step of {first}"
+        yield Problem("E305", sentence, (f"--train-samples {first}",))
+
+
+def batch_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note about samples at the end of the run that do not fill a batch."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    left_over = planned_samples(training, ranks) - final_consumed_samples(training, ranks)
+    if left_over:
+        last = global_batch_size_at(training, ranks, final_consumed_samples(training, ranks))
+        unused = f"the last {left_over:,} are not used, because they do not fill a step of {last:,}"
+        yield f"--train-samples {training.train_samples:,}: {unused}"
+
+
+def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check the options of activation recomputation."""
+    training = config.training
+    layers = config.model.num_layers
+    if (
+        training.recompute_granularity == "full"
+        and training.recompute_num_layers is not None
+        and training.recompute_num_layers > layers
+    ):
+        sentence = f"{training.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
+        yield Problem("E306", sentence, (f"--recompute-num-layers {layers}",))
+    if training.recompute_granularity == "selective" and not training.recompute_modules:
+        fixes = ("--recompute-modules layernorm activation", "drop --recompute-granularity")
+        yield Problem("E306", "--recompute-granularity selective needs --recompute-modules", fixes)
+
+
+BATCH_CHECKS = (check_global_batch, check_ramp, check_length, check_recomputation)
+
+
+SCHEDULE_LENGTHS = [options for options in LENGTH_OPTIONS if options[0].startswith("lr_")]
+
+
+def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that no other learning rate exceeds the peak."""
+    optimizer = config.optimizer
+    for name, rate in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if rate > optimizer.lr:
+            yield _rate_above_peak("lr", optimizer.lr, name, rate)
+    if optimizer.decoupled_lr is None:
+        return
+    floor = (
+        ("min_lr", optimizer.min_lr)
+        if optimizer.decoupled_min_lr is None
+        else ("decoupled_min_lr", optimizer.decoupled_min_lr)
+    )
+    for name, rate in (floor, ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if rate > optimizer.decoupled_lr:
+            yield _rate_above_peak("decoupled_lr", optimizer.decoupled_lr, name, rate)
+
+
+def _rate_above_peak(peak: str, highest: float, name: str, rate: float) -> Problem:
+    lower = "decoupled_min_lr" if peak == "decoupled_lr" and name == "min_lr" else name
+    fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
+    return Problem("E401", f"{name} {rate:g} is above {flag(peak)} {highest:g}", fixes)
+
+
+def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that factors of parameter groups can be parsed."""
+    optimizer = config.optimizer
+    for name, texts in (("lr_factors", optimizer.lr_factors), ("weight_decay_factors", optimizer.weight_decay_factors)):
+        for text in texts:
+            try:
+                parse_factor(text)
+            except ValueError as error:
+                yield Problem("E408", f"'{text}' in {name} {error}", (f"{flag(name)} 'embedding.*=0.5'",))
+
+
+def check_patterns(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that every pattern matches a parameter. Names depend on neither the layout nor the vocabulary."""
+    optimizer = config.optimizer
+    if not (optimizer.lr_factors or optimizer.weight_decay_factors):
+        return
+    model = replace(config.model, vocab_size=1)
+    names = [parameter.name for parameter in parameter_shapes(model, ParallelConfig(), 0)]
+    for option, texts in (
+        ("lr_factors", optimizer.lr_factors),
+        ("weight_decay_factors", optimizer.weight_decay_factors),
+    ):
+        for text in texts:
+            with suppress(ValueError):  # reported as E408
+                pattern, factor = parse_factor(text)
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+                    sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
+                    yield Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))
+
+
+def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that each length is given once: in steps, in samples or as a fraction."""
+    optimizer = config.optimizer
+    for options in SCHEDULE_LENGTHS:
+        used = [option for option in options if getattr(optimizer, option)]
+        if len(used) > 1:
+            fixes = tuple(f"drop {flag(option)}" for option in used)
+            yield Problem("E402", f"{' and '.join(used)} set the same length", fixes)
+
+
+def check_schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check the schedule of a new run; a resumed run is checked from the step of its checkpoint."""
+    training, checkpoint = config.training, config.checkpoint
+    if (training.train_iters is None) == (training.train_samples is None):  # no length to measure them by
+        return
+    if not any(holds_checkpoints(folder) for folder in (checkpoint.save, checkpoint.load)):
+        yield from schedule_problems(config, config.parallel.data_parallel_size(world_size))
+
+
+def schedule_problems(config: RunConfig, data_parallel_size: int, begin: tuple[int, int] = (0, 0)) -> Iterator[Problem]:
+    """Yield problems of the schedule: warm-up, decay and WSD's final decay must fit into one another.
+
+    Args:
+        begin: steps and samples before the run's batch sizes last changed.
+    """
+    optimizer = config.optimizer
+    unit = None if any(begin) else full_global_batch_size(config.training, data_parallel_size)
+    warmup, decay, final, _ = schedule_lengths(config, data_parallel_size, *begin)
+    if warmup >= decay:
+        sentence = f"the warm-up of {_shown(warmup)} samples does not end before the decay does, at {_shown(decay)}"
+        shorter = _length_flag("lr_warmup", bool(optimizer.lr_warmup_samples), decay / 10, unit)
+        longer = _length_flag("lr_decay", bool(optimizer.lr_decay_samples), 10 * warmup, unit)
+        yield Problem("E403", sentence, (shorter, longer))
+    elif optimizer.lr_decay_style == "WSD" and final is None:
+        tenth = _length_flag("lr_wsd_decay", False, decay / 10, unit, 1)
+        yield Problem("E404", "WSD needs the length of its final decay", (tenth,))
+    elif optimizer.lr_decay_style == "WSD" and final is not None and final > decay - warmup:
+        sentence = f"WSD's final decay of {_shown(final)} samples does not fit between the end of the warm-up"
+        longest = _length_flag("lr_wsd_decay", bool(optimizer.lr_wsd_decay_samples), decay - warmup, unit, 1)
+        yield Problem("E404", f"{sentence} at {_shown(warmup)} and the end of the decay at {_shown(decay)}", (longest,))
+
+
+def _shown(samples: float) -> str:
+    return f"{samples:,.10g}"
+
+
+def _length_flag(name: str, in_samples: bool, samples: float, unit: int | None, least: int = 0) -> str:
+    """Return the flag that sets a length, rounded down, in samples or in steps of ``unit`` samples (None: varying)."""
+    if in_samples:
+        return f"{flag(name)}-samples {max(least, int(samples))}"
+    if unit is None:
+        return f"--set optimizer.{name}_samples={max(least, int(samples))}"
+    return f"{flag(name)}-iters {max(least, int(samples // unit))}"
+
+
+def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that a constant weight decay has one value, and a changing one a start and an end."""
+    optimizer = config.optimizer
+    ends = {"start_weight_decay": optimizer.start_weight_decay, "end_weight_decay": optimizer.end_weight_decay}
+    if optimizer.weight_decay_incr_style == "constant":
+        for name, value in ends.items():
+            if value is not None:
+                fixes = ("--weight-decay-incr-style linear", f"drop {flag(name)} and use --weight-decay {value:g}")
+                yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
+        return
+    for name, value in ends.items():
+        if value is None:
+            fixes = (f"{flag(name)} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
+            yield Problem("E405", f"a {optimizer.weight_decay_incr_style} weight decay needs {name}", fixes)
+
+
+def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the dynamic scale starts at or above its minimum."""
+    precision = config.precision
+    first, lowest = precision.initial_loss_scale, precision.min_loss_scale
+    if precision.params_dtype == "fp16" and precision.loss_scale is None and first < lowest:
+        sentence = f"--initial-loss-scale {first:g} is below --min-loss-scale {lowest:g}"
+        yield Problem("E406", sentence, (f"--min-loss-scale {first:g}", f"--initial-loss-scale {lowest:g}"))
+
+
+OPTIMIZER_CHECKS = (
+    check_learning_rates,
+    check_factors,
+    check_patterns,
+    check_schedule_units,
+    check_schedule,
+    check_weight_decay,
+    check_loss_scale,
+)

@@ -1,0 +1,410 @@
+"""From a command line to a checked configuration.
+
+Every config field is a flag. Values are merged in this order: defaults, the model of the checkpoint or of the
+``hf:DIR`` to start from, ``--preset``, ``--config`` files, flags, ``--set``. The command line is parsed flag by flag,
+and all problems, of spelling and of values, are reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.arguments import validate
+from megatron.arguments.checks import checkpoint, data, model, parallel, training
+from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.megatron_flags import check_unknown_flags, implied_default_notes, implied_default_problems
+from megatron.arguments.presets import PRESETS
+from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import (
+    ConfigSource,
+    build_config,
+    flat_values,
+    from_assignments,
+    from_checkpoint,
+    from_file,
+    from_hugging_face,
+    merge_values,
+    to_dict,
+)
+from megatron.arguments.summary import summary
+from megatron.arguments.validate import find_problems
+from megatron.config.errors import Problem, UserError, did_you_mean
+from megatron.config.launch import Launch, restart_notes
+from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting, replace_by_flags
+
+MAX_CHOICES_WIDTH = 70  # characters of choices in a placeholder; longer ones are listed in the help text
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """One flag as it was written."""
+
+    spelling: str
+    setting: Setting
+    words: tuple[str, ...] = ()  # after the flag
+    constant: Any = None  # stored by a flag without words
+
+    @property
+    def main(self) -> str:
+        """The spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
+        return self.setting.flag if self.spelling == self.setting.negative else self.spelling
+
+    def value(self) -> Any:
+        """Return the value.
+
+        Raises:
+            ValueError: if the words are not a value.
+        """
+        return self.setting.from_words(self.words) if self.constant is None else self.constant
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line, split into flags."""
+
+    # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size; field flags in ``given``
+    known: argparse.Namespace
+    # Unknown flags, each with the words after it; and words that follow no flag.
+    foreign: list[list[str]] = field(default_factory=list)
+    malformed: ConfigSource = field(default_factory=ConfigSource)  # problems of flags that argparse rejected
+
+    @property
+    def given(self) -> list[GivenFlag]:
+        """The flags of config fields, in order."""
+        return self.known.given
+
+    @property
+    def spellings(self) -> set[str]:
+        """All spellings on the command line."""
+        return {given.spelling for given in self.given} | {words[0] for words in self.foreign}
+
+
+def parse_flags(argv: Sequence[str]) -> CommandLine:
+    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
+    parser = make_parser()
+    reading = CommandLine(parser.parse_args([]))
+    for words in _split_flags(argv):
+        try:
+            _, rest = parser.parse_known_args(words, reading.known)
+        except argparse.ArgumentError as error:
+            spelling = words[0].partition("=")[0]
+            setting = SPELLINGS.get(spelling)
+            if setting is None:
+                reading.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+            else:  # argparse rejects only words after a constant's flag; words after other flags are checked later
+                reading.malformed.refuse(setting, spelling, ValueError("takes no value"))
+            continue
+        if rest:
+            reading.foreign.append(rest)
+    return reading
+
+
+def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with the words after it; words before the first flag come first."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--") and words:
+            yield words
+            words = []
+        words.append(word)
+    if words:
+        yield words
+
+
+class _RecordFlag(argparse.Action):
+    """Record that a flag was written; it is interpreted when all flags are known."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.given.append(GivenFlag(option_string or "", SETTINGS[self.dest], tuple(values), self.const))
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """Show one value: the parser accepts any number, to report a wrong number later."""
+        if isinstance(action, _RecordFlag):
+            return str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser, with one group of flags for each config class."""
+    parser = argparse.ArgumentParser(
+        prog="pretrain_gpt.py",
+        usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
+        description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=_Help,
+    )
+    parser.set_defaults(given=[])
+    _add_sources(parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set."))
+    for group, cls in GROUPS.items():
+        arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
+        for setting in (s for s in SETTINGS.values() if s.group == group):
+            _add(arguments, setting)
+    return parser
+
+
+def _add_sources(group: Any) -> None:
+    group.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
+    group.add_argument(
+        "--config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="YAML, by group or flat; later files override earlier ones.",
+    )
+    assignment = "Set a field; null clears it."
+    group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
+    group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
+    ranks = "Number of ranks to check for. Default: as many as launched."
+    fake = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
+    group.add_argument("--fake-world", action="store_true", help=fake)
+    group.add_argument("--fake-rank", type=_int, metavar="R", help="The rank that --fake-world builds. [0]")
+    group.add_argument("--world-size", type=_int, metavar="N", help=ranks)
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
+
+
+def _add(group: Any, setting: Setting) -> None:
+    text = help_text(setting).replace("%", "%%")
+    if setting.kind.scalar is bool:
+        constants = {setting.flag: (True, text), setting.negative: (False, argparse.SUPPRESS)}
+    else:
+        constants = {}
+        group.add_argument(
+            setting.flag, action=_RecordFlag, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
+        )
+    for alias, value in (setting.option.aliases or {}).items():
+        constants[alias] = (value, f"The same as {setting.spell(value)}.")
+    for spelling, (value, text) in constants.items():
+        group.add_argument(spelling, action=_RecordFlag, dest=setting.name, nargs=0, const=value, help=text)
+
+
+def metavar(setting: Setting) -> str:
+    """Return the placeholder for the value in the help."""
+    word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
+    if setting.option.choices:
+        word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.option.choices) + "}"
+    return " ".join([word] * (setting.kind.length or 1)) + (
+        " ..." if setting.kind.many and not setting.kind.length else ""
+    )
+
+
+def help_text(setting: Setting) -> str:
+    """Return the help text with the default and long lists of choices."""
+    text = setting.option.help
+    if _choices_are_long(setting):
+        text += f" One of {', '.join(setting.option.choices or ())}."
+    if setting.default is None or setting.default == ():
+        return text
+    return f"{text} [{default_text(setting)}]"
+
+
+def _choices_are_long(setting: Setting) -> bool:
+    """Return True if the choices are too long for the placeholder."""
+    return sum(map(len, setting.option.choices or ())) > MAX_CHOICES_WIDTH
+
+
+def default_text(setting: Setting) -> str:
+    """Return the default as text; for a boolean, the flag that turns it off."""
+    if setting.kind.scalar is bool:
+        return f"on; off: {setting.negative}" if setting.default else "off"
+    return setting.spell(setting.default).partition(" ")[2]
+
+
+SavedConfigReader = Callable[[CheckpointConfig], Mapping[str, Any] | None]
+"""Returns ``to_dict`` of the configuration in the checkpoint that a run starts from. None without a checkpoint; raises
+UserError if it cannot be read."""
+
+
+@dataclass(frozen=True)
+class ParsedArguments:
+    """A command line that passed every check."""
+
+    config: RunConfig  # derived values are written out
+    world_size: int  # ranks it was checked for
+    check_only: bool = False  # --check-config or --fake-world
+    notes: tuple[str, ...] = ()  # one line each, to be printed
+    fake_rank: int | None = None  # rank of --fake-world; None without
+
+    def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
+        """Return the text that ``--check-config`` prints.
+
+        Args:
+            iteration: steps taken before.
+            consumed_samples: samples used before.
+            data: lines about the training data.
+        """
+        notes = [f"note: {note}" for note in self.notes]
+        rows = summary(self.config, self.world_size, iteration, consumed_samples)
+        return "\n".join([*notes, rows, *data, "config ok"])
+
+
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ, recall: SavedConfigReader = lambda options: None
+) -> ParsedArguments:
+    """Parse and check a command line.
+
+    Args:
+        argv: without the program's name.
+        environ: environment variables, with the number of ranks from torchrun or srun.
+        recall: returns the configuration of the checkpoint that the run starts from.
+
+    Raises:
+        UserError: with every problem of flags, files and values.
+    """
+    command_line = parse_flags(argv)
+    options = command_line.known
+    unknown_flags, notes = check_unknown_flags(command_line.foreign)
+    files = [from_file(path) for path in options.config]
+    flags = _from_flags(command_line.given)
+    assignments = from_assignments(options.set)
+    sources = [_from_preset(options.preset), *files, flags, assignments, command_line.malformed, unknown_flags]
+    without_checkpoint = build_config(merge_values(source.values for source in sources))
+    unreadable: Sequence[Problem] = ()
+    try:
+        saved = recall(without_checkpoint.checkpoint)
+    except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
+        saved = None
+        unreadable = error.problems
+    load = without_checkpoint.checkpoint.load
+    start = from_hugging_face(load) if saved is None else from_checkpoint(saved)
+    sources.insert(0, start)
+    values = merge_values(source.values for source in sources)
+    config = build_config(values)
+    found = [problem for source in sources for problem in source.problems] + implied_default_problems(
+        command_line.spellings, config
+    )
+    check_only = options.check_config or options.fake_world
+    launch = Launch.read(environ)
+    world_size = _world_size(options, config, launch, found, notes)
+    fake_rank = _fake_rank(options, launch, found)
+    doubtful = {name for source in sources for name in source.doubtful}
+    for problem in find_problems(config, world_size, doubtful):
+        explained = parallel.suggest_nodes(problem, config, world_size, launch)
+        if not problem.code.startswith(("E5", "E8")):  # those quote files, whose paths must stay as they are
+            explained = replace(explained, sentence=replace_by_flags(explained.sentence))
+        found.append(explained)
+    in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
+    if saved is None and start.values and in_range:
+        shape = to_dict(build_config(start.values))
+        changes = compare_configs(shape, resolve(config, world_size), "weights-only", name="config.json")
+        notes += changes.lines
+        found += changes.problems
+    if found:
+        no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
+        raise UserError(found if no_folder else [*unreadable, *found])
+    if saved is not None:
+        inherited = set(start.values) - {"vocab_size"}  # usually not given but known from the data
+        notes += _inherited_notes(
+            sorted(inherited), resolve(without_checkpoint, world_size), resolve(config, world_size)
+        )
+    notes += implied_default_notes(command_line.spellings, values)
+    notes += [*training.batch_notes(config, world_size), *data.data_notes(config), *checkpoint.checkpoint_notes(config)]
+    notes += [*validate.profiling_notes(config, world_size), *validate.cuda_graph_notes(config)]
+    notes += [*parallel.pipeline_notes(config, world_size), *model.expert_notes(config)]
+    notes += [*parallel.sharding_notes(config, world_size), *restart_notes(environ)]
+    given = merge_values(source.values for source in (*files, flags, assignments))
+    notes += map(replace_by_flags, validate.unused_option_notes(config, given))
+    return ParsedArguments(resolve(config, world_size), world_size, check_only, tuple(notes), fake_rank)
+
+
+def _inherited_notes(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
+    """Return a note about values that come from the checkpoint's model and differ from the defaults."""
+    before = flat_values(own)
+    after = flat_values(config)
+    flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
+    return [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
+
+
+def _from_preset(name: str | None) -> ConfigSource:
+    if name is None or name in PRESETS:
+        return ConfigSource(values=dict(PRESETS[name]) if name else {})
+    guess = did_you_mean(name, PRESETS)
+    fixes = tuple(f"--preset {known}" for known in ([guess] if guess else PRESETS))
+    # Without its preset the model is unknown: the fields that presets set are not checked.
+    preset_fields = {field for preset in PRESETS.values() for field in preset}
+    return ConfigSource(problems=[Problem("E007", f"there is no preset {name}", fixes)], doubtful=preset_fields)
+
+
+def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
+    result = ConfigSource()
+    last = dict[str, GivenFlag]()
+    for flag in given:
+        name = flag.setting.name
+        try:
+            value = flag.value()
+        except ValueError as error:
+            result.refuse(flag.setting, flag.spelling, error, flag.words)
+            continue
+        before = last.get(name)
+        if before is not None and before.main != flag.main and result.values[name] != value:
+            result.doubtful.add(name)
+            sentence = f"{before.spelling} and {flag.spelling} contradict each other: both set {flag.setting.flag}"
+            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
+        last[name] = flag
+        result.values[name] = value
+    return result
+
+
+def _world_size(
+    options: argparse.Namespace, config: RunConfig, launch: Launch, found: list[Problem], notes: list[str]
+) -> int:
+    """Return the number of ranks to check for; append problems and notes about it."""
+    given: int | None = options.world_size
+    if given is not None and given < 1:
+        found.append(Problem("E008", f"--world-size {given}: must be at least 1", ("--world-size 1",)))
+        given = None
+    if options.check_config or options.fake_world:
+        fewest = max(1, config.parallel.model_ranks)
+        if given is None and launch.launcher is None and fewest > 1:
+            notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
+        return given or (launch.world_size if launch.launcher else fewest)
+    found += launch.problems()
+    if given is not None and given != launch.world_size:
+        sentence = f"--world-size {given}, but the launcher started {launch.world_size}"
+        found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {given}", "--check-config")))
+    return given or launch.world_size
+
+
+def _fake_rank(options: argparse.Namespace, launch: Launch, found: list[Problem]) -> int | None:
+    """Return the rank that ``--fake-world`` builds, if any; append problems about it."""
+    rank = options.fake_rank
+    if not options.fake_world:
+        if rank is not None:
+            sentence = f"--fake-rank {rank} needs --fake-world"
+            found.append(Problem("E010", sentence, ("--fake-world --world-size N", "drop --fake-rank")))
+        return None
+    if launch.world_size > 1:
+        sentence = f"--fake-world runs in one process, but the launcher started {launch.world_size}"
+        found.append(Problem("E010", sentence, ("python pretrain_gpt.py --fake-world --world-size N",)))
+    if options.world_size is None:
+        sentence = "--fake-world needs --world-size"
+        found.append(Problem("E010", sentence, ("--world-size 1024",)))
+    elif rank is not None and options.world_size > 0 and not 0 <= rank < options.world_size:
+        highest = options.world_size - 1
+        sentence = f"--fake-rank {rank}: the ranks of --world-size {options.world_size} are 0 to {highest}"
+        found.append(Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {highest}")))
+    return rank or 0

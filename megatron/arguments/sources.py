@@ -1,0 +1,232 @@
+"""The sources of config values: presets, files, flags and ``--set``; merging them; writing a config as text.
+
+A source is a flat mapping of field name to value. Reading one does not stop at the first mistake: it returns the
+values
+that could be read and the problems of the others.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.config.data_paths import SOURCE_OPTIONS
+from megatron.config.errors import Problem, UserError, did_you_mean
+from megatron.config.model import ModelConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
+from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.convert.huggingface.config import model_config_values, read_config
+
+Values = dict[str, Any]
+
+SEPARATED = {"split": ","}
+"""Separators of a field's parts, other than blanks."""
+
+LENGTH_OPTIONS = (
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+)
+"""Groups of fields that set the same length."""
+
+EXCLUSIVE_OPTIONS = (*(tuple((name,) for name in names) for names in LENGTH_OPTIONS), SOURCE_OPTIONS)
+"""Mutually exclusive groups of fields. Setting one in a later source clears the others."""
+
+
+@dataclass
+class ConfigSource:
+    """The values that one source sets."""
+
+    values: Values = field(default_factory=dict)  # by field name
+    problems: list[Problem] = field(default_factory=list)  # of what could not be read
+    doubtful: set[str] = field(default_factory=set)  # fields whose given value could not be read
+
+    def refuse(self, setting: Setting, spelling: str, error: ValueError, words: Sequence[str] = ()) -> None:
+        """Record that ``words`` are not a value of the setting; ``spelling`` is the flag or key."""
+        self.doubtful.add(setting.name)
+        self.problems.append(Problem("E002", f"{spelling}: {error}", suggest_values(setting, words)))
+
+
+def suggest_values(setting: Setting, words: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return suggestions in place of a flag with ``words``."""
+    if len(words) > 1 and not setting.kind.many and setting.kind.scalar is str and not setting.option.choices:
+        text = SEPARATED.get(setting.name, " ").join(words)
+        return (f"{setting.flag} {shlex.quote(text)}",)
+    if setting.option.choices:
+        return (f"{setting.flag} {'|'.join(setting.option.choices)}",)
+    if setting.kind.length:
+        return (f"{setting.flag} {' '.join(['N'] * setting.kind.length)}",)
+    return (setting.flag, setting.negative) if setting.kind.scalar is bool else ()
+
+
+def from_mapping(tree: Mapping[str, Any], source: str) -> ConfigSource:
+    """Read nested groups (``model: {hidden_size: 64}``), flat names, or both.
+
+    Args:
+        tree: as read from YAML or JSON.
+        source: its name in problems.
+    """
+    result = ConfigSource()
+    for key, value in tree.items():
+        name = str(key).replace("-", "_")
+        if name in GROUPS and isinstance(value, Mapping):
+            for inner, v in value.items():
+                _read_value(result, source, f"{name}.{inner}", v)
+        elif name in SETTINGS or name not in GROUPS:  # optimizer is a group and one of its options
+            _read_value(result, source, name, value)
+        elif value is not None:
+            result.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
+    return result
+
+
+def _read_value(result: ConfigSource, source: str, key: str, value: Any) -> None:
+    setting = find_setting(result, key, source)
+    if setting is None:
+        return
+    if setting.name in result.values:
+        result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
+    try:
+        result.values[setting.name] = setting.from_native(value)
+    except ValueError as error:
+        result.refuse(setting, f"{source}: {setting.key}", error)
+
+
+def from_assignments(assignments: Iterable[str]) -> ConfigSource:
+    """Read ``model.hidden_size=64`` texts; items of a tuple are separated by blanks or commas."""
+    result = ConfigSource()
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            result.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
+            continue
+        setting = find_setting(result, key.strip(), "--set")
+        if setting is None:
+            continue
+        try:
+            result.values[setting.name] = setting.from_words(
+                value.replace(",", " ").split() if setting.kind.many else [value]
+            )
+        except ValueError as error:
+            result.refuse(setting, f"--set {text}", error)
+    return result
+
+
+def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
+    """Return the setting ``key`` (``model.hidden_size`` or ``hidden_size``), or None after adding a problem."""
+    group, _, name = key.replace("-", "_").rpartition(".")
+    setting = SETTINGS.get(name)
+    if setting is not None and group in ("", setting.group):
+        return setting
+    guess = setting.name if setting is not None else did_you_mean(name, SETTINGS)
+    meant = (f"did you mean {SETTINGS[guess].key}?",) if guess else ()
+    result.doubtful |= {guess} if guess else set()
+    result.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))
+    return None
+
+
+def from_file(path: str) -> ConfigSource:
+    """Read a YAML file."""
+    import yaml  # slow to import, and seldom needed
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text file"
+        return ConfigSource(problems=[Problem("E006", f"--config {path} cannot be read: {reason}")])
+    except yaml.YAMLError as error:
+        return ConfigSource(problems=[Problem("E006", f"--config {path} is not YAML: {' '.join(str(error).split())}")])
+    if not isinstance(tree, Mapping):
+        return ConfigSource(
+            problems=[Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")]
+        )
+    return from_mapping(tree, path)
+
+
+def from_hugging_face(load: Any) -> ConfigSource:
+    """Read the model of ``--load hf:DIR``; empty for any other ``--load``."""
+    if not isinstance(load, str) or not load.startswith(HUGGING_FACE_PREFIX):
+        return ConfigSource()
+    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
+    try:
+        values = model_config_values(read_config(folder), str(folder / "config.json"))
+    except UserError as error:
+        # The model is unknown: its fields are not checked.
+        return ConfigSource(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})
+    return ConfigSource(_limit_seq_length(values))
+
+
+def from_checkpoint(saved: Mapping[str, Any]) -> ConfigSource:
+    """Read the model in a checkpoint's configuration.
+
+    Values that this version cannot read are left to :func:`megatron.arguments.compatibility.compare_configs`.
+    """
+    model = saved.get("model")
+    values: Values = {}
+    for name, value in model.items() if isinstance(model, Mapping) else ():
+        if name in SETTINGS and SETTINGS[name].group == "model":
+            values |= from_mapping({name: value}, "checkpoint").values
+    return ConfigSource(_limit_seq_length(values))
+
+
+def _limit_seq_length(model: Values) -> Values:
+    """Lower the default sequence length to the number of positions of a model with fewer."""
+    positions = model.get("max_position_embeddings") or TrainingConfig.seq_length
+    return model | ({"seq_length": positions} if positions < TrainingConfig.seq_length else {})
+
+
+def merge_values(sources: Iterable[Values]) -> Values:
+    """Merge values; later ones override earlier ones."""
+    merged: Values = {}
+    for values in sources:
+        for groups in EXCLUSIVE_OPTIONS:
+            used = [group for group in groups if any(values.get(name) for name in group)]
+            for name in (name for group in groups if used and group not in used for name in group):
+                merged.pop(name, None)
+        merged |= values
+    return merged
+
+
+def build_config(values: Values) -> RunConfig:
+    """Return the configuration with ``values`` in place of the defaults."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    for name, value in values.items():
+        groups[SETTINGS[name].group][name] = value
+    return RunConfig(**{group: cls(**groups[group]) for group, cls in GROUPS.items()})
+
+
+def flat_values(config: RunConfig) -> Values:
+    """Return every value of a configuration by field name."""
+    return {name: getattr(getattr(config, s.group), name) for name, s in SETTINGS.items()}
+
+
+def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """Build a configuration from ``to_dict`` or any nested or flat mapping.
+
+    Raises:
+        UserError: with all unknown names and unreadable values.
+    """
+    result = from_mapping(tree, "config")
+    if result.problems:
+        raise UserError(result.problems)
+    return build_config(result.values)
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return group -> field -> value, in plain YAML and JSON types."""
+
+    def plain(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    groups = ((f.name, getattr(config, f.name)) for f in fields(config))
+    return {name: {f.name: plain(getattr(group, f.name)) for f in fields(group)} for name, group in groups}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Return the whole configuration as a file for ``--config``."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None)

@@ -1,0 +1,244 @@
+"""The summary of a configuration, printed by ``--check-config`` and before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.batch import (
+    final_consumed_samples,
+    final_iteration,
+    full_global_batch_size,
+    get_num_microbatches,
+    padding_samples,
+    rampup_stages,
+)
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.distributed.sharding import padded_vocab_size
+from megatron.pipeline.partition import StageLayers, format_layout
+from megatron.pipeline.plan import (
+    is_split_by_cost,
+    peak_counts,
+    resolve_pipeline,
+    simulated_bubble,
+    stage_costs,
+    stage_layers,
+    virtual_stages,
+)
+from megatron.planner.memory import checkpoint_bytes, format_binary, max_rank_parameters, max_state_bytes
+
+
+def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
+    """Return at most eleven lines, from ranks and pipeline to precision and checkpoints.
+
+    Args:
+        config: resolved or not.
+        world_size: number of ranks.
+        iteration: steps taken before, possibly with other batch sizes.
+        consumed_samples: samples used before.
+    """
+    rows = {
+        "ranks": _ranks(config, world_size),
+        "pipeline": _pipeline(config, world_size),
+        "model": _model(config.model),
+        "parameters": _parameters(config),
+        "memory": _memory(config, world_size),
+        "batch": _batch(config, world_size),
+        "ramp": _ramp(config, world_size),
+        "length": _length(config, world_size, iteration, consumed_samples),
+        "optimizer": _optimizer(config, world_size),
+        "precision": _precision(config),
+        "saves": _saves(config),
+    }
+    return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
+
+
+def _ranks(config: RunConfig, world_size: int) -> str:
+    parallel = config.parallel
+    dp = parallel.data_parallel_size(world_size)
+    tp = parallel.tensor_model_parallel_size
+    sharing = "tensor and sequence parallel" if parallel.sequence_parallel and tp > 1 else "tensor parallel"
+    chunks = virtual_stages(config.model, parallel)
+    stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
+    pp = (
+        f"PP {parallel.pipeline_model_parallel_size} ({stages}) x " if parallel.pipeline_model_parallel_size > 1 else ""
+    )
+    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_expert_ranks(config, world_size)}"
+
+
+def _expert_ranks(config: RunConfig, world_size: int) -> str:
+    """Return the expert-parallel grid over the same ranks."""
+    if config.model.num_experts is None:
+        return ""
+    ep = config.parallel.expert_model_parallel_size
+    tp = config.parallel.expert_tp
+    copies = world_size // (config.parallel.pipeline_model_parallel_size * ep * tp)
+    return f"; experts: DP {copies} x EP {ep} x TP {tp}"
+
+
+def _pipeline(config: RunConfig, world_size: int) -> str:
+    """Return schedule, stages, bubble of the full batch (communication excluded), and activations kept."""
+    parallel = resolve_pipeline(config.model, config.parallel)
+    stages = stage_layers(config.model, parallel)
+    if len(stages) == 1:
+        return ""
+    count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
+    kept = f"at most {max(peak_counts(parallel, count).both)} micro-batches of a stage kept"
+    bubble = _bubble(config.model, parallel, count)
+    return f"{parallel.pipeline_schedule}, {_stage_layers(config, stages)}, {bubble}, {kept}"
+
+
+def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
+    """Return the bubble for stages of equal cost, as in the formulas, and for the estimated costs."""
+    same = f"{simulated_bubble(parallel, count):.1%}"
+    if model.vocab_size is None:
+        return f"bubble {same} where stages cost the same"
+    real = f"{simulated_bubble(parallel, count, stage_costs(model, stage_layers(model, parallel))):.1%}"
+    return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
+
+
+def _stage_layers(config: RunConfig, stages: Sequence[StageLayers]) -> str:
+    """Return the number of layers of each stage, as a layout unless all are equal."""
+    sizes = {stage.count for stage in stages}
+    if len(sizes) == 1:
+        return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
+    if config.model.vocab_size is None and is_split_by_cost(config.model, config.parallel):
+        return f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
+    return f"{len(stages)} stages {format_layout(stages)}"
+
+
+def _model(model: ModelConfig) -> str:
+    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
+    if model.kv_groups != model.num_attention_heads:
+        heads += f" on {model.kv_groups} key/value heads"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {_feed_forward(model)}"
+    return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
+
+
+def _feed_forward(model: ModelConfig) -> str:
+    if model.num_experts is None:
+        return f"{model.activation} MLP of {model.ffn}"
+    shared = model.moe_shared_expert_intermediate_size
+    shared_expert = f" and a shared one of {shared}" if shared else ""
+    routed = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
+    return routed + shared_expert
+
+
+def _parameters(config: RunConfig) -> str:
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    if model.vocab_size is None:
+        blocks = model.num_layers * model.layer_parameters() + model.norm_parameters()
+        return f"{blocks:,} and the embeddings, whose size depends on the tokenizer"
+    held = max_rank_parameters(model, config.parallel)
+    padded = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, tp)
+    padding = f"; vocabulary {model.vocab:,}" + (f" padded to {padded:,}" if padded != model.vocab else "")
+    active = "" if model.num_experts is None else f"{model.num_parameters(active=True):,} active per token, "
+    return f"{model.num_parameters():,} ({active}{held:,} on {_holder(config)}){padding}"
+
+
+def _memory(config: RunConfig, world_size: int) -> str:
+    if config.model.vocab_size is None:
+        return ""
+    parts = max_state_bytes(config, world_size)
+    by_part = ", ".join(
+        f"{name} {format_binary(held)}" for name, held in parts.items() if format_binary(held) != format_binary(0)
+    )
+    holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
+    return f"{format_binary(sum(parts.values()))} on {holder}, without activations: {by_part}"
+
+
+def _holder(config: RunConfig) -> str:
+    return "each rank" if config.parallel.pipeline_model_parallel_size == 1 else "the fullest rank"
+
+
+def _batch(config: RunConfig, world_size: int) -> str:
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    full = full_global_batch_size(training, dp)
+    count = _counted(get_num_microbatches(training, dp), "micro-batch", "micro-batches")
+    tokens = f"{full * training.seq_length:,} tokens"
+    split = f"{count} of {training.micro_batch_size} on each DP rank"
+    return f"{full:,} samples x {training.seq_length} = {tokens} a step: {split}" + _padding(training, dp, full)
+
+
+def _padding(training: TrainingConfig, dp: int, size: int) -> str:
+    """Return the share of a batch that is padding."""
+    extra = padding_samples(training, dp, size)
+    whole = size + extra
+    return f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)" if extra else ""
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _ramp(config: RunConfig, world_size: int) -> str:
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    stages = rampup_stages(training, dp)
+    if len(stages) == 1:
+        return ""
+    shown = [f"{size} from sample {at:,}" for at, size in stages]
+    if len(shown) > 4:
+        shown[2:-1] = [f"... {len(shown) - 3} more ..."]
+    most = max((size for _, size in stages), key=lambda size: padding_samples(training, dp, size) / size)
+    extra = padding_samples(training, dp, most)
+    return ", ".join(shown) + (f"; at most {extra / (most + extra):.1%} of the work is padding" if extra else "")
+
+
+def _length(config: RunConfig, world_size: int, *begin: int) -> str:
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    steps = final_iteration(training, dp, *begin)
+    samples = final_consumed_samples(training, dp, *begin)
+    row = f"{steps:,} steps, {samples:,} samples, {samples * training.seq_length:,} tokens"
+    if training.eval_iters:
+        interval = f"every {training.eval_interval} steps and at the end" if training.eval_interval else "at the end"
+        row += f"; evaluation on {_counted(training.eval_iters, 'batch', 'batches')} {interval}"
+    return row
+
+
+def _optimizer(config: RunConfig, world_size: int) -> str:
+    optimizer, parallel = config.optimizer, config.parallel
+    shards = parallel.data_parallel_size(world_size) // parallel.num_distributed_optimizer_instances
+    sharing = f", ZeRO-{parallel.zero_stage} over {_counted(shards, 'rank', 'ranks')}" if parallel.zero_stage else ""
+    row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
+    if optimizer.lr_decay_style != "constant":
+        row += f" to {optimizer.min_lr:g}"
+    warmups = (
+        (optimizer.lr_warmup_fraction, f"{100 * (optimizer.lr_warmup_fraction or 0):.3g}% of the decay"),
+        (optimizer.lr_warmup_samples, f"{optimizer.lr_warmup_samples:,} samples"),
+        (optimizer.lr_warmup_iters, f"{optimizer.lr_warmup_iters:,} steps"),
+    )
+    warmup = next((words for used, words in warmups if used), None)
+    return row + (f", warm-up {warmup}" if warmup else "") + f", clip {optimizer.clip_grad:g}"
+
+
+def _precision(config: RunConfig) -> str:
+    precision = config.precision
+    if precision.params_dtype in ("fp64", "fp32"):
+        return precision.params_dtype
+    scale = (
+        ""
+        if precision.params_dtype == "bf16"
+        else f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
+    )
+    return f"{precision.params_dtype}, main parameters and gradients fp32{scale}"
+
+
+def _saves(config: RunConfig) -> str:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return "none: --save is not set"
+    size = f"{format_binary(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
+    interval = f"every {_counted(checkpoint.save_interval, 'step', 'steps')} and " if checkpoint.save_interval else ""
+    row = f"{interval}at the end, {size}to {checkpoint.save}"
+    if checkpoint.keep_last is not None:
+        row += f"; the last {checkpoint.keep_last:,} are kept" if checkpoint.keep_last > 1 else "; the last is kept"
+        row += f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
+    if checkpoint.local_save is not None:
+        steps = _counted(checkpoint.local_save_interval or 1, "step", "steps")
+        row += f"; on the nodes every {steps}, to {checkpoint.local_save}"
+    return row

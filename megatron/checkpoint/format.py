@@ -1,0 +1,491 @@
+"""The checkpoint format: manifest, tensors, and arithmetic of boxes; see docs/formats.md.
+
+A checkpoint stores global tensors, independent of the layout that wrote them. The manifest lists every tensor with
+its stored shape, the view that boxes refer to, and its chunks: boxes of the view with their place in a file and a
+checksum. ``GlobalTensor`` and ``TensorPart`` describe which boxes a rank writes or reads. Boxes can be intersected,
+split, and checked to partition a tensor. The check is necessary: torch.distributed.checkpoint silently drops
+duplicate boxes and ignores holes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from math import prod
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, checksum, read_error
+from megatron.checkpoint.object_store import Location, RemotePath, local_path, parse_location
+from megatron.distributed.sharding import Box
+
+View = tuple[int, ...]
+
+
+def whole_box(view: View) -> Box:
+    """Return the box that covers a tensor of shape ``view``."""
+    return Box((0,) * len(view), view)
+
+
+def box_end(box: Box) -> tuple[int, ...]:
+    """Return the exclusive end index of the box, per dimension."""
+    return tuple(start + size for start, size in zip(box.start, box.size))
+
+
+def is_inside(box: Box, view: View) -> bool:
+    """Return True if the box is valid for a tensor of shape ``view``."""
+    return (
+        len(box.start) == len(box.size) == len(view)
+        and all(start >= 0 and size >= 0 for start, size in zip(box.start, box.size))
+        and all(end <= limit for end, limit in zip(box_end(box), view))
+    )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(end_a, end_b) - first for end_a, end_b, first in zip(box_end(a), box_end(b), start))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+class BoxIndex:
+    """An index over boxes of a tensor that finds those intersecting a given box without comparing all pairs.
+
+    Boxes are sorted by their start along the first dimension, along which tensors are split first.
+    """
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        self._sorted = sorted(enumerate(boxes), key=lambda item: _rows(item[1])[0])
+        rows = [_rows(box) for _, box in self._sorted]
+        self._starts = [start for start, _ in rows]
+        self._longest = max((end - start for start, end in rows), default=0)
+
+    def shared(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the position (in the order given) of each box that intersects ``box``, and the intersection."""
+        start, end = _rows(box)
+        candidates = slice(bisect_right(self._starts, start - self._longest), bisect_left(self._starts, end))
+        for number, other in self._sorted[candidates]:
+            found = intersect(other, box)
+            if found is not None:
+                yield number, found
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """Return start and end along the first dimension; a scalar counts as one row."""
+    return (box.start[0], box.start[0] + box.size[0]) if box.start else (0, 1)
+
+
+def relative_box(box: Box, outer: Box) -> Box:
+    """Return ``box`` in coordinates relative to the start of ``outer``."""
+    return Box(tuple(a - b for a, b in zip(box.start, outer.start)), box.size)
+
+
+def split_box(box: Box, limit: int) -> Iterator[Box]:
+    """Split ``box`` into boxes of at most ``limit`` elements (at least one each), in row-major order."""
+    if box.numel <= limit:
+        if box.numel:
+            yield box
+        return
+    dim = next(i for i, n in enumerate(box.size) if n > 1)
+    step = max(1, limit // prod(box.size[dim + 1 :]))
+    for first in range(0, box.size[dim], step):
+        start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+        size = (*box.size[:dim], min(step, box.size[dim] - first), *box.size[dim + 1 :])
+        yield from split_box(Box(start, size), limit)
+
+
+def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
+    """Return why ``boxes`` are not a partition of a tensor of shape ``view``; None if they are.
+
+    Sweeps along the first dimension: between two neighbouring edges, the boxes present must partition the remaining
+    dimensions. Near linear in the number of boxes if they are split along few dimensions, as in all layouts.
+    """
+    for box in boxes:
+        if not is_inside(box, view):
+            return f"{format_box(box)} is not inside {list(view)}"
+    return _sweep(view, [(box.start, box_end(box)) for box in boxes if box.numel], (), ())
+
+
+Span = tuple[View, View]
+"""Start and exclusive end of a box; precomputed because the sweep compares them repeatedly."""
+
+
+def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | None:
+    """Return the first hole or overlap among ``spans``, which all cover the column ``low..high`` swept so far."""
+    dim = len(low)
+    if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
+        return None
+    if dim == len(view) or not spans:
+        return _column_problem(spans, (*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
+    edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
+    waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
+    active: list[Span] = []
+    for first, last in pairwise(sorted(edges)):
+        active = [span for span in active if span[1][dim] > first]
+        while waiting and waiting[-1][0][dim] == first:
+            active.append(waiting.pop())
+        problem = _sweep(view, active, (*low, first), (*high, last))
+        if problem:
+            return problem
+    return None
+
+
+def _column_problem(spans: Sequence[Span], low: View, high: View) -> str | None:
+    """Return the message for a column that is covered by no span or by several."""
+    column = _span_box(low, high)
+    if not column.numel:
+        return None
+    if not spans:
+        return f"{format_box(column)} is not covered"
+    a, b, *_ = (format_box(_span_box(*span)) for span in spans)
+    return f"{a} and {b} overlap in {format_box(column)}"
+
+
+def _span_box(start: View, end: View) -> Box:
+    return Box(start, tuple(b - a for a, b in zip(start, end)))
+
+
+def format_box(box: Box) -> str:
+    """Format a box as an index expression: ``[0:4, 2:3]``."""
+    return "[" + ", ".join(f"{start}:{end}" for start, end in zip(box.start, box_end(box))) + "]"
+
+
+def match_view_dims(shape: View, view: View) -> tuple[slice, ...] | None:
+    """Return the dimensions of ``view`` that make up each dimension of ``shape``; None if it does not refine ``shape``.
+
+    >>> folding((12, 5), (2, 6, 5))
+    (slice(0, 2, None), slice(2, 3, None))
+    """
+    found, first = [], 0
+    for i, n in enumerate(shape):
+        last = first
+        while last < len(view) and (last == first or prod(view[first:last]) < n or i == len(shape) - 1):
+            last += 1
+        if prod(view[first:last]) != n or last == first:
+            return None
+        found.append(slice(first, last))
+        first = last
+    return tuple(found) if first == len(view) else None
+
+
+def boxes_in_shape(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes of the stored shape that make up a box of the view, as pairs (part of ``box``, box in ``shape``).
+
+    Raises:
+        ValueError: if ``view`` does not refine ``shape``.
+    """
+    groups = match_view_dims(shape, view)
+    if groups is None:
+        raise ValueError(f"{list(view)} is not a view of {list(shape)}")
+    for runs in product(*(list(_runs(box.start[g], box.size[g], view[g])) for g in groups)):
+        inner = Box(sum((r[0].start for r in runs), ()), sum((r[0].size for r in runs), ()))
+        yield inner, Box(tuple(r[1] for r in runs), tuple(r[0].numel for r in runs))
+
+
+def _runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
+    """Yield the contiguous runs of elements in a box, each with the row-major index of its first element."""
+    strides = [*accumulate(reversed(view[1:]), lambda a, b: a * b, initial=1)][::-1]
+    inner = len(view) - 1
+    while inner and size[inner] == view[inner]:
+        inner -= 1
+    for outer in product(*(range(a, a + n) for a, n in zip(start[:inner], size[:inner]))):
+        first = (*outer, *start[inner:])
+        yield Box(first, (*(1 for _ in outer), *size[inner:])), sum(a * b for a, b in zip(first, strides))
+
+
+FORMAT = "megatron-pretrain"
+VERSION = 1
+MANIFEST = "manifest.json"
+MARKER = "COMPLETE"
+
+ITEM_BYTES = (
+    dict.fromkeys(("F64", "I64", "U64"), 8)
+    | dict.fromkeys(("F32", "I32", "U32"), 4)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+    | dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1)
+)
+"""Bytes of an element, by the type names of safetensors."""
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """A box of a tensor in a file: elements in row-major order, little-endian."""
+
+    box: Box  # position in the tensor's view
+    file: str  # name inside the checkpoint
+    offset: int  # first byte, from the start of the file
+    bytes: int
+    xxh3: str  # checksum of those bytes
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor in the manifest."""
+
+    dtype: str  # name of the type in safetensors
+    shape: tuple[int, ...]  # as stored
+    view: tuple[int, ...]  # the shape that the chunks' boxes refer to
+    chunks: tuple[TensorChunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all elements."""
+        return prod(self.view) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file in the manifest; ``xxh3`` covers its first ``head`` bytes, which belong to no chunk."""
+
+    bytes: int
+    head: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a complete checkpoint."""
+
+    path: Location  # the checkpoint's folder, on disk or in an object store
+    version: int  # of the format
+    tensors: dict[str, TensorRecord]  # by global name
+    files: dict[str, FileRecord]  # every file except the manifest and the marker, by name
+    state: JSON  # plain numbers of the run: counters, positions, digests
+    config: JSON  # options of the run that wrote it, by group
+    # Folder of the files, relative to ``path``. Uploads to an object store cannot be renamed, so each save attempt has
+    # a folder of its own, and the marker names the one that was completed.
+    inside: str = ""
+
+    @classmethod
+    def open(cls, path: Location) -> Manifest:
+        """Read a manifest, verify it against the marker, and check the presence and size of all files.
+
+        Raises:
+            DamagedError: if the marker, the manifest or a file is missing, truncated or corrupted.
+            NewerVersionError: if a newer version of this program wrote it.
+            UnreachableError: if an object store does not answer.
+        """
+        manifest = cls.described(path)
+        sizes = None
+        if isinstance(manifest.folder, RemotePath):
+            try:
+                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
+            except OSError as error:
+                raise read_error(manifest.folder, error) from error
+        for name in manifest.files:
+            if sizes is None:
+                manifest.check_file(name)
+            else:
+                manifest._check_size(name, sizes.get(name))
+        return manifest
+
+    @classmethod
+    def described(cls, path: Location) -> Manifest:
+        """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
+
+        Raises:
+            DamagedError: if the marker or the manifest is missing, truncated or corrupted.
+            NewerVersionError: if a newer version of this program wrote it.
+            UnreachableError: if an object store does not answer.
+        """
+        path = parse_location(path)
+        mark = _read(path, MARKER)
+        inside = marker_folder(mark)
+        content = _read(path / inside if inside else path, MANIFEST)
+        if mark != marker_content(content, inside):
+            raise DamagedCheckpointError(
+                f"{path / MARKER} does not match {MANIFEST}: one of them has flipped bytes or is truncated"
+            )
+        return replace(parse_manifest(path, content), inside=inside)
+
+    @property
+    def folder(self) -> Location:
+        """Folder of the files."""
+        return self.path / self.inside if self.inside else self.path
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files except the manifest and the marker."""
+        return sum(file.bytes for file in self.files.values())
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of a small file such as ``tokenizer/tokenizer.json``, verified by its checksum.
+
+        Raises:
+            DamagedError: if the file is missing or corrupted.
+            KeyError: if the manifest does not list it.
+        """
+        record, content = self.files[name], _read(self.folder, name)
+        if checksum(content) != record.xxh3:
+            how = "is truncated" if len(content) < record.bytes else "has flipped bytes"
+            raise DamagedCheckpointError(f"{self.folder / name} {how} (content)")
+        return content
+
+    def prove(self, name: str) -> None:
+        """Check that the chunks of a tensor partition it.
+
+        Raises:
+            DamagedError: if they do not.
+        """
+        record = self.tensors[name]
+        problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
+        if problem:
+            raise DamagedCheckpointError(f"{self.path}: the chunks of {name} are not a partition of it: {problem}")
+
+    def check_file(self, name: str) -> None:
+        """Check the presence and size of a file on disk.
+
+        Raises:
+            DamagedError: if it is missing or has another size.
+        """
+        path = local_path(self.folder / name)
+        try:
+            seen = path.stat().st_size
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from error
+        self._check_size(name, seen)
+
+    def _check_size(self, name: str, seen: int | None) -> None:
+        """Check the size of a file; ``seen`` is None if it does not exist."""
+        expected = self.files[name].bytes
+        if seen is None:
+            raise DamagedCheckpointError(f"{self.folder / name} is missing")
+        if seen != expected:
+            how = "truncated" if seen < expected else "too long"
+            raise DamagedCheckpointError(f"{self.folder / name} is {how}: {seen} bytes, not {expected}")
+
+
+def marker_content(manifest: bytes, inside: str = "") -> bytes:
+    """Return the content of the marker for a manifest; ``inside`` as in :class:`Manifest`."""
+    return f"{checksum(manifest)} {inside}".strip().encode() + b"\n"
+
+
+def marker_folder(mark: bytes) -> str:
+    """Return the folder of the files that a marker names; "" if it names none or is damaged."""
+    text = mark.decode(errors="replace").strip()
+    try:
+        return _checked_name(text.partition(" ")[2]) if " " in text else ""
+    except ValueError:
+        return ""
+
+
+def encode_manifest(
+    tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], state: Mapping[str, Any], config: JSON
+) -> bytes:
+    """Return the content of manifest.json.
+
+    Raises:
+        TypeError, ValueError: if state or config is not JSON; NaN and infinity are not.
+    """
+    tensor_entries = {}
+    for name, record in sorted(tensors.items()):
+        chunks = [
+            {
+                "start": chunk.box.start,
+                "size": chunk.box.size,
+                "file": chunk.file,
+                "offset": chunk.offset,
+                "bytes": chunk.bytes,
+                "xxh3": chunk.xxh3,
+            }
+            for chunk in record.chunks
+        ]
+        tensor_entries[name] = vars(record) | {"chunks": chunks}
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {name: vars(record) for name, record in sorted(files.items())},
+        "tensors": tensor_entries,
+        "state": state,
+        "config": config,
+    }
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _read(folder: Location, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if name == MARKER:
+            message = f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted"
+            raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{folder / name} is missing") from error
+    except OSError as error:
+        raise read_error(folder / name, error) from error
+
+
+def parse_manifest(path: Location, content: bytes) -> Manifest:
+    """Parse a manifest and check that its numbers are consistent."""
+    try:
+        data = json.loads(content)
+        if data["format"] != FORMAT:
+            raise DamagedCheckpointError(f"{path / MANIFEST} has format {data['format']!r}, not {FORMAT!r}")
+        if data["version"] > VERSION:
+            raise NewerVersionError(
+                f"{path} was written by a newer version: its format version is {data['version']}, "
+                f"this program supports up to {VERSION}",
+                "update this program",
+            )
+        files = {_checked_name(name): _file(record) for name, record in data["files"].items()}
+        tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
+        return Manifest(path, data["version"], tensors, files, _values(data["state"]), _values(data["config"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {error!r}") from error
+
+
+def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return a shape, offset or length read from a file as a tuple.
+
+    Raises:
+        ValueError: if it is not made of integers >= 0.
+    """
+    found = tuple(numbers)
+    if not all(isinstance(n, int) and n >= 0 for n in found):
+        raise ValueError(f"{found} are not all integers >= 0")
+    return found
+
+
+def _checked_name(name: str) -> str:
+    """Return a file name if it is normalised and stays inside the folder it is put into."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != name or b"\0" in os.fsencode(name):
+        raise ValueError(f"{name!r} is not a valid file name in a checkpoint")
+    return name
+
+
+def _file(data: JSON) -> FileRecord:
+    record = FileRecord(**data)
+    to_dims((record.bytes, record.head))
+    return record
+
+
+def _values(data: JSON) -> JSON:
+    if not isinstance(data, dict):
+        raise ValueError(f"{data!r} is not an object of named values")
+    return data
+
+
+def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
+    record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(_chunks(data["chunks"])))
+    if prod(record.shape) != prod(record.view):
+        raise ValueError(f"{record.view} is not a view of {record.shape}")
+    for chunk in record.chunks:
+        in_file = files[chunk.file].head <= chunk.offset <= files[chunk.file].bytes - chunk.bytes
+        if chunk.bytes != chunk.box.numel * ITEM_BYTES[record.dtype] or not in_file:
+            raise ValueError(f"{chunk} has a wrong length or lies outside its file")
+        if not is_inside(chunk.box, record.view):
+            raise ValueError(f"{chunk} is not inside {record.view}")
+    return record
+
+
+def _chunks(data: Iterable[JSON]) -> Iterable[TensorChunk]:
+    for item in data:
+        box = Box(to_dims(item["start"]), to_dims(item["size"]))
+        offset, size = to_dims((item["offset"], item["bytes"]))
+        yield TensorChunk(box, item["file"], offset, size, item["xxh3"])

@@ -1,0 +1,377 @@
+"""Paths in object stores, ``s3://bucket/run``, with the operations of pathlib that checkpoints need.
+
+Stores are accessed through fsspec and its library for each (s3fs, gcsfs, adlfs, ...), which must be installed.
+Objects cannot be renamed, folders do not exist, and an object appears as a whole when its upload is complete. Every
+exception of a library is converted to an OSError, and calls that may succeed a moment later are retried.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import unquote
+
+ATTEMPTS = 5
+"""Attempts of a call in all. The libraries below repeat single requests on their own, silently."""
+
+FIRST_WAIT = 1.0
+"""Average seconds before the second attempt; doubled before each further one."""
+
+PERMANENT_ERRORS = (
+    (FileNotFoundError, errno.ENOENT),
+    (PermissionError, errno.EACCES),
+    (FileExistsError, errno.EEXIST),
+    (ImportError, errno.ENOPKG if hasattr(errno, "ENOPKG") else errno.ENOSYS),
+    (NotImplementedError, errno.ENOSYS),
+)
+"""Exceptions that a retry cannot fix."""
+
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
+"""Names of the exceptions for missing credentials; matched by name so that their modules need not be imported."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def translate_errors(place: object) -> Iterator[None]:
+    """Convert any exception of a library to an OSError that names ``place``.
+
+    Raises:
+        OSError: with ``EIO`` if the error may be transient.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise as_os_error(error, place) from error
+
+
+def as_os_error(error: Exception, place: object) -> OSError:
+    """Return an OSError with a matching errno for what a library raised about ``place``."""
+    number = next((number for kind, number in PERMANENT_ERRORS if isinstance(error, kind)), errno.EIO)
+    if type(error).__name__ in NO_CREDENTIALS:
+        number = errno.EACCES
+    if isinstance(error, OSError) and error.filename == str(place):
+        return error
+    original = error.__cause__ or error  # the store's own message, where the library has wrapped it
+    text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
+    if number == errno.ENOENT:
+        text = "there is no such object or bucket"
+    elif number == errno.EACCES:
+        text = f"access denied ({text})"
+    elif number == errno.EIO and not isinstance(error, OSError):
+        text = f"{type(error).__name__}: {text}"
+    return OSError(number, text, str(place))  # Python makes it a FileNotFoundError or the like
+
+
+def is_permanent(error: OSError) -> bool:
+    """Return True if retrying after an error of `translate_errors` is useless."""
+    return error.errno != errno.EIO
+
+
+def retry(action: Callable[[], T]) -> T:
+    """Call ``action`` until it succeeds, with exponential backoff after transient errors.
+
+    Raises:
+        OSError: of the last attempt, or the first permanent one.
+    """
+    for number in range(1, ATTEMPTS):
+        try:
+            return action()
+        except OSError as error:
+            if is_permanent(error):
+                raise
+            seconds = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)  # spreads the ranks
+            print_warning(
+                f"{error.filename}: {error.strerror}; attempt {number} of {ATTEMPTS}, retrying in {seconds:.1f} s"
+            )
+        time.sleep(seconds)
+    return action()
+
+
+def print_warning(text: str) -> None:
+    """Print a warning to stderr, on any rank."""
+    with suppress(OSError):  # a closed console must not fail a save
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+PART = 32 << 20
+"""Bytes of an upload part; a rank holds two or three, and a store accepts 10,000 parts per object."""
+
+RANGE = 8 << 20
+"""Bytes of one range request."""
+
+RANGES = 4
+"""Concurrent range requests."""
+
+URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
+
+S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 20}
+"""Timeouts in seconds after which the S3 library repeats a request."""
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A path in an object store; the methods shared with ``pathlib.Path`` have the same names.
+
+    Methods that access the store raise OSError if it fails, denies access or does not answer.
+    """
+
+    uri: str  # without a trailing slash
+
+    def __str__(self) -> str:
+        return self.uri
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.uri}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        """Kind of store: ``s3``."""
+        return self.uri.partition("://")[0]
+
+    @property
+    def bucket(self) -> str:
+        """Name of the bucket; "" if the URI has none."""
+        return self.uri.partition("://")[2].partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """Last component of the path; "" for a bucket."""
+        return PurePosixPath(self._key).name
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the name, with its dot."""
+        return PurePosixPath(self._key).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """Parent folder; that of a bucket is the bucket itself."""
+        return RemotePath(self.uri.rpartition("/")[0]) if self._key else self
+
+    def with_name(self, name: str) -> RemotePath:
+        """Return the path with another last component."""
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> RemotePath:
+        """Return the path with another suffix, or without one."""
+        return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
+
+    def resolve(self) -> RemotePath:
+        """Return the path itself: stores have no links."""
+        return self
+
+    @property
+    def _key(self) -> str:
+        """Path inside the bucket."""
+        return self.uri.partition("://")[2].partition("/")[2]
+
+    def exists(self) -> bool:
+        """Return True if there is an object of this name or below it."""
+        return bool(self._info())
+
+    def is_file(self) -> bool:
+        """Return True if there is an object of this name."""
+        return self._info().get("type") == "file"
+
+    def is_dir(self) -> bool:
+        """Return True if there are objects below this path."""
+        return self._info().get("type") == "directory"
+
+    def modified(self) -> float:
+        """Return when the object was written, in seconds since 1970."""
+        return float(self._call(lambda fs, key: fs.modified(key)).timestamp())
+
+    def folders(self) -> list[RemotePath]:
+        """Return the folders directly inside."""
+        entries = self._list(lambda fs, key: fs.ls(key, detail=True))
+        names = {PurePosixPath(entry["name"].rstrip("/")).name for entry in entries if entry["type"] == "directory"}
+        return [self / name for name in sorted(names)]
+
+    def files(self) -> dict[str, int]:
+        """Return the size of every object below this path, by its relative name."""
+
+        def inside(fs: Any, key: str) -> list[dict[str, Any]]:
+            start, found = len(key.strip("/")) + 1, fs.find(key, detail=True).values()
+            return [{"name": entry["name"].strip("/")[start:], "size": entry["size"]} for entry in found]
+
+        return {entry["name"]: entry["size"] for entry in self._list(inside)}
+
+    def read_bytes(self) -> bytes:
+        """Return the content of an object."""
+        return bytes(self._call(lambda fs, key: fs.cat_file(key)))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of an object from ``offset`` on; OSError if the object is too short."""
+        starts = list(range(0, len(buffer), RANGE))
+        for first in range(0, len(starts), RANGES):
+            ranges = [(start, min(start + RANGE, len(buffer))) for start in starts[first : first + RANGES]]
+            self._call(lambda fs, key, ranges=ranges: _fetch(fs, key, offset, ranges, buffer))
+
+    def write_bytes(self, content: bytes | memoryview) -> None:
+        """Create or replace a small object; after an OSError it may exist nevertheless."""
+        self._call(lambda fs, key: fs.pipe_file(key, bytes(content)))
+
+    def remove(self) -> None:
+        """Delete an object if it exists."""
+
+        def delete(fs: Any, key: str) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm_file(key)
+
+        self._call(delete)
+
+    def remove_all(self) -> None:
+        """Delete every object below this path."""
+
+        def delete(fs: Any, key: str) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm(key, recursive=True)
+
+        self._call(delete)
+
+    def _info(self) -> dict[str, Any]:
+        """Return the store's description of the path; {} if there is nothing."""
+        try:
+            return dict(self._call(lambda fs, key: fs.info(key)))
+        except FileNotFoundError:
+            return {}
+
+    def _list(self, request: Callable[[Any, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the result of the listing ``request``; [] if there is nothing."""
+        try:
+            return self._call(request)
+        except FileNotFoundError:
+            return []
+
+    def _call(self, request: Callable[..., T]) -> T:
+        """Return the result of a library call, retried on transient errors."""
+
+        def once() -> T:
+            with translate_errors(self):
+                return request(*_open_store(self))
+
+        return retry(once)
+
+
+Location = Path | RemotePath
+"""Path of a checkpoint, on disk or in an object store."""
+
+
+def parse_location(text: str | Location) -> Location:
+    """Parse the value of an option: a path, or a URI such as ``s3://bucket/run``."""
+    if not isinstance(text, str):
+        return text
+    match = URI.fullmatch(text)
+    if match is None:
+        return Path(text)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return Path("/" + unquote(rest.removeprefix("localhost")).lstrip("/"))
+    return RemotePath(f"{scheme}://{rest.strip('/')}")
+
+
+def local_path(path: Location) -> Path:
+    """Return a location that must be on disk as a ``Path``.
+
+    Raises:
+        TypeError: if it is in an object store.
+    """
+    if isinstance(path, RemotePath):
+        raise TypeError(f"{path} is not on a disk")
+    return path
+
+
+def missing_library(path: RemotePath) -> tuple[str, str] | None:
+    """Return a message and an install command if the library for a store is missing, else None."""
+    from fsspec.registry import known_implementations, registry  # type: ignore[import-untyped]
+
+    if path.scheme in registry:
+        return None
+    if path.scheme not in known_implementations:
+        known = "s3://, gs://, az:// and others of fsspec are"
+        return f"{path}: {path.scheme}:// is not a known kind of store; {known}", "pip install A_LIBRARY_FOR_IT"
+    package = known_implementations[path.scheme]["class"].partition(".")[0]
+    if package == "fsspec" or find_spec(package) is not None:
+        return None
+    return f"{path} needs a library that is not installed: {package}", f"pip install {package}"
+
+
+def _open_store(path: RemotePath) -> tuple[Any, str]:
+    """Return the fsspec file system of a path, and the path's key in it."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    missing = missing_library(path)
+    if missing is not None:
+        raise ImportError("; ".join(missing))
+    options: dict[str, Any] = {"use_listings_cache": False}  # other ranks and runs write too
+    if path.scheme in ("s3", "s3a"):
+        from fsspec.config import conf  # type: ignore[import-untyped]
+
+        options["config_kwargs"] = S3_TIMEOUTS | conf.get(path.scheme, {}).get("config_kwargs", {})
+    store, key = url_to_fs(path.uri, **options)
+    if path.scheme in ("s3", "s3a"):
+        store.retries = 1  # retried and reported here; retries of the library below remain
+    return store, key
+
+
+def _fetch(store: Any, key: str, offset: int, ranges: list[tuple[int, int]], buffer: memoryview) -> None:
+    """Read ranges of an object concurrently, each into its position in ``buffer``."""
+    starts = [offset + start for start, _ in ranges]
+    stops = [offset + stop for _, stop in ranges]
+    contents = store.cat_ranges([key] * len(ranges), starts, stops, on_error="raise")
+    for (start, stop), content in zip(ranges, contents):
+        if len(content) != stop - start:
+            raise OSError(f"received {len(content)} of {stop - start} requested bytes")
+        buffer[start:stop] = content
+
+
+class RemoteFileWriter:
+    """An object being uploaded part by part; it exists once the block ends without an exception."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        with translate_errors(path):
+            store, key = _open_store(path)
+            self._file = store.open(key, "wb", block_size=PART)
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append all of ``content``; after an OSError the upload must restart from the beginning."""
+        with translate_errors(self._path):
+            self._file.write(content)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Complete the upload, or discard it after an exception."""
+        try:
+            if kind is None:
+                with translate_errors(self._path):
+                    self._file.close()
+        except OSError:
+            self._discard()
+            raise
+        if kind is not None:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Discard the uploaded parts as far as possible, and keep the library from completing them later."""
+        try:
+            self._file.discard()
+        except Exception:  # the store is unreachable
+            return
+        finally:
+            self._file.closed = True

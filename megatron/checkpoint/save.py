@@ -1,0 +1,455 @@
+"""Save through torch.distributed.checkpoint, with a planner and a storage writer of our own.
+
+The library gathers every rank's plan on rank 0, where the parts are checked to partition every tensor, sends the
+plans back, gathers the results and lets rank 0 finish. An error on any rank is raised on all of them. Each rank
+writes one safetensors file; rank 0 adds the manifest and the marker, and publishes. For asynchronous saves the
+tensors are first copied to host memory and written in a thread. Free disk space is checked before a save.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future as TorchFuture
+
+from megatron.checkpoint.durable_files import (
+    StorageError,
+    checksum,
+    make_parent_folders,
+    save_elsewhere_flags,
+    storage_error,
+    sync_folder,
+    write_file,
+)
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import (
+    MANIFEST,
+    FileRecord,
+    TensorChunk,
+    TensorRecord,
+    encode_manifest,
+    match_view_dims,
+    partition_problem,
+    relative_box,
+    split_box,
+)
+from megatron.checkpoint.lease import Lease, raise_if_superseded, staging_folder_of
+from megatron.checkpoint.object_store import Location, RemotePath, local_path, retry
+from megatron.checkpoint.publish import (
+    create_staged,
+    discard_staged,
+    discard_upload,
+    new_upload,
+    publish_staged,
+    publish_upload,
+    write_marker,
+)
+from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorFileWriter, TensorPart
+from megatron.config.errors import Problem
+from megatron.distributed.param_layout import round_up
+from megatron.distributed.sharding import Box
+from megatron.planner.memory import format_binary
+
+CHUNK_BYTES = 64 << 20
+"""Maximum bytes of a chunk, the unit of reading: larger chunks need more memory and waste more on small boxes."""
+
+T = TypeVar("T")
+
+TensorKinds = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+"""Shape, view and type of tensors, by name."""
+
+
+class PartsSavePlanner(SavePlanner):
+    """Plans the writes of all ranks after checking that their parts partition every tensor."""
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        self._tensors = tensors
+        self._resolved: tuple[tuple[str, int], Tensor] | None = None
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Do nothing: the constructor has the tensors."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return one item per chunk of this rank's parts, in the order of the tensors."""
+        kinds = {name: (t.shape, t.view, t.dtype) for name, t in self._tensors.items()}
+        items = [
+            _write_item(name, number, box, tensor)
+            for name, tensor in self._tensors.items()
+            for number, part in enumerate(tensor.parts)
+            for box in split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize)
+        ]
+        return SavePlan(items, planner_data=kinds)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp_metadata.Metadata]:
+        """Check that the parts of all ranks partition every tensor.
+
+        Raises:
+            ValueError: if they do not, or if ranks disagree about a tensor; lists all such tensors.
+        """
+        kinds: TensorKinds = {}
+        problems = []
+        for rank, plan in enumerate(all_plans):
+            for name, kind in plan.planner_data.items():
+                if kinds.setdefault(name, kind) != kind:
+                    problems.append(f"{name}: {kind} on rank {rank}, {kinds[name]} on another rank")
+        boxes: dict[str, list[Box]] = {name: [] for name in kinds}
+        for plan in all_plans:
+            for item in plan.items:
+                boxes[item.index.fqn].append(_box(item))
+        for name, (shape, view, _) in kinds.items():
+            if match_view_dims(shape, view) is None:
+                problems.append(f"{name}: {list(view)} is not a view of {list(shape)}")
+            elif problem := partition_problem(view, boxes[name]):
+                problems.append(f"{name}: {problem}")
+        if problems:
+            raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
+        empty = [SavePlan(plan.items) for plan in all_plans]
+        return empty, dcp_metadata.Metadata({}, planner_data=kinds)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the elements of an item; the part they belong to is cached until another part is needed."""
+        name, number = write_item.index.fqn, write_item.index.index or 0
+        part = self._tensors[name].parts[number]
+        if self._resolved is None or self._resolved[0] != (name, number):
+            self._resolved = None  # free its memory before the next part is computed
+            self._resolved = (name, number), part.resolve()
+        return self._resolved[1][relative_box(_box(write_item), part.box).slices]
+
+
+def _write_item(name: str, part: int, box: Box, tensor: GlobalTensor) -> WriteItem:
+    chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+    data = TensorWriteData(chunk, dcp_metadata.TensorProperties(tensor.dtype), torch.Size(tensor.view))
+    return WriteItem(dcp_metadata.MetadataIndex(name, box.start, part), WriteItemType.SHARD, tensor_data=data)
+
+
+def _box(item: WriteItem) -> Box:
+    if item.tensor_data is None:
+        raise ValueError(f"{item.index.fqn} is not a tensor")
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+@dataclass
+class CheckpointExtras:
+    """Content of a checkpoint besides tensors."""
+
+    state: Mapping[str, Any]  # plain numbers, as JSON
+    config: dict[str, Any]  # options, as JSON
+    files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
+
+
+@dataclass
+class FileResult:
+    """The file that a rank has written."""
+
+    name: str
+    record: FileRecord
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one safetensors file per rank, then the manifest and the marker on rank 0."""
+
+    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, claim: Lease | None = None) -> None:
+        self._final, self._extra, self._rank, self._claim = final, extra, rank, claim
+        self._staging = staging_folder_of(claim)
+        self._folder: Location | None = None
+
+    def abandon(self) -> None:
+        """Remove the files of a failed save, as far as possible; does nothing on ranks other than 0."""
+        if isinstance(self._folder, RemotePath):
+            discard_upload(self._folder)
+        elif self._folder is not None and isinstance(self._final, Path):
+            discard_staged(self._final, self._staging)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: each writer writes one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: writers are not created from a path."""
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Reject state and config that are not JSON before anything is written."""
+        encode_manifest({}, {}, self._extra.state, self._extra.config)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Create the staging folder on rank 0 and send its path to all ranks in their plans."""
+        folder = self._folder = self._storage_errors(self._begin)
+        return [replace(plan, storage_data=folder) for plan in plans]
+
+    def _begin(self) -> Location:
+        if self._claim is not None:
+            self._claim.ready()
+        return (
+            new_upload(self._final)
+            if isinstance(self._final, RemotePath)
+            else create_staged(self._final, self._staging)
+        )
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write this rank's file, chunk by chunk."""
+        future: TorchFuture[list[WriteResult]] = TorchFuture()
+        future.set_result(self._storage_errors(lambda: self._write(plan, planner)) if plan.items else [])
+        return future
+
+    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write small files, manifest and marker, and publish the checkpoint."""
+        flat = [result for of_rank in results for result in of_rank]
+        self._storage_errors(lambda: self._finish(metadata.planner_data, flat))
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        folder: Location = plan.storage_data
+        if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
+            return retry(lambda: write_tensors(folder, self._rank, plan, planner))
+        return write_tensors(folder, self._rank, plan, planner)
+
+    def _finish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
+        folder = self._folder
+        if folder is None:
+            raise ValueError("finish() was called before prepare_global_plan()")
+        content, files = build_manifest(kinds, results, write_small_files(folder, self._extra.files), self._extra)
+        if isinstance(folder, RemotePath):
+            _check_lengths(folder, files, folder.files())
+            if self._claim is not None:
+                self._claim.check()
+            publish_upload(folder, content)
+            return
+        write_file(folder / MANIFEST, content)
+        sync_folder(folder)
+        lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+        _check_lengths(folder, files, lengths)
+        write_marker(folder, content)
+        publish_staged(local_path(self._final), self._staging)
+
+    def _storage_errors(self, action: Callable[[], T]) -> T:
+        """Run ``action``; convert disk errors to StorageError, or SupersededError if a later start holds the folder."""
+        try:
+            return action()
+        except (OSError, StorageError) as error:
+            raise_if_superseded(self._claim)
+            if isinstance(error, StorageError):
+                raise
+            older = CheckpointFolder(self._final.parent).resume_folder()
+            raise storage_error(error, self._final, self._rank, older) from error
+
+
+def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    """Write a rank's file chunk by chunk; return one result per chunk, then one for the file.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    name = f"tensors_{rank:05d}.safetensors"
+    entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
+    results = []
+    with TensorFileWriter(folder / name, entries) as file:
+        for item, entry in zip(plan.items, entries):
+            written = file.write(entry[0], _resolve(planner, item))  # no local reference: the tensor is freed
+            chunk = TensorChunk(_box(item), name, written.offset, written.bytes, written.xxh3)
+            results.append(WriteResult(item.index, written.bytes, chunk))
+    results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
+    return results
+
+
+def build_manifest(
+    kinds: TensorKinds, results: Sequence[WriteResult], small: Mapping[str, FileRecord], extra: CheckpointExtras
+) -> tuple[bytes, dict[str, FileRecord]]:
+    """Build the manifest from the results of all ranks and the small files; return its text and all files."""
+    files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
+    files |= small
+    chunks: dict[str, list[TensorChunk]] = {name: [] for name in kinds}
+    for result in results:
+        if isinstance(result.storage_data, TensorChunk):
+            chunks[result.index.fqn].append(result.storage_data)
+    tensors = {}
+    for name, (shape, view, dtype) in kinds.items():
+        ordered = sorted(chunks[name], key=lambda chunk: chunk.box.start)
+        tensors[name] = TensorRecord(DTYPE_NAMES[dtype], shape, view, tuple(ordered))
+    return encode_manifest(tensors, files, extra.state, extra.config), files
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
+    data = planner.resolve_data(item)
+    if not isinstance(data, Tensor):
+        raise ValueError(f"{item.index.fqn} is not a tensor")
+    return data
+
+
+def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
+    """Write small files, given as content or as a path to copy, by their names in the checkpoint.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    return {name: _write_small(folder, name, content) for name, content in files.items()}
+
+
+def _write_small(folder: Location, name: str, content: Path | bytes) -> FileRecord:
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    parent = (folder / name).parent
+    if isinstance(folder, Path):
+        make_parent_folders(folder, name)
+    write_file(folder / name, data)
+    sync_folder(parent)
+    return FileRecord(len(data), len(data), checksum(data))
+
+
+def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:
+    """Check that all files are visible here, not on another disk or removed by another process."""
+    for name, record in files.items():
+        seen = lengths.get(name)
+        if seen != record.bytes:
+            found = "is missing" if seen is None else f"has {seen} bytes"
+            raise StorageError(
+                f"{folder / name} {found} where {record.bytes} bytes were written: another process writes to "
+                f"{folder.parent}, or not all ranks see the same folder; no checkpoint was written",
+                "--save A_FOLDER_OF_ITS_OWN",
+            )
+
+
+def _key(item: WriteItem) -> str:
+    return f"{item.index.fqn}@{','.join(map(str, _box(item).start))}"
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    if item.tensor_data is None:
+        raise ValueError(f"{item.index.fqn} is not a tensor")
+    return item.tensor_data.properties.dtype
+
+
+ALIGNMENT = 64
+"""Bytes; every part starts at a multiple."""
+
+
+class HostCopyBuffer:
+    """A host buffer, allocated once, that holds a copy of all parts of a rank."""
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor], pinned: bool = False) -> None:
+        """Allocate the buffer and touch its pages, so that the first copy is as fast as later ones.
+
+        Args:
+            tensors: whose parts have the sizes that will be copied.
+            pinned: page-lock the buffer, so that GPUs copy into it directly.
+
+        Raises:
+            RuntimeError: if the memory cannot be allocated or locked.
+        """
+        size = sum(_padded_bytes(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
+        self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
+        if pinned and size:  # torch rounds its own pinned allocations up to a power of two
+            locked = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
+            torch.cuda.check_error(int(locked))
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer: that of all parts, each rounded up to ``ALIGNMENT``."""
+        return self._memory.numel()
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
+        """Return the same tensors with parts copied into the buffer; the copies are valid until the next call.
+
+        Raises:
+            ValueError: if the parts do not fit the buffer.
+        """
+        at, copies, on_gpu = 0, {}, False
+        for name, tensor in tensors.items():
+            parts = []
+            for part in tensor.parts:
+                padded = _padded_bytes(part, tensor.dtype)
+                if at + padded > self.bytes:
+                    raise ValueError(f"{name} does not fit into the host buffer")
+                source = part.resolve()
+                flat = self._memory[at : at + part.box.numel * tensor.dtype.itemsize]
+                target = flat.view(tensor.dtype).view(part.box.size)
+                target.copy_(source, non_blocking=source.is_cuda)
+                on_gpu |= source.is_cuda
+                parts.append(TensorPart(part.box, target))
+                at += padded
+            copies[name] = replace(tensor, parts=tuple(parts))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def _padded_bytes(part: TensorPart, dtype: torch.dtype) -> int:
+    return round_up(part.box.numel * dtype.itemsize, ALIGNMENT)
+
+
+def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Run ``work`` in a daemon thread and return its future.
+
+    The interpreter does not join the thread at exit, because it may be blocked in a collective with a dead rank.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # raised by future.result()
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def local_bytes(tensors: Mapping[str, GlobalTensor]) -> int:
+    """Return the bytes of this rank's parts."""
+    return sum(part.box.numel * tensor.dtype.itemsize for tensor in tensors.values() for part in tensor.parts)
+
+
+def disk_space_problem(folder: Location, size: int, claim: Lease | None = None) -> Problem | None:
+    """Return the problem (E816) if the disk of a ``--save`` folder cannot hold ``size`` more bytes, else None."""
+    message = disk_space_message(folder, size, claim)
+    if message is None:
+        return None
+    return Problem("E816", message, ("free some space", save_elsewhere_flags(CheckpointFolder(folder).resume_folder())))
+
+
+def disk_space_message(folder: Location, size: int, claim: Lease | None = None) -> str | None:
+    """Return a message if the disk of ``folder`` cannot hold ``size`` more bytes, else None.
+
+    Space held by interrupted saves is freed first. If the free space is unknown, the check passes.
+    """
+    free = _free_bytes(folder)
+    if free is None or free >= size:
+        return None
+    with suppress(OSError):
+        CheckpointFolder(folder).retain(None, claim=claim)
+    free = _free_bytes(folder)
+    if free is None or free >= size:
+        return None
+    return f"{folder}: a checkpoint takes {format_binary(size)}, and its disk has {format_binary(free)} left"
+
+
+def _free_bytes(folder: Location) -> int | None:
+    """Return the free bytes of the disk that holds or will hold ``folder``; None if unknown."""
+    if isinstance(folder, RemotePath):
+        return None
+    with suppress(OSError):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
+    return None

@@ -1,0 +1,44 @@
+"""User-facing configuration errors.
+
+A ``Problem`` has a code, a sentence and fixes to paste; ``UserError`` reports all problems at once. Each code has a
+section in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error in a command line, file or configuration."""
+
+    code: str  # ``E`` and three digits; docs/troubleshooting.md has a section on each
+    sentence: str  # what is wrong, and the rule
+    fixes: tuple[str, ...] = ()  # alternatives to paste into the command
+
+    def __str__(self) -> str:
+        text = f"{self.code} {self.sentence}"
+        return f"{text}\n  fix: {' | '.join(self.fixes)}" if self.fixes else text
+
+
+class UserError(ValueError):
+    """All problems of a request; ``str()`` is the message for the user."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        """Store one or more problems."""
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        closing = f"{count}; docs/troubleshooting.md explains the codes"
+        super().__init__("\n".join([*map(str, problems), closing]))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
+        """Pickle by the problems, not by the message."""
+        return type(self), (self.problems,)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word closest to a misspelt ``word``, or None."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.72)), None)

@@ -1,0 +1,74 @@
+"""Registries of what a user's own module adds to a run: callbacks, kernels, objectives, optimizers, families, loggers.
+
+``--plugin MODULE`` imports MODULE before the other flags are checked; the module calls :func:`register`. The built-in
+things of a kind are found in the module that owns the kind (``OPERATIONS`` of ``kernels.registry``, for example), which
+looks here too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.config.errors import Problem, UserError
+
+T = TypeVar("T")
+
+ENTRY_POINTS = "megatron.plugins"
+"""Group of entry points by whose names ``--plugin`` finds modules of installed packages."""
+
+KINDS = ("callback", "kernel", "metric_logger", "model_family", "objective", "optimizer")
+
+_registered: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+
+
+def register(kind: str, name: str) -> Callable[[T], T]:
+    """Return a decorator that adds a class, function or object to a kind.
+
+    Args:
+        kind: one of ``KINDS``.
+        name: what flags call it; of a kernel ``operation=name``, as in ``--kernels attention=mine``.
+
+    Raises:
+        ValueError: for an unknown kind, or a name that another object has already.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no kind of plugin is called {kind!r}; there are {', '.join(KINDS)}")
+
+    def add(thing: T) -> T:
+        if _registered[kind].setdefault(name, thing) is not thing:
+            raise ValueError(f"two plugins register the {kind} {name!r}")
+        return thing
+
+    return add
+
+
+def registered(kind: str) -> Mapping[str, Any]:
+    """Return what plugins have added to a kind, by name."""
+    return _registered[kind]
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Import plugins, each a module or the name of an entry point in ``ENTRY_POINTS``.
+
+    The working directory is searched too, as Python does for ``python -m``.
+
+    Raises:
+        UserError: when a plugin cannot be found or fails while it is imported.
+    """
+    found = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)} if names else {}
+    here = str(Path.cwd())
+    if names and here not in sys.path:
+        sys.path.append(here)
+    problems = []
+    for name in names:
+        try:
+            found[name].load() if name in found else import_module(name)
+        except Exception as error:  # a user's module may fail in any way
+            sentence = f"--plugin {name} cannot be imported: {type(error).__name__}: {error}"
+            problems.append(Problem("E910", sentence, ("PYTHONPATH=FOLDER python pretrain_gpt.py ...",)))
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,415 @@
+"""Check of a conversion: `transformers` on the Hugging Face files against our model on the checkpoint.
+
+Both run on the same tokens in fp32, and each module's weights are in memory only while it runs (`LazyWeightLoader`).
+transformers' model looks up its weights by its own names, so the check does not depend on our conversion tables. An
+export also checks that ``AutoTokenizer`` gives the ids of the run's tokenizer.
+
+Shapes: B rows of tokens, S tokens of a row, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.format import whole_box
+from megatron.config.model import ModelConfig
+from megatron.config.run import TrainingConfig
+from megatron.convert.errors import abbreviate, raise_if_any
+from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.weight_map import build_on_meta
+from megatron.convert.huggingface.weights import WeightSource, open_weights, read_in_blocks
+from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.rotary import RotaryEmbedding
+
+LoadParameter = Callable[[str], Tensor]
+
+
+class LazyWeightLoader:
+    """Loads the parameters of each module before its forward pass and releases them after it."""
+
+    def __init__(self, model: nn.Module, load: LoadParameter, aliases: Mapping[str, str] | None = None) -> None:
+        """Register forward hooks on all modules of ``model``.
+
+        Args:
+            model: on the meta device.
+            load: returns the value of a parameter by its dotted name.
+            aliases: tied parameter -> name of the parameter to load instead.
+        """
+        self.model, self._load, self._aliases = model, load, aliases or {}
+        self._meta: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters to restore, of loaded modules
+        self._prefixes: dict[nn.Module, str] = {}
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._prefixes[module] = f"{name}." if name else ""
+                module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(self._after)
+
+    def load(self, module: nn.Module) -> None:
+        """Load a module's own parameters until :meth:`release`.
+
+        Raises:
+            ValueError: when the shape of a value is not that of the parameter.
+        """
+        self._meta[module] = dict(module.named_parameters(recurse=False))
+        for name, parameter in self._meta[module].items():
+            full = self._prefixes[module] + name
+            value = self._load(self._aliases.get(full, full))
+            if value.shape != parameter.shape:
+                raise ValueError(f"{full} is {list(parameter.shape)}, its value {list(value.shape)}")
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+    def release(self, module: nn.Module) -> None:
+        """Put a module's meta parameters back."""
+        for name, parameter in self._meta.pop(module).items():
+            setattr(module, name, parameter)
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        self.load(module)
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.release(module)
+
+
+TOLERANCE = 1e-5
+"""Largest allowed difference, relative to the largest value of transformers."""
+
+SAMPLE_ROWS, SAMPLE_TOKENS = 2, 32
+"""Rows of random tokens, and tokens per row, which the number of positions and the window may change."""
+
+MAX_CHECKED_WINDOW = 256
+"""Longest window that the rows exceed; the memory of the logits grows with it."""
+
+
+class MismatchError(CheckpointError):
+    """The converted model does not compute the same, or its tokenizer gives other ids."""
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """Largest difference between two outputs that should be equal."""
+
+    what: str  # name of the output
+    absolute: float
+    relative: float  # to the largest absolute value of transformers
+
+    @classmethod
+    def between(cls, what: str, ours: Tensor, theirs: Tensor) -> OutputDifference:
+        """Compare two tensors of one shape. The difference is infinite if one of them is not finite."""
+        absolute = (ours - theirs).abs().max().item()
+        scale = theirs.abs().max().item()
+        if not torch.isfinite(ours).all() or not torch.isfinite(theirs).all():
+            return cls(what, float("inf"), float("inf"))
+        return cls(what, absolute, absolute / scale if scale else absolute)
+
+    def __str__(self) -> str:
+        return f"{self.what} by {self.absolute:.1e} ({self.relative:.1e} of the largest)"
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """Outputs of a model that are compared."""
+
+    blocks: Tensor  # hidden states after each block, [blocks, B, S, H]
+    logits: Tensor  # [B, S, V]
+    angles: Tensor | None  # rotary frequencies and magnitude; None without rotary embedding
+
+
+def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSource) -> list[OutputDifference]:
+    """Compare transformers' model of a Hugging Face folder with ours.
+
+    Args:
+        folder: folder with safetensors files.
+        config: config.json of transformers' model.
+        model: architecture of our model.
+        source: our weights.
+
+    Returns:
+        Differences of the rotary frequencies, of the hidden states after each block, and of the logits.
+
+    Raises:
+        MismatchError: naming the first difference above ``TOLERANCE``, or tensors that transformers did not use.
+        CheckpointError: naming tensors with NaN or infinite values, which make a comparison impossible.
+        DamagedError: when a file cannot be read.
+    """
+    tokens_BS, positions_BS = sample_inputs(model)
+    theirs = run_transformers(folder, config, tokens_BS, positions_BS)
+    ours = run_own_model(model, source, tokens_BS, positions_BS)
+    found = []
+    if ours.angles is not None and theirs.angles is not None:
+        found.append(OutputDifference.between("rotary frequencies", ours.angles, theirs.angles))
+    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+        found.append(OutputDifference.between(f"block {i}", a, b))
+    found.append(OutputDifference.between("logits", ours.logits, theirs.logits))
+    wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
+    if wrong is not None:
+        if wrong.absolute == float("inf"):
+            raise_if_any(folder, {"holds tensors with values that are NaN or infinite": nonfinite_tensors(folder)})
+        raise MismatchError(
+            f"transformers computes other numbers from {folder} than this model: the first to differ is {wrong}; "
+            f"the final {found[-1]}; rounding explains up to {TOLERANCE:g} of the largest"
+        )
+    return found
+
+
+def nonfinite_tensors(folder: Path) -> list[str]:
+    """Return the names of the tensors in a folder's files with NaN or infinite values."""
+    extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN propagates
+    return [key for key, (least, greatest) in extremes.items() if not (least.isfinite() and greatest.isfinite())]
+
+
+def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return random tokens and their positions, both ``[B, S]``.
+
+    Rows are longer than the model's window, up to ``MAX_CHECKED_WINDOW`` (see :func:`uncovered_by_check`). With
+    learned positions,
+    the last row has the last positions. Rotary embedding uses small positions only, since the angles of large positions
+    differ by rounding; the frequencies are compared instead.
+    """
+    window = model.window_size or 0
+    length = SAMPLE_TOKENS + window if window <= MAX_CHECKED_WINDOW else SAMPLE_TOKENS
+    length = min(length, model.max_position_embeddings or length)
+    generator = torch.Generator().manual_seed(length)
+    tokens_BS = torch.randint(model.vocab, (SAMPLE_ROWS, length), generator=generator)
+    positions_BS = torch.arange(length).repeat(SAMPLE_ROWS, 1)
+    if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is not None:
+        positions_BS[-1] += model.max_position_embeddings - length
+    return tokens_BS, positions_BS
+
+
+def uncovered_by_check(model: ModelConfig) -> str | None:
+    """Return what the check does not cover because its rows are too short, or None."""
+    window, positions = model.window_size, model.max_position_embeddings
+    length = sample_inputs(model)[0].shape[1]
+    if window is None or window < length or (positions is not None and window >= positions):
+        return None
+    return f"the window of {window} tokens, because the rows compared have {length}"
+
+
+@torch.no_grad()
+def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
+    """Run our model on the weights of ``source``, in fp32."""
+    # the loss is not used: chunks of 1 token keep its memory small
+    training = TrainingConfig(cross_entropy_chunk_size=1)
+    chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1), training)
+    if chunk.rotary is not None:
+        chunk.rotary = RotaryEmbedding(model, torch.float32, torch.device("cpu"))
+    chunk.eval()
+    head, norm = chunk.output_layer, chunk.final_layernorm
+    if head is None or norm is None:
+        raise ValueError("a whole model has a final norm and an output layer")
+
+    def load(name: str) -> Tensor:
+        spec = chunk.specs[name]
+        return read_in_blocks(source, name, spec.view, whole_box(spec.view), torch.float32).reshape(spec.shape)
+
+    weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
+    blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].transpose(0, 1))
+    normed = _OutputRecorder([norm], lambda out: out)
+    chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
+    weights.load(head)
+    logits_SBV = head.logits(normed.stacked[0])
+    weights.release(head)
+    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
+    return ModelOutputs(blocks.stacked, logits_SBV.transpose(0, 1), angles)
+
+
+@torch.no_grad()
+def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
+    """Run transformers' model on the files of ``folder``, in fp32.
+
+    Raises:
+        MismatchError: when the files lack tensors, or have tensors that transformers does not use.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(config)
+    settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
+    angles = _fill_rotary(model)
+    tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
+    weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
+    LazyWeightLoader(model, weights.load, tied)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    blocks = _OutputRecorder(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
+    mask_BS = torch.ones_like(tokens_BS)  # without a mask, transformers infers documents from the positions
+    out = model(tokens_BS, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
+    weights.refuse_unused({*tied, *IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
+    return ModelOutputs(blocks.stacked, out.logits, angles)
+
+
+IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
+"""Buffers that old versions of transformers stored with the weights."""
+
+
+EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
+
+
+class _TransformersWeights:
+    """Tensors of a folder by transformers' names, in fp32; records which are used."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._files = open_weights(folder)
+        self._used: set[str] = set()
+
+    def load(self, name: str) -> Tensor:
+        key = self._key(name)
+        if key is None:
+            mlp, _, parameter = name.rpartition(".experts.")
+            experts = self._experts(mlp, EXPERT_MATRICES.get(parameter, ()))
+            if experts:
+                return torch.stack(experts)
+            raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
+        self._used.add(key)
+        return self._files[key].tensor(key).to(torch.float32)
+
+    def _key(self, name: str) -> str | None:
+        """Return the key of a tensor in the files, with or without prefix, or as Mixtral names it; None if absent."""
+        without = name.removeprefix(self._prefix)
+        names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
+        return next((key for key in names if key in self._files), None)
+
+    def _experts(self, mlp: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
+        """Return the matrix of every expert, stored under one of the spellings; empty if there is none."""
+        for matrices in spellings:
+            experts: list[Tensor] = []
+            while self._key(f"{mlp}.experts.{len(experts)}.{matrices[0]}.weight") is not None:
+                expert = f"{mlp}.experts.{len(experts)}"
+                experts.append(torch.cat([self.load(f"{expert}.{matrix}.weight") for matrix in matrices]))
+            if experts:
+                return experts
+        return []
+
+    def refuse_unused(self, ignored: Collection[str]) -> None:
+        unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in ignored)]
+        if unused:
+            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {abbreviate(unused)}")
+
+
+def _fill_rotary(model: nn.Module) -> Tensor | None:
+    """Replace transformers' rotary module on the meta device by a real one, and return its angles."""
+    for name, module in model.named_modules():
+        if hasattr(module, "inv_freq"):
+            rotary = type(module)(model.config)
+            model.set_submodule(name, rotary)
+            return _angles(rotary.inv_freq, rotary.attention_scaling)
+    return None
+
+
+def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
+    """Return the logarithms of the frequencies and of the factor of cosine and sine, so that all count equally."""
+    return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
+
+
+class _OutputRecorder:
+    """Records the outputs of modules in one tensor.
+
+    Separate tensors would fragment the memory between weights that are loaded and released.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], read: Callable[[Any], Tensor]) -> None:
+        """Register hooks that record ``read(output)``, tensors of one shape, of every module."""
+        self._count, self._read = len(modules), read
+        self._outputs: Tensor | None = None
+        for i, module in enumerate(modules):
+            module.register_forward_hook(partial(self._record, i))
+
+    @property
+    def stacked(self) -> Tensor:
+        """Recorded outputs, ``[modules, ...]``."""
+        if self._outputs is None:
+            raise ValueError("none of the modules has run")
+        return self._outputs
+
+    def _record(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        value = self._read(output)
+        if self._outputs is None:
+            self._outputs = value.new_empty(self._count, *value.shape)
+        self._outputs[i] = value
+
+
+SAMPLE_TEXTS = (
+    "The quick brown fox doesn't jump; it's 3 feet off, isn't it? They'LL see.",
+    "In 2024, 1234567 people paid $99.95 (or 3,14159 euros) at 10:45:30.",
+    "  two spaces,\ttab,\n\n\nthree line feeds,\r\nand trailing spaces   ",
+    "def mean(values):\n    total = sum(values)\n\treturn total / len(values)  # x_1 += 0x7F\n",
+    "café, cafe\u0301, naïve, \ufb01ne, ½, \u2026 \u201cquoted\u201d \u2014 straße",
+    "日本語のテキスト。 Привет, مرحبا १२३ 中文\uff0c한국어",
+    "😀👍🏽 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u00a0non-breaking\u200bzero-width CamelCase snake_case",
+)
+"""Texts on which tokenizers commonly differ: contractions, digits, white space, code, composed letters, scripts."""
+
+
+def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Compare the exported tokenizer, as ``AutoTokenizer`` loads it, with the ids that training used.
+
+    transformers 5 may ignore the rules in ``tokenizer.json`` and rebuild the tokenizer with those of the class that
+    ``tokenizer_class`` names or, for some model types such as qwen2, with those of a fixed class.
+
+    Args:
+        files: the small files of the export, by name.
+        config: content of config.json.
+
+    Returns:
+        The files to export: ``files``, with another ``tokenizer_class`` where only that one gives the same ids.
+
+    Raises:
+        MismatchError: naming the first sample text that gets other ids with either class.
+        CheckpointError: when the ``tokenizers`` library cannot read the file.
+    """
+    if TOKENIZER_JSON not in files:
+        return dict(files)
+    try:
+        ours = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
+        ours.no_truncation()
+        ours.no_padding()
+        expected = [one.ids for one in ours.encode_batch(list(SAMPLE_TEXTS), add_special_tokens=False)]
+    except Exception as error:  # the library raises no other class
+        seen = f"the tokenizer's {TOKENIZER_JSON} cannot be read by the tokenizers library: {error}"
+        raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER", "--no-check") from error
+
+    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    generic = {**files, TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    problem = ""
+    for candidate in (dict(files), generic):
+        try:
+            found = _transformers_ids(candidate, config)
+        except Exception as error:  # whatever the class it builds finds wrong with this vocabulary
+            problem = f"cannot load the tokenizer: {error}"
+            continue
+        if found == expected:
+            return candidate
+        text, a, b = next((t, a, b) for t, a, b in zip(SAMPLE_TEXTS, expected, found, strict=True) if a != b)
+        problem = f"gives other ids than the tokenizer of the run: {len(b)} ids for {len(a)} of {text!r}"
+    raise MismatchError(
+        f"AutoTokenizer of transformers {problem}; for model_type {config['model_type']} it does not follow "
+        f"{TOKENIZER_JSON}. Export without the check, and load with transformers.PreTrainedTokenizerFast instead",
+        "--no-check",
+        "--tokenizer ANOTHER_FOLDER",
+    )
+
+
+def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
+    """Ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in {**files, CONFIG_FILE: json.dumps(config).encode()}.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAMPLE_TEXTS]

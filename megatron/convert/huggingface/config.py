@@ -1,0 +1,209 @@
+"""Conversion between a Hugging Face ``config.json`` and `ModelConfig`, without torch or transformers.
+
+Unsupported values and unknown keys are refused by name, because they may change what the model computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import Problem, UserError
+from megatron.config.model import ModelConfig
+from megatron.convert.huggingface.families import (
+    MODEL_FAMILIES,
+    FieldValues,
+    JsonObject,
+    ModelFamily,
+    UnsupportedConfigError,
+    read_bool,
+    read_number,
+)
+
+CONFIG_FILE = "config.json"
+SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json and generation_config.json with the ids of special tokens."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NOTES = _words(
+    """architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype use_cache
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    attn_implementation _attn_implementation _attn_implementation_autoset output_attentions output_hidden_states
+    return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward gradient_checkpointing
+    finetuning_task task_specific_params problem_type id2label label2id num_labels
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    n_ctx pretraining_tp reorder_and_upcast_attn"""
+)
+"""Keys that do not change what a language model computes: metadata, other heads, implementation choices."""
+
+_GENERATION = _words(
+    """max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+    top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
+)
+"""Settings of text generation, which older versions of transformers store in config.json."""
+
+_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),  # a decoder-only model is one either way
+    "tie_encoder_decoder": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Keys of all model types with the only supported values."""
+
+_TIED = {"gpt2": True}
+"""Model types whose default of ``tie_word_embeddings`` is true."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a folder.
+
+    Raises:
+        UserError: when there is none, or it is not a JSON object.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        sentence = f"{folder} holds no {CONFIG_FILE}, so it is not a Hugging Face model"
+        raise UserError([Problem("E850", sentence)]) from None
+    except (OSError, ValueError) as error:
+        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
+    if not isinstance(config, dict):
+        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
+    return config
+
+
+def read_model_type(config: JsonObject, where: str) -> str:
+    """Return the model type of a config.json, a key of ``MODEL_FAMILIES``.
+
+    Raises:
+        UserError: when the model type is not supported.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in MODEL_FAMILIES:
+        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(MODEL_FAMILIES)}"
+        raise UserError([Problem("E851", sentence)])
+    architectures = config.get("architectures")
+    named = architectures if isinstance(architectures, list) else [architectures]
+    supported = MODEL_FAMILIES[kind].architecture
+    if architectures and supported not in named:
+        sentence = f"{where}: architectures {', '.join(map(str, named))}; only {supported} is supported for {kind}"
+        raise UserError([Problem("E851", sentence)])
+    return kind
+
+
+def model_config_values(config: JsonObject, where: str) -> FieldValues:
+    """Return the fields of `ModelConfig`, by name, that a config.json determines.
+
+    Sizes that equal the computed defaults of `ModelConfig` (one key/value head per query head, heads that split the
+    hidden size) are None, as in a preset.
+
+    Args:
+        config: content of config.json.
+        where: its path, for messages.
+
+    Raises:
+        UserError: naming every unknown key and unsupported value.
+    """
+    kind = read_model_type(config, where)
+    family, values = MODEL_FAMILIES[kind], FieldValues()
+    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
+
+    def read_tie(config: JsonObject) -> FieldValues:
+        return {
+            "untie_embeddings_and_output_weights": not read_bool(config, "tie_word_embeddings", _TIED.get(kind, False))
+        }
+
+    for read in (lambda c: _read_keys(c, family), family.read, read_tie):
+        try:
+            values |= read(config)
+        except UnsupportedConfigError as refusal:
+            problems.append(Problem("E851", f"{where}: {refusal}"))
+    if problems:
+        raise UserError(problems)
+    return values
+
+
+def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a sentence and fixes for every key with an unsupported value, and for every unknown key."""
+    fixed = {**_NOT_HERE, **family.fixed}
+    known = {key.theirs for key in family.keys} | {*family.reads, *fixed, "tie_word_embeddings"} | _NOTES | _GENERATION
+    for name, value in config.items():
+        if name in fixed and value not in fixed[name]:
+            yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
+        elif name not in known:
+            fix = f"remove {name} from config.json if the model computes the same without it"
+            yield f"{name} {json.dumps(value)} is an unknown key", (fix,)
+
+
+def _read_keys(config: JsonObject, family: ModelFamily) -> FieldValues:
+    values = {key.ours: read_number(key, config) for key in family.keys}
+    heads = values["num_attention_heads"]
+    if values.get("num_query_groups") == heads:
+        values["num_query_groups"] = None
+    if values.get("kv_channels") is not None and values["kv_channels"] * heads == values["hidden_size"]:
+        values["kv_channels"] = None
+    return {"num_query_groups": None, "kv_channels": None} | values
+
+
+def model_type_for(model: ModelConfig) -> str:
+    """Return the first model type of ``MODEL_FAMILIES`` that computes exactly the same as ``model``.
+
+    Raises:
+        UserError: when there is none, naming the options that the closest model types lack.
+    """
+    lacking = {kind: [option for option, can in f.can.items() if not can(model)] for kind, f in MODEL_FAMILIES.items()}
+    best = min(lacking, key=lambda kind: len(lacking[kind]))
+    if not lacking[best]:
+        return best
+    problems = []
+    for kind, options in lacking.items():
+        if len(options) == len(lacking[best]):
+            settings = ", ".join(f"{option} {getattr(model, option)}" for option in options)
+            problems.append(Problem("E852", f"Hugging Face's {kind} has no {settings}"))
+    raise UserError(problems)
+
+
+def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonObject | None = None) -> FieldValues:
+    """Return the content of the config.json for ``model``. Dropout rates that the family does not have are left out.
+
+    Args:
+        model: with vocabulary size and number of positions set.
+        dtype: torch's name of the data type of the stored weights, such as ``bfloat16``.
+        special: values of ``SPECIAL_TOKEN_IDS``; null when not given.
+
+    Raises:
+        UserError: when no family computes exactly the same, or a size is not set.
+    """
+    kind = model_type_for(model)
+    family = MODEL_FAMILIES[kind]
+    for name in ("vocab_size", "max_position_embeddings"):
+        if getattr(model, name) is None:
+            flag = f"--{name.replace('_', '-')} N"
+            raise UserError([Problem("E852", f"{name} is not set, and config.json requires it", (flag,))])
+    derived = {
+        "num_query_groups": model.kv_groups,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": model.expert_ffn,
+    }
+    return {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        **{key.theirs: derived.get(key.ours, getattr(model, key.ours)) for key in family.keys},
+        **family.write(model),
+        **{name: allowed[0] for name, allowed in family.fixed.items()},
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        **{name: (special or {}).get(name) for name in SPECIAL_TOKEN_IDS},
+        "torch_dtype": dtype,
+    }

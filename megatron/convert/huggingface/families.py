@@ -1,0 +1,503 @@
+"""Supported model types of transformers, with the mapping between their ``config.json`` and `ModelConfig`.
+
+Each `ModelFamily` is one record used in both directions: keys that correspond to one of our fields, keys with fixed
+values, functions for the rest, and which of our options the family can express.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.config.model import ModelConfig
+
+JsonObject = dict[str, Any]
+FieldValues = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A numeric key of config.json with the same meaning as a field of `ModelConfig`."""
+
+    ours: str  # field of ModelConfig
+    theirs: str  # key in config.json
+    default: Any  # value of a missing key, as in the transformers class
+    optional: bool = False  # null is allowed although the default is not null
+
+
+class UnsupportedConfigError(ValueError):
+    """A value in config.json that is not supported."""
+
+
+def read_number(key: ConfigKey, config: JsonObject) -> Any:
+    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed.
+
+    Raises:
+        RefusedError: when the value has another type.
+    """
+    value = config.get(key.theirs, key.default)
+    fractional = isinstance(key.default, float)
+    if value is None and (key.default is None or key.optional):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
+        raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
+    return float(value) if fractional else value
+
+
+def read_bool(config: JsonObject, name: str, default: bool) -> bool:
+    """Return the boolean value of a key.
+
+    Raises:
+        RefusedError: when the value is not a boolean.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
+    return value
+
+
+_LENGTH = "original_max_position_embeddings"
+_LLAMA3 = (
+    ConfigKey("rope_scaling_factor", "factor", 8.0),
+    ConfigKey("rope_low_freq_factor", "low_freq_factor", 1.0),
+    ConfigKey("rope_high_freq_factor", "high_freq_factor", 4.0),
+    ConfigKey("rope_original_max_position", _LENGTH, None),
+)
+_YARN = (
+    ConfigKey("rotary_scaling_factor", "factor", 1.0),
+    ConfigKey("yarn_original_max_position_embeddings", _LENGTH, None),
+    ConfigKey("yarn_beta_fast", "beta_fast", 32.0),
+    ConfigKey("yarn_beta_slow", "beta_slow", 1.0),
+)
+_SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
+_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}  # supported with one value only
+_THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+
+
+def read_rope(config: JsonObject) -> FieldValues:
+    """Return the fields of `ModelConfig` for the rotary embedding of a config.json.
+
+    Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
+
+    Raises:
+        RefusedError: when the rope type or a value of it is not supported.
+    """
+    rope = _rope_parameters(config)
+    theta = read_number(_THETA, config | rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in tuple(_SCALINGS):  # a tuple, because kind may be unhashable
+        raise UnsupportedConfigError(f"rope_type {kind!r} is not supported, only {', '.join(_SCALINGS)}")
+    if kind == "yarn":
+        _check_yarn(rope)
+        rope |= {name: rope.get(name) or default for name, default in _YARN_BETAS.items()}
+    missing = [key.theirs for key in _SCALINGS[kind] if rope.get(key.theirs) is None]
+    if missing:
+        raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
+    known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
+    unknown = sorted(rope.keys() - known - (_YARN_FIXED if kind == "yarn" else set()))
+    if unknown:
+        raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
+    return {
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
+        "rotary_base": theta,
+        "use_rope_scaling": kind == "llama3",
+        **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
+    }
+
+
+def _rope_parameters(config: JsonObject) -> FieldValues:
+    """Return the rope parameters of either version in one object."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise UnsupportedConfigError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
+    rope = new or old or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedConfigError(f"rope_parameters are {rope!r}, not an object")
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction not in (1, None):
+        raise UnsupportedConfigError(f"partial_rotary_factor {fraction} is not supported for this model type")
+    top_level = {_LENGTH: config[_LENGTH]} if _LENGTH in config else {}  # takes precedence in transformers
+    return {_LENGTH: config.get("max_position_embeddings")} | rope | top_level
+
+
+def _check_yarn(rope: JsonObject) -> None:
+    """Raise RefusedError if an option of YaRN differs from the paper."""
+    factor, attention = rope.get("factor"), rope.get("attention_factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        raise UnsupportedConfigError(f"yarn's factor is {factor!r}, not a number of at least 1")
+    usual = 0.1 * math.log(factor) + 1.0
+    if attention is not None and not (isinstance(attention, float) and math.isclose(attention, usual, rel_tol=1e-6)):
+        raise UnsupportedConfigError(
+            f"yarn's attention_factor {attention!r} is not 0.1 ln(factor) + 1, the only one supported"
+        )
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
+    if rope.get("truncate", True) is not True:
+        raise UnsupportedConfigError("yarn with truncate false is not supported")
+
+
+def write_rope(model: ModelConfig) -> FieldValues:
+    """Return the rotary keys of a config.json, in the form that transformers 4 and 5 both read."""
+    kind = "yarn" if model.position_embedding_type == "yarn" else "llama3" if model.use_rope_scaling else "default"
+    scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
+    return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One model type of transformers, used in both directions."""
+
+    # transformers' class with a language-modelling head
+    architecture: str
+    # keys that correspond to one field of ModelConfig
+    keys: tuple[ConfigKey, ...]
+    # keys with the only supported values; the first is the value of a missing key
+    fixed: Mapping[str, tuple[Any, ...]]
+    # the other keys that read uses
+    reads: tuple[str, ...]
+    # further fields of ModelConfig from a config.json; raises RefusedError
+    read: Callable[[JsonObject], FieldValues]
+    # further keys of config.json for a model that the family can express
+    write: Callable[[ModelConfig], FieldValues]
+    # option -> whether the family can express the model's value of it
+    can: Mapping[str, Callable[[ModelConfig], bool]]
+
+
+# ---- GPT-2 ----
+
+_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+"""GPT-2's names of activations; an export writes the first name of a function."""
+
+_WIDTH = ConfigKey("hidden_size", "n_embd", 768)
+
+
+def _read_gpt2(config: JsonObject) -> FieldValues:
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in tuple(_GELUS):  # a tuple, because activation may be unhashable
+        raise UnsupportedConfigError(f"activation_function {activation!r} is not supported, only {', '.join(_GELUS)}")
+    residual_dropout, embedding_dropout = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
+    if residual_dropout != embedding_dropout:
+        raise UnsupportedConfigError(f"resid_pdrop {residual_dropout} and embd_pdrop {embedding_dropout} must be equal")
+    values: FieldValues = {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "activation": _GELUS[activation],
+        "add_bias_linear": True,
+        "num_experts": None,
+    }
+    four_times = config.get("n_inner") == 4 * read_number(_WIDTH, config)
+    return values | {"ffn_hidden_size": None} if four_times else values
+
+
+def _write_gpt2(model: ModelConfig) -> FieldValues:
+    return {
+        "activation_function": next(theirs for theirs, ours in _GELUS.items() if ours == model.activation),
+        "embd_pdrop": model.hidden_dropout,
+    }
+
+
+_GPT2 = ModelFamily(
+    architecture="GPT2LMHeadModel",
+    keys=(
+        ConfigKey("num_layers", "n_layer", 12),
+        _WIDTH,
+        ConfigKey("ffn_hidden_size", "n_inner", None),
+        ConfigKey("num_attention_heads", "n_head", 12),
+        ConfigKey("vocab_size", "vocab_size", 50257),
+        ConfigKey("max_position_embeddings", "n_positions", 1024),
+        ConfigKey("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        ConfigKey("hidden_dropout", "resid_pdrop", 0.1),
+        ConfigKey("attention_dropout", "attn_pdrop", 0.1),
+        ConfigKey("init_method_std", "initializer_range", 0.02),
+    ),
+    fixed={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    reads=("activation_function", "embd_pdrop"),
+    read=_read_gpt2,
+    write=_write_gpt2,
+    can={
+        "position_embedding_type": lambda m: m.position_embedding_type == "learned_absolute",
+        "normalization": lambda m: m.normalization == "LayerNorm",
+        "activation": lambda m: m.activation in _GELUS.values(),
+        "add_bias_linear": lambda m: m.add_bias_linear,
+        "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
+        "kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+        "qk_layernorm": lambda m: not m.qk_layernorm,
+        "window_size": lambda m: m.window_size is None,
+        "num_experts": lambda m: m.num_experts is None,
+    },
+)
+
+# ---- Llama and its relatives ----
+
+
+_LAYERS = ConfigKey("num_layers", "num_hidden_layers", 32)
+
+
+def _llama_keys(**defaults: Any) -> tuple[ConfigKey, ...]:
+    """Return the keys that all of them share, with the defaults of one class by our field names."""
+    keys = (
+        _LAYERS,
+        ConfigKey("hidden_size", "hidden_size", 4096),
+        ConfigKey("ffn_hidden_size", "intermediate_size", 11008),
+        ConfigKey("num_attention_heads", "num_attention_heads", 32),
+        ConfigKey("num_query_groups", "num_key_value_heads", None),
+        ConfigKey("kv_channels", "head_dim", None),
+        ConfigKey("vocab_size", "vocab_size", 32000),
+        ConfigKey("max_position_embeddings", "max_position_embeddings", 2048),
+        ConfigKey("norm_epsilon", "rms_norm_eps", 1e-6),
+        ConfigKey("attention_dropout", "attention_dropout", 0.0),
+        ConfigKey("init_method_std", "initializer_range", 0.02),
+    )
+    return tuple(ConfigKey(k.ours, k.theirs, defaults.get(k.ours, k.default)) for k in keys)
+
+
+def _read_decoder(config: JsonObject) -> FieldValues:
+    """Return what all relatives of Llama share, and Llama's values of what some of them change."""
+    shared = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
+    defaults = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
+    return shared | defaults | {"num_experts": None} | read_rope(config)
+
+
+def _read_llama(config: JsonObject) -> FieldValues:
+    attention, mlp = read_bool(config, "attention_bias", False), read_bool(config, "mlp_bias", False)
+    if attention != mlp:
+        raise UnsupportedConfigError(
+            f"attention_bias {attention} with mlp_bias {mlp} is not supported: they must be equal"
+        )
+    return _read_decoder(config) | {"add_bias_linear": attention}
+
+
+def _write_llama(model: ModelConfig) -> FieldValues:
+    return write_rope(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+_WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
+
+
+def _read_mistral(config: JsonObject) -> FieldValues:
+    return _read_decoder(config) | {"window_size": read_number(_WINDOW, config)}
+
+
+def _write_mistral(model: ModelConfig) -> FieldValues:
+    return write_rope(model) | {"sliding_window": model.window_size}
+
+
+_QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+
+def _read_qwen_window(config: JsonObject) -> FieldValues:
+    """Read Qwen's window, which its first layers may not have; here all layers have the same."""
+    layers = read_number(_LAYERS, config)
+    full = read_number(ConfigKey("", "max_window_layers", 28), config)
+    window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    by_place = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
+    layer_types = config.get("layer_types", by_place)
+    kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else {repr(layer_types)}
+    if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
+        raise UnsupportedConfigError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not supported")
+    return {"window_size": window if kinds == {"sliding_attention"} else None}
+
+
+def _write_qwen_window(model: ModelConfig) -> FieldValues:
+    windowed = model.window_size is not None
+    first_full = 0 if windowed else model.num_layers
+    return {"use_sliding_window": windowed, "sliding_window": model.window_size, "max_window_layers": first_full}
+
+
+def _read_qwen2(config: JsonObject) -> FieldValues:
+    return _read_decoder(config) | _read_qwen_window(config) | {"add_qkv_bias": True}
+
+
+def _read_qwen3(config: JsonObject) -> FieldValues:
+    return _read_decoder(config) | _read_qwen_window(config) | {"qk_layernorm": True}
+
+
+def _write_qwen(model: ModelConfig) -> FieldValues:
+    return write_rope(model) | _write_qwen_window(model)
+
+
+# ---- Mixtures of experts ----
+
+_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+"""Keys of transformers' load-balancing loss, which do not change what the model computes. They are ignored: the loss
+differs from ours (one loss over all layers) and is off by default."""
+
+_NO_SHARED_EXPERT: FieldValues = {"moe_shared_expert_intermediate_size": None}
+_MIXTRAL = ConfigKey("window_size", "sliding_window", None), ConfigKey("num_experts", "num_local_experts", 8)
+
+
+def _read_mixtral(config: JsonObject) -> FieldValues:
+    own = {key.ours: read_number(key, config) for key in _MIXTRAL}
+    experts = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
+    return _read_decoder({"rope_theta": 1e6} | config) | own | experts | _NO_SHARED_EXPERT
+
+
+def _write_mixtral(model: ModelConfig) -> FieldValues:
+    return _write_mistral(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}
+
+
+_QWEN_EXPERTS = ("num_experts", "num_local_experts")
+"""The spelling of transformers 4, which version 5 reads too, and that of version 5."""
+
+
+def _read_qwen3_moe(config: JsonObject) -> FieldValues:
+    window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    pre_softmax = not read_bool(config, "norm_topk_prob", False)
+    counts = {
+        name: read_number(ConfigKey("num_experts", name, 128), config) for name in _QWEN_EXPERTS if name in config
+    }
+    if len({*counts.values()}) > 1:
+        raise UnsupportedConfigError(
+            " and ".join(f"{name} {n}" for name, n in counts.items()) + " contradict each other"
+        )
+    experts = {"num_experts": next(iter(counts.values()), 128), "moe_router_pre_softmax": pre_softmax}
+    others = {"qk_layernorm": True, "window_size": window}
+    return _read_decoder(config) | experts | others | _NO_SHARED_EXPERT
+
+
+def _write_qwen3_moe(model: ModelConfig) -> FieldValues:
+    window = {"use_sliding_window": model.window_size is not None, "sliding_window": model.window_size}
+    experts = {"num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_pre_softmax}
+    return write_rope(model) | window | experts
+
+
+_DECODER: dict[str, Callable[[ModelConfig], bool]] = {
+    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
+    "rotary_percent": lambda m: m.rotary_percent == 1.0,
+    "rotary_interleaved": lambda m: not m.rotary_interleaved,
+    "normalization": lambda m: m.normalization == "RMSNorm",
+    "activation": lambda m: m.activation == "swiglu",
+}
+_NO_BIAS: dict[str, Callable[[ModelConfig], bool]] = {
+    "add_bias_linear": lambda m: not m.add_bias_linear,
+    "add_qkv_bias": lambda m: not m.qkv_bias,
+}
+_NO_QK_NORM: dict[str, Callable[[ModelConfig], bool]] = {"qk_layernorm": lambda m: not m.qk_layernorm}
+_NO_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {"num_experts": lambda m: m.num_experts is None}
+_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
+    "num_experts": lambda m: m.num_experts is not None,
+    "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
+}
+_SILU = {"hidden_act": ("silu", "swish")}
+
+MODEL_FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
+    {
+        "gpt2": _GPT2,
+        "llama": ModelFamily(
+            architecture="LlamaForCausalLM",
+            keys=_llama_keys(),
+            fixed=_SILU,
+            reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
+            read=_read_llama,
+            write=_write_llama,
+            can={
+                **_DECODER,
+                **_NO_QK_NORM,
+                **_NO_EXPERTS,
+                "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
+                "window_size": lambda m: m.window_size is None,
+                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
+            },
+        ),
+        "mistral": ModelFamily(
+            architecture="MistralForCausalLM",
+            keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
+            fixed=_SILU,
+            reads=(*ROPE_KEYS, "sliding_window"),
+            read=_read_mistral,
+            write=_write_mistral,
+            can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
+        ),
+        "qwen2": ModelFamily(
+            architecture="Qwen2ForCausalLM",
+            keys=_llama_keys(
+                ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768
+            ),
+            fixed=_SILU,
+            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
+            read=_read_qwen2,
+            write=_write_qwen,
+            can={
+                **_DECODER,
+                **_NO_QK_NORM,
+                **_NO_EXPERTS,
+                "add_bias_linear": lambda m: not m.add_bias_linear,
+                "add_qkv_bias": lambda m: m.qkv_bias,
+            },
+        ),
+        "qwen3": ModelFamily(
+            architecture="Qwen3ForCausalLM",
+            keys=_llama_keys(
+                ffn_hidden_size=22016,
+                num_query_groups=32,
+                kv_channels=128,
+                vocab_size=151936,
+                max_position_embeddings=32768,
+            ),
+            fixed={**_SILU, "attention_bias": (False,)},
+            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
+            read=_read_qwen3,
+            write=_write_qwen,
+            can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
+        ),
+        "mixtral": ModelFamily(
+            architecture="MixtralForCausalLM",
+            keys=(
+                *_llama_keys(
+                    ffn_hidden_size=14336,
+                    num_query_groups=8,
+                    max_position_embeddings=131072,
+                    norm_epsilon=1e-5,
+                ),
+                ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
+            ),
+            fixed={**_SILU, "router_jitter_noise": (0.0,)},
+            reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
+            read=_read_mixtral,
+            write=_write_mixtral,
+            can={
+                **_DECODER,
+                **_NO_BIAS,
+                **_NO_QK_NORM,
+                **_EXPERTS,
+                "moe_router_pre_softmax": lambda m: not m.moe_router_pre_softmax,
+            },
+        ),
+        "qwen3_moe": ModelFamily(
+            architecture="Qwen3MoeForCausalLM",
+            keys=(
+                *_llama_keys(
+                    num_layers=24,
+                    hidden_size=2048,
+                    ffn_hidden_size=6144,
+                    num_query_groups=4,
+                    vocab_size=151936,
+                    max_position_embeddings=32768,
+                ),
+                ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 768),
+                ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
+            ),
+            fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+            reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
+            read=_read_qwen3_moe,
+            write=_write_qwen3_moe,
+            can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
+        ),
+    }
+)
+"""Supported families by transformers' ``model_type``. An export uses the first one that can express the model."""

@@ -1,0 +1,241 @@
+"""Weights of a Hugging Face folder by our parameter names, and loading a rank's weights from any such source.
+
+`HuggingFaceWeights` maps the safetensors files and reads any box of any of our tensors without the rest. A checkpoint
+implements the same interface, `WeightSource`, so `fill_weights` initialises a rank from either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import reduce
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format import intersect, relative_box, split_box
+from megatron.checkpoint.tensor_file import TensorFile
+from megatron.config.model import ModelConfig
+from megatron.convert.errors import abbreviate, check_model_config, raise_if_any
+from megatron.convert.huggingface.config import CONFIG_FILE, model_config_values, read_config, read_model_type
+from megatron.convert.huggingface.weight_map import WEIGHT_TABLES, TensorMapping, WeightTable, build_on_meta, hf_slots
+from megatron.distributed.param_layout import ParamShard, shard_boxes
+from megatron.distributed.sharding import Box, ShardSpec
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+HEAD_WEIGHT = "lm_head.weight"
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the architecture from a folder's config.json.
+
+    Raises:
+        UserError: when there is no config.json, or its options are unsupported or contradict each other.
+    """
+    where = folder / CONFIG_FILE
+    model = ModelConfig(**model_config_values(read_config(folder), str(where)))
+    check_model_config(where, model)
+    return model
+
+
+class HuggingFaceWeights:
+    """The weights in a Hugging Face folder, by our parameter names and in our arrangement.
+
+    Files are memory-mapped, and only the elements of a box are read. Names, shapes and dtypes are checked on opening.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        """Open the files and check that they hold exactly the tensors of ``model``.
+
+        Raises:
+            UserError: when the model type in config.json is not supported.
+            CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
+            DamagedError: when a file cannot be read.
+        """
+        self.folder = Path(folder)
+        self.specs = build_on_meta(model).specs  # of all tensors, by our names
+        kind = read_model_type(read_config(self.folder), str(self.folder / CONFIG_FILE))
+        try:
+            self._slots = hf_slots(kind, self.specs)
+        except KeyError as error:
+            raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
+        self._files = open_weights(self.folder)
+        table = WEIGHT_TABLES[kind]
+        # a model saved without its head has no prefix
+        self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        self._check(table)
+        # the narrowest dtype that holds all tensors as they are stored
+        self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Our names of all tensors."""
+        return tuple(self.specs)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Return the boxes of one of our tensors that each lie in one stored tensor."""
+        return tuple(slot.box for slot in self._slots[name])
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box``, of shape ``box.size``, as stored.
+
+        The result may share memory with the mapped file and must not be modified.
+
+        Args:
+            name: one of ``names``.
+            view: view of the tensor's spec, in which the box is given.
+            box: elements to read.
+
+        Raises:
+            ValueError: when ``view`` is not that of the tensor.
+        """
+        if view != self.specs[name].view:
+            raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
+        parts = [(slot, part) for slot in self._slots[name] if (part := intersect(slot.box, box))]
+        if len(parts) == 1:
+            return self._read_part(*parts[0])
+        out = torch.empty(box.size, dtype=self.dtype_of(name))
+        for slot, part in parts:
+            out[relative_box(part, box).slices] = self._read_part(slot, part)
+        return out
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that one of our tensors is stored with."""
+        keys = (self._key(slot.name) for slot in self._slots[name])
+        return reduce(torch.promote_types, (self._files[key].dtype(key) for key in keys))
+
+    def _read_part(self, slot: TensorMapping, box: Box) -> Tensor:
+        key = self._key(slot.name)
+        return slot.arrange(self._files[key].tensor(key))[relative_box(box, slot.box).slices]
+
+    def _key(self, name: str) -> str:
+        """Return the key in the files for a name of the table."""
+        return name.removeprefix(self._prefix)
+
+    def _check(self, table: WeightTable) -> None:
+        expected = {self._key(slot.name): slot.shape for found in self._slots.values() for slot in found}
+        unused = {
+            key
+            for key in self._files.keys() - expected.keys()
+            if not any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
+        }
+        # A tied output layer may be stored too, if it equals the embedding.
+        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding(table) else []
+        unused.discard(HEAD_WEIGHT)
+        shapes, dtypes = [], []
+        for key in expected.keys() & self._files.keys():
+            shape, dtype = self._files[key].shape(key), self._files[key].dtype(key)
+            if shape != expected[key]:
+                shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
+            if dtype not in SUPPORTED_DTYPES:
+                dtypes.append(f"{key} {dtype}")
+        complaints = {
+            "lacks": expected.keys() - self._files.keys(),
+            "ties the output layer to the embedding in config.json, but stores another": untied,
+            "holds tensors that the model does not have": unused,
+            "holds tensors of another shape than in config.json": shapes,
+            "holds tensors of an unsupported data type": dtypes,
+        }
+        raise_if_any(self.folder, complaints)
+
+    def _head_equals_embedding(self, table: WeightTable) -> bool:
+        """Return True if the stored output layer is bitwise equal to the embedding."""
+        embedding = self._key(next(their[0][0] for ours, _, their in table.rows if "word_embeddings" in ours))
+        if embedding not in self._files:
+            return False
+        head, words = (self._files[key].tensor(key) for key in (HEAD_WEIGHT, embedding))
+        if head.dtype != words.dtype or head.shape != words.shape:
+            return False
+        return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
+
+
+def open_weights(folder: Path) -> dict[str, TensorFile]:
+    """Return the file of every tensor, by key.
+
+    Raises:
+        CheckpointError: when there are no safetensors files. Pickled weights are refused, because they can run code.
+        DamagedError: when the index and the files contradict each other.
+    """
+    if (folder / WEIGHTS_FILE).exists():
+        file = TensorFile(folder / WEIGHTS_FILE)
+        return dict.fromkeys(file.keys, file)
+    if (folder / WEIGHTS_INDEX_FILE).exists():
+        return _open_shards(folder)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        fix = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({0!r}).save_pretrained({1!r})"
+        command = fix.format(str(folder), f"{folder}-safetensors")
+        raise CheckpointError(
+            f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS_FILE} is read",
+            f'python -c "{command}"',
+        )
+    raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}")
+
+
+def _open_shards(folder: Path) -> dict[str, TensorFile]:
+    path = folder / WEIGHTS_INDEX_FILE
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(Path(name).name for name in set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is no index of weights: {error!r}") from error
+    outside = sorted(set(weight_map.values()) - set(names))
+    if outside:
+        raise DamagedCheckpointError(f"{path} names files outside its folder: {abbreviate(outside)}")
+    files = {name: TensorFile(folder / name) for name in names}
+    stored = {name: set(file.keys) for name, file in files.items()}
+    missing = [f"{key} in {name}" for key, name in weight_map.items() if key not in stored[name]]
+    wrong_file = [
+        f"{key} in {name}" for name, file in files.items() for key in file.keys if weight_map.get(key, name) != name
+    ]
+    if missing or wrong_file:
+        raise DamagedCheckpointError(f"{path} and the files beside it do not match: {abbreviate(missing + wrong_file)}")
+    return {key: file for file in files.values() for key in file.keys}
+
+
+class WeightSource(Protocol):
+    """Global tensors by name, of which any box can be read on its own."""
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box`` of tensor ``name`` viewed as ``view``, of shape ``box.size``, in any dtype."""
+
+
+@torch.no_grad()
+def fill_weights(
+    specs: Mapping[str, ShardSpec],
+    tensors: Mapping[str, Tensor],
+    source: WeightSource,
+    shares: Mapping[str, ParamShard] = MappingProxyType({}),
+) -> None:
+    """Read a rank's part of every tensor in place. Elements outside all pieces (vocabulary padding) become 0.
+
+    Args:
+        specs: sharding of every tensor, by global name.
+        tensors: local tensors of shape ``spec.local_shape``, or the shards of them given by ``shares``. Values are
+            converted to their dtype.
+        source: global tensors.
+        shares: element range of each sharded local tensor, by name; tensors without one are complete.
+    """
+    for name, tensor in tensors.items():
+        spec, local = specs[name], tensor.detach().zero_()
+        for slot in shard_boxes(spec, shares.get(name) or ParamShard(0, prod(spec.local_shape))):
+            slot.of(local).copy_(source.read(name, spec.view, slot.piece.place))
+
+
+BLOCK_ELEMENTS = 16 << 20
+"""Elements per block: those of one checkpoint chunk in fp32."""
+
+
+def read_in_blocks(source: WeightSource, name: str, view: tuple[int, ...], box: Box, dtype: torch.dtype) -> Tensor:
+    """Return the elements of ``box`` of a tensor, of shape ``box.size``, converted to ``dtype``."""
+    out = torch.empty(box.size, dtype=dtype)
+    for block in split_box(box, BLOCK_ELEMENTS):
+        out[relative_box(block, box).slices] = source.read(name, view, block)
+    return out

@@ -1,0 +1,236 @@
+"""Vocabulary size, end-of-document id and padding id, from the tokenizer records beside the data.
+
+The records of all datasets must agree with one another and with the tokenizer that the flags name. No torch:
+configuration checks use this file too.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.data_paths import data_sources
+from megatron.config.run import HUGGING_FACE_PREFIX, DataConfig
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.huggingface import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
+from megatron.data.tokenizers.tokenizer import (
+    FILES_SUFFIX,
+    TokenizerOptions,
+    TokenizerRecord,
+    build_tokenizer,
+    have_same_ids,
+    hugging_face_files_of,
+    read_tokenizer_record,
+    was_written_with,
+)
+
+TOKENIZER_FILE_FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+"""Config fields that name the files of a tokenizer."""
+
+NEEDS_VOCAB_SIZE = ("NullTokenizer", "TikTokenizer")
+"""Tokenizers that need the vocabulary size as an argument."""
+
+PAD_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token")
+"""Other roles that the padding token may have."""
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Properties of the tokenizer that wrote the data."""
+
+    tokenizer_type: str  # value of --tokenizer-type
+    vocab_size: int  # number of ids
+    eod: int  # the id that ends a document
+    pad: int | None = None  # the padding id; None if there is none or it has another role too
+    prefix: str | None = None  # a dataset with a record of it; None if the flags name it
+
+
+def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
+    """Return every dataset that the splits read, once; none for generated data.
+
+    Raises:
+        UserError: when the data path options are invalid.
+    """
+    sources = {} if data.mock_data else data_sources(data)
+    return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
+
+
+def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
+    """Return the vocabulary size: ``vocab_size`` if given, else that of the data's tokenizer.
+
+    Args:
+        data: the data options.
+        vocab_size: if known.
+        weights: source of pretrained weights with that vocabulary size; None for a new model.
+
+    Raises:
+        DataError: when the size is unknown or too small for the tokenizer, or when datasets were written with different
+            tokenizers, or another than ``data`` names.
+        UserError: when the data path options are invalid.
+    """
+    return check_vocab_size(find_tokenizer_info(data, vocab_size), vocab_size, weights)
+
+
+def check_vocab_size(known: TokenizerInfo | None, vocab_size: int | None, weights: str | None = None) -> int:
+    """Return the vocabulary size: ``vocab_size`` if given, else that of the ``known`` tokenizer.
+
+    Raises:
+        DataError: when neither is known, or ``vocab_size`` is too small for the tokenizer.
+    """
+    size = known.vocab_size if vocab_size is None and known is not None else vocab_size
+    if size is None:
+        raise DataError("the vocabulary size is unknown", "--vocab-size 50257", "--tokenizer-type ByteTokenizer")
+    if known is not None and size < known.vocab_size:
+        seen = f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids"
+        if weights is None:
+            raise DataError(seen, f"--vocab-size {known.vocab_size}")
+        raise DataError(f"{seen}: the weights in {weights} have no more entries", *_pretrained_fixes(weights))
+    return size
+
+
+def _pretrained_fixes(weights: str) -> tuple[str, ...]:
+    """Return fixes for data with ids beyond the vocabulary of pretrained weights."""
+    if not weights.startswith(HUGGING_FACE_PREFIX):  # a checkpoint does not record the flags of its tokenizer
+        return ("data written with the tokenizer of the weights", "new weights: drop --load, --save ANOTHER")
+    tokenizer = (
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(weights[len(HUGGING_FACE_PREFIX) :])}"
+    )
+    command = f"python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX {tokenizer}"
+    return (command, "new weights: drop --load")
+
+
+def note_unused_entries(known: TokenizerInfo | None, vocab_size: int) -> str | None:
+    """Return a note if the model's vocabulary is more than twice that of the data's tokenizer."""
+    if known is None or vocab_size <= 2 * known.vocab_size:
+        return None
+    return (
+        f"the vocabulary has {vocab_size:,} entries, but the data only the {known.vocab_size} ids of "
+        f"{known.tokenizer_type}: the others cost memory and time (--vocab-size {known.vocab_size})"
+    )
+
+
+def note_missing_records(data: DataConfig) -> str | None:
+    """Return a note if only some of the datasets have a tokenizer record; the others are trusted."""
+    unrecorded_prefixes = [prefix for prefix, record in _records(data).items() if record is None]
+    if not unrecorded_prefixes or len(unrecorded_prefixes) == len(dataset_prefixes(data)):
+        return None
+    more = f" and {len(unrecorded_prefixes) - 1} more" if len(unrecorded_prefixes) > 1 else ""
+    return f"no tokenizer is recorded beside {unrecorded_prefixes[0]}{more}; that of the other data is assumed"
+
+
+def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerInfo | None:
+    """Return the tokenizer recorded beside the data, else the one that the flags name; None without either.
+
+    The record alone is enough. If flags name a tokenizer's files, that tokenizer is built and compared with the record.
+
+    Raises:
+        DataError: when it cannot be built, or datasets were written with different tokenizers, or another than ``data``
+            names.
+        UserError: when the data path options are invalid.
+    """
+    records = {prefix: record for prefix, record in _records(data).items() if record is not None}
+    _must_agree(records)
+    named = tokenizer_from_flags(data, vocab_size) if _has_files(data) or not records else None
+    if not records:
+        return None if named is None else _known(TokenizerRecord.of(named), named.files)
+    prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
+    if named is not None and not was_written_with(prefix, named):
+        given = [name for name in TOKENIZER_FILE_FIELDS if getattr(data, name)]
+        flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in given)
+        raise DataError(
+            f"{prefix} was written with another {record.tokenizer_type} than that of {flags}: its ids are others",
+            " ".join(f"--set data.{name}=null" for name in given),
+            "write the dataset again with tools/preprocess_data.py",
+        )
+    return _known(record, {} if record.pad is None else _role_files(prefix), prefix)
+
+
+def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """Build the tokenizer that the flags name; None if they do not name its files.
+
+    Raises:
+        DataError: when it cannot be built.
+    """
+    if data.tokenizer_type is None:
+        return None
+    if data.tokenizer_type not in ("ByteTokenizer", "NullTokenizer") and not _has_files(data):
+        return None
+    return build_tokenizer(TokenizerOptions.of(data, vocab_size if data.tokenizer_type in NEEDS_VOCAB_SIZE else None))
+
+
+def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
+    """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data.
+
+    Raises:
+        DataError: when the tokenizer cannot be built, or differs from the record.
+        UserError: when the data path options are invalid.
+    """
+    recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
+    if recorded is not None:
+        return hugging_face_files_of(recorded)
+    named = None if data.mock_data else tokenizer_from_flags(data, vocab_size)
+    return {} if named is None else named.hugging_face_files()
+
+
+def find_eod_id(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> int | None:
+    """Return the id that ends a document; None if unknown.
+
+    Raises:
+        DataError: when ``eod_id`` is beyond the vocabulary, or differs from the tokenizer's.
+    """
+    if data.eod_id is None:
+        return None if known is None else known.eod
+    if data.eod_id >= vocab_size:
+        seen = f"--eod-id {data.eod_id}, but the vocabulary has ids 0..{vocab_size - 1}"
+        raise DataError(seen, "--eod-id ID_THAT_ENDS_A_DOCUMENT")
+    if known is not None and known.eod != data.eod_id:
+        seen = f"--eod-id {data.eod_id}, but {known.tokenizer_type} of the data ends documents with {known.eod}"
+        raise DataError(seen, f"--eod-id {known.eod}", "--set data.eod_id=null")
+    return data.eod_id
+
+
+def _has_files(data: DataConfig) -> bool:
+    return any(getattr(data, name) is not None for name in TOKENIZER_FILE_FIELDS)
+
+
+def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
+    """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
+    named = None if _has_files(data) else data.tokenizer_type
+    return {prefix: read_tokenizer_record(prefix, named) for prefix in dataset_prefixes(data)}
+
+
+def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
+    """Raise DataError if two datasets were written with different tokenizers."""
+    for prefix, record in records.items():
+        first, other = next(iter(records.items()))
+        same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
+        if not same and not have_same_ids(first, prefix):
+            raise DataError(
+                f"{first} was written with {_shown(other)}, but {prefix} with {_shown(record)}: "
+                "the same id means different text in them",
+                "write one of them again with tools/preprocess_data.py",
+            )
+
+
+def _shown(record: TokenizerRecord) -> str:
+    return f"{record.tokenizer_type} {record.fingerprint} of {record.vocab_size:,} ids, {record.eod} at the end"
+
+
+def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | None = None) -> TokenizerInfo:
+    """Read the properties from a record; ``files`` tell whether its padding token has another role too."""
+    pad = record.pad
+    word = find_special_token(files, "pad_token")
+    if pad == record.eod or (
+        word is not None and any(find_special_token(files, role) == word for role in PAD_TOKEN_ROLES)
+    ):
+        pad = None
+    return TokenizerInfo(record.tokenizer_type, record.vocab_size, record.eod, pad, prefix)
+
+
+def _role_files(prefix: str) -> dict[str, bytes]:
+    """Read the files beside a dataset that assign roles to special tokens, if any."""
+    paths = [Path(f"{prefix}.{FILES_SUFFIX}") / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

@@ -1,0 +1,305 @@
+"""Index tables that take time to build, in a folder shared by all processes of a run and by later runs.
+
+An entry is a folder ``<kind>-<fingerprint>`` with one ``.npy`` file per table and ``about.json``, which records what
+the tables were made from and the checksum of every file. The fingerprint covers everything that decides the tables,
+so an entry is never out of date: other data or settings have another entry.
+
+One process builds: it holds a lock (``flock``) that ends with the process, writes to a temporary folder, syncs, and
+renames. The others poll the file system until the entry appears or the lock is free; no process blocks in a
+collective. Every table is verified against its checksum when it is read. Where the folder cannot be written, tables
+are built in memory; a process that held the lock and failed to publish removes the lock file, so that all waiting
+processes build at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from megatron.data.dataset import fingerprint
+from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
+
+CACHE_FORMAT = 1  # increased when the tables of the same facts change
+ABOUT, FILES = "about.json", "files"
+BUILDING = ".building"
+WAIT_MESSAGE_SECONDS = 30.0
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
+
+Tables = dict[str, NDArray[Any]]
+
+EntryIdentity = tuple[int, int] | None
+"""Inode and modification time, which tell an entry from its replacement; None if there is no entry."""
+
+
+class IndexCache:
+    """A folder of index tables."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)  # need not exist
+        self.notes: list[str] = []  # warnings for the user, a sentence each
+        self._is_writable = True
+
+    def tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
+        """Return the tables that ``build()`` makes from ``facts``: from the folder if they are there, else built.
+
+        Args:
+            kind: kind of the tables, the start of the entry's name.
+            facts: everything that decides them, in JSON types; ``files`` is the fingerprint of the files that are read.
+            build: builds them; no table may be empty.
+            source: name of the files, recorded for people.
+
+        Returns:
+            Read-only memory maps, or the result of ``build()`` where the folder cannot be used.
+        """
+        about = {"format": CACHE_FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
+        path = self.folder / f"{kind}-{fingerprint(CACHE_FORMAT, json.dumps(facts, sort_keys=True))}"
+        try:
+            seen = _identity(path)
+            found = self._read(path, about) if seen else None
+            if found is None and self._is_writable:
+                self._note_changed(about)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                found = self._shared(path, about, build, seen)
+            return found or build()
+        except OSError as error:
+            self._give_up(error)
+            return build()
+
+    def _shared(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: EntryIdentity) -> Tables:
+        """Return the entry once any process has built it; if this one builds it and cannot publish, what it built.
+
+        Raises:
+            OSError: when another process built it and could not publish.
+        """
+        with open(f"{path}.lock", "a") as lock:
+            found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
+            if found is not None:
+                return found
+            built = build()
+            try:
+                _publish(path, about, built, seen)
+                return self._read(path, about) or built
+            except OSError as error:
+                self._give_up(error)
+                with suppress(OSError):
+                    os.unlink(lock.name)
+                return built
+
+    def _give_up(self, error: OSError) -> None:
+        """Stop writing to the folder, and stop waiting for other processes, which probably cannot write either."""
+        self._is_writable = False
+        fix = f" ({OPEN_FILES_FIX})" if is_too_many_open_files(error) else ""
+        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{fix}")
+
+    def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: EntryIdentity) -> Tables | None:
+        """Return the entry once another process has built it, or None once this process holds the lock.
+
+        ``seen`` identifies a damaged entry that is already there.
+
+        Raises:
+            OSError: when another process held the lock and could not publish.
+        """
+        began = reported = time.monotonic()
+        pause = SHORTEST_PAUSE_SECONDS
+        while True:
+            has_lock = _locked(lock)
+            now = _identity(path)
+            if now not in (None, seen):
+                found, seen = self._read(path, about), now
+                if found is not None:
+                    return found
+            if not _is_named(lock):
+                raise OSError("another process could not write to it")
+            if has_lock:
+                _remove_unfinished(path)
+                return None
+            if time.monotonic() - reported > WAIT_MESSAGE_SECONDS:
+                reported = time.monotonic()
+                print(
+                    f"waiting {reported - began:.0f} s for another process to build {path}", file=sys.stderr, flush=True
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _has_locks(self, lock: IO[str]) -> bool:
+        """Return whether the file system has locks; without them every process builds, and the first is kept."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        except OSError as error:
+            self._note(f"{self.folder} has no file locks ({error.strerror}): every process builds its tables itself")
+            return False
+        return True
+
+    def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
+        """Return the verified tables of an entry; None, with a note, when it is damaged.
+
+        Raises:
+            OSError: when it cannot be read: it may be intact, and others may be reading it.
+        """
+        try:
+            written = json.loads((path / ABOUT).read_bytes())
+            if any(written[name] != about[name] for name in ("format", "kind", "facts")):
+                raise ValueError(f"{ABOUT} describes other tables")
+            tables = written["tables"].items()
+            return {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in tables}
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+            self._note(f"the tables in {path} are damaged and not used: {error}")
+            return None
+
+    def _note_changed(self, about: Mapping[str, Any]) -> None:
+        """Add a note if the folder holds tables of the same source, but only of other content."""
+        content, contents = about["facts"].get(FILES), self._contents.get(about["source"], ())
+        if content is not None and contents and content not in contents:
+            self._note(
+                f"{about['source']} has changed since its tables were cached in {self.folder}: they are built again"
+            )
+
+    @cached_property
+    def _contents(self) -> dict[str, set[str]]:
+        """Fingerprints of the files that the entries were made from, by source; read once."""
+        found: dict[str, set[str]] = {}
+        for path in self.folder.glob(f"*/{ABOUT}"):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                about = json.loads(path.read_bytes())
+                found.setdefault(about["source"], set()).add(about["facts"][FILES])
+        return found
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+def cache_entry_of(table: NDArray[Any]) -> Path | None:
+    """Return the cache entry that a table is mapped from; None for a table in memory."""
+    base: Any = table
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    return Path(base.filename).parent if isinstance(base, np.memmap) and base.filename is not None else None
+
+
+def _identity(path: Path) -> EntryIdentity:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Take the lock without waiting; return True if this process holds it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(lock: IO[str]) -> bool:
+    """Return True if the open lock file still has its name."""
+    try:
+        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
+    """Verify a file and map its table through the same descriptor, so that a replaced file cannot slip in.
+
+    Raises:
+        ValueError: when size or checksum differ.
+    """
+    with open(path, "rb") as file:
+        held = os.fstat(file.fileno()).st_size
+        if held != size:
+            raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
+        if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
+            raise ValueError(f"{path.name} has another checksum")
+        file.seek(0)
+        npy.read_magic(file)
+        shape, fortran, dtype = npy.read_array_header_1_0(file)
+        order: Literal["F", "C"] = "F" if fortran else "C"
+        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape, order))
+
+
+def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: EntryIdentity) -> None:
+    """Write and sync an entry, then rename it into place of the ``damaged`` one, if any."""
+    folder = Path(f"{path}.{os.urandom(8).hex()}{BUILDING}")
+    folder.mkdir()
+    try:
+        written = {}
+        for name, table in tables.items():
+            with _synced(folder / f"{name}.npy") as stream:
+                counted = _Counted(stream)
+                np.save(counted, table, allow_pickle=False)
+            written[name] = counted.size, counted.checksum.hexdigest()
+        with _synced(folder / ABOUT) as stream:
+            stream.write(json.dumps({**about, "tables": written}, indent=2).encode())
+        if damaged is not None and _identity(path) == damaged:
+            shutil.rmtree(path)
+        _sync(folder)
+        try:
+            os.rename(folder, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                raise
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Counted:
+    """Forwards writes and keeps their size and checksum, so that they describe the intended content.
+
+    It is no real file to numpy, which would otherwise write past Python and miss a full disk.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.size = 0
+        self.checksum = xxhash.xxh3_64()
+
+    def write(self, content: bytes) -> int:
+        """Write on."""
+        self.size += len(content)
+        self.checksum.update(content)
+        return self._stream.write(content)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file and fsync it at the end of the block."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Fsync a folder, so that renames in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left; only the holder of the lock may."""
+    for left in path.parent.glob(f"{path.name}.*{BUILDING}"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,216 @@
+"""Read token files ``<prefix>.bin`` and ``<prefix>.idx`` through a memory map.
+
+`IndexedDataset` opens a pair, checks the index against itself and against the size of ``.bin``, and returns the ids
+of any sequence without copying. The format and its writer are in `indexed_writer`. Every mapped file counts against
+the limit on open files, which `raise_open_file_limit` raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from contextlib import suppress
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.errors import DataError
+from megatron.data.indexed_writer import (
+    DTYPE_CODES,
+    INDEX_HEADER,
+    INDEX_MAGIC,
+    INDEX_VERSION,
+)
+
+OPEN_FILES_FIX = "ulimit -n 65536"
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit on open files to the hard limit, if the system permits."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # some systems report a hard limit that they refuse to set
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def is_too_many_open_files(error: BaseException) -> bool:
+    """Return True if a file could not be opened because too many are open."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+ENTRIES_PER_CHECK = 1 << 20
+FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS = 4096, 64  # of .bin that a fingerprint reads; a smaller file is read whole
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype[Any]
+    sequences: int
+    boundaries: int
+
+
+class IndexedDataset:
+    """The sequences of a pair of token files, read through a memory map."""
+
+    def __init__(self, prefix: str | Path, floats: bool = False) -> None:
+        """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
+
+        Args:
+            prefix: path of the two files without ``.bin`` and ``.idx``.
+            floats: accept floating-point numbers, which are not token ids.
+
+        Raises:
+            DataError: when either is missing, truncated, damaged or in another format.
+        """
+        self.prefix = str(prefix)
+        index = _map(f"{self.prefix}.idx")
+        header = self._read_header(index)
+        sizes = (INDEX_HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.boundaries)
+        ends = list(accumulate(sizes))
+        self._check_index_size(len(index), ends[-1], header.sequences)
+        self.dtype = header.dtype  # type of the ids
+        self.lengths = index[ends[0] : ends[1]].view("<i4")  # int32 [S], tokens of each sequence
+        self.pointers = index[ends[1] : ends[2]].view("<i8")  # int64 [S], byte where each sequence starts
+        self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
+        self._check_documents()
+        self.num_tokens = self._check_sequences()  # of all sequences
+        self.tokens = self._map_tokens()  # ids [num_tokens], a read-only view of the file
+        if self.dtype.kind == "f" and not floats:
+            raise DataError(
+                f"{self.prefix}.idx: the type is {self.dtype}, but token ids are whole numbers",
+                "write the dataset again with tools/preprocess_data.py",
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> NDArray[Any]:
+        return self.get(i)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
+
+        Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few
+        changed ids in a large file are not.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for table in (self.lengths, self.documents):  # the pointers follow from the lengths
+            digest.update(f"{self.dtype.str} {len(table)};".encode())
+            digest.update(table.data)
+        ids = self.tokens.view(np.uint8)
+        last = max(0, len(ids) - FINGERPRINT_BLOCK_BYTES)
+        for start in np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist():
+            digest.update(ids[start : start + FINGERPRINT_BLOCK_BYTES].data)
+        return digest.hexdigest()
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Return ids ``[length]`` of sequence ``i`` from ``offset`` on, by default to its end, as a read-only view.
+
+        Raises:
+            IndexError: when the sequence is shorter.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self)}")
+        available = int(self.lengths[i])
+        end = available if length is None else offset + length
+        if not 0 <= offset <= end <= available:
+            raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {available}")
+        start = int(self.pointers[i]) // self.dtype.itemsize
+        return self.tokens[start + offset : start + end]
+
+    def _read_header(self, index: NDArray[np.uint8]) -> _Header:
+        if len(index) < INDEX_HEADER.size:
+            self._refuse("idx", "size", f"{len(index)} bytes", f"a header of {INDEX_HEADER.size} bytes")
+        magic, version, code, sequences, boundaries = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
+        if magic != INDEX_MAGIC:
+            self._refuse("idx", "first 9 bytes", repr(magic), f"{INDEX_MAGIC!r}: this is not a token index")
+        if version != INDEX_VERSION:
+            self._refuse("idx", "version", version, INDEX_VERSION)
+        if code not in DTYPE_CODES:
+            known = ", ".join(f"{c} ({d.name})" for c, d in DTYPE_CODES.items())
+            self._refuse("idx", "type code", code, f"one of {known}")
+        if boundaries < 1:
+            self._refuse("idx", "number of document boundaries", boundaries, "at least 1")
+        return _Header(DTYPE_CODES[code], sequences, boundaries)
+
+    def _check_index_size(self, seen: int, expected: int, sequences: int) -> None:
+        if sequences and seen == expected + sequences:
+            self._refuse("idx", "size", f"{seen} bytes, as of multimodal data", f"{expected} bytes, as of text")
+        if seen != expected:
+            self._refuse("idx", "size", f"{seen} bytes", f"{expected} bytes, as its header counts")
+
+    def _check_documents(self) -> None:
+        ends = int(self.documents[0]), int(self.documents[-1])
+        if ends != (0, len(self)):
+            self._refuse("idx", "first and last document boundary", ends, (0, len(self)))
+        for first in range(0, len(self.documents), ENTRIES_PER_CHECK):
+            block = self.documents[first : first + ENTRIES_PER_CHECK + 1]
+            decreases = np.flatnonzero(block[1:] < block[:-1])
+            if decreases.size:
+                i = int(decreases[0])
+                self._refuse("idx", f"boundary {first + i + 1} of the documents", block[i + 1], f"{block[i]} or more")
+
+    def _check_sequences(self) -> int:
+        """Check every pointer against the lengths before it, block by block; return the total tokens."""
+        tokens = 0
+        for first in range(0, len(self), ENTRIES_PER_CHECK):
+            block = slice(first, first + ENTRIES_PER_CHECK)
+            lengths, pointers = self.lengths[block], self.pointers[block]
+            if lengths.min() < 0:
+                i = first + int(lengths.argmin())
+                self._refuse("idx", f"length of sequence {i}", self.lengths[i], "0 or more")
+            starts = np.concatenate(([tokens], tokens + np.cumsum(lengths, dtype=np.int64)))
+            wrong = np.flatnonzero(pointers != starts[:-1] * self.dtype.itemsize)
+            if wrong.size:
+                i = int(wrong[0])
+                self._refuse("idx", f"pointer of sequence {first + i}", pointers[i], starts[i] * self.dtype.itemsize)
+            tokens = int(starts[-1])
+        return tokens
+
+    def _map_tokens(self) -> NDArray[Any]:
+        ids = _map(f"{self.prefix}.bin")
+        expected = self.num_tokens * self.dtype.itemsize
+        if len(ids) != expected:
+            self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
+        return ids.view(self.dtype)
+
+    def _refuse(self, suffix: str, field: str, seen: object, expected: object) -> NoReturn:
+        raise DataError(
+            f"{self.prefix}.{suffix}: {field} is {seen}, expected {expected}",
+            "copy both files again, or write them again with tools/preprocess_data.py",
+        )
+
+
+def _map(path: str) -> NDArray[np.uint8]:
+    """Map a file's bytes; an empty file cannot be mapped and gives an empty array."""
+    try:
+        if not os.path.getsize(path):
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"{path}: {reason}", *_remedies(path, error)) from error
+
+
+def _remedies(path: str, error: Exception) -> list[str]:
+    """Return fixes for a file that cannot be opened."""
+    if is_too_many_open_files(error):
+        return [OPEN_FILES_FIX]
+    prefix, suffix = os.path.splitext(path)
+    for ending in (".bin", ".idx"):
+        if prefix.endswith(ending):
+            return [f"give the path without {ending}: {prefix.removesuffix(ending)}"]
+    if os.path.isdir(prefix):
+        return [f"name a pair in that folder: {os.path.join(prefix, 'NAME')}, without .bin/.idx"]
+    if suffix == ".bin" and os.path.exists(f"{prefix}.idx"):
+        return ["copy both files again"]
+    return ["give the path without .bin/.idx, as tools/preprocess_data.py printed it"]

@@ -1,0 +1,184 @@
+"""Statistics of a pair of token files: counts, document lengths, sample documents, and a check of every id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.tokenizers.base import Tokenizer
+
+DOCUMENT_BLOCK, TOKEN_BLOCK = 1 << 20, 1 << 22  # per block
+SAMPLE_TOKENS = 256  # shown of a document
+
+
+class ValueCounts:
+    """Histogram of whole numbers; memory grows with the number of distinct values."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(0, dtype=np.int64)  # int64 [n], the numbers, ascending
+        self.counts = np.zeros(0, dtype=np.int64)  # int64 [n], occurrences
+
+    def add(self, numbers: NDArray[np.integer[Any]]) -> None:
+        """Count ``numbers [n]``."""
+        if not numbers.size:
+            return
+        low, high = int(numbers.min()), int(numbers.max())
+        if high - low < 2 * TOKEN_BLOCK:  # a small table is much faster than sorting
+            table = np.bincount(numbers.astype(np.int64) - low)
+            values, counts = np.flatnonzero(table) + low, table[table > 0]
+        else:
+            values, counts = np.unique(numbers.astype(np.int64), return_counts=True)
+        self.values, place = np.unique(np.concatenate((self.values, values)), return_inverse=True)
+        old, self.counts = self.counts, np.zeros(len(self.values), dtype=np.int64)
+        self.counts[place[: len(old)]] += old
+        self.counts[place[len(old) :]] += counts
+
+    @property
+    def total(self) -> int:
+        """Numbers counted."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 without any."""
+        return float(self.values @ self.counts) / max(self.total, 1)
+
+    def quantile(self, share: float) -> int:
+        """Return the smallest number that at least ``share`` of all numbers do not exceed; 0 without any."""
+        if not self.total:
+            return 0
+        return int(self.values[np.searchsorted(np.cumsum(self.counts), share * self.total)])
+
+    def most(self, k: int) -> list[tuple[int, int]]:
+        """Return the ``k`` most frequent numbers with their counts; of equally frequent ones the smaller first."""
+        first = np.argsort(-self.counts, kind="stable")[:k]
+        return list(zip(self.values[first].tolist(), self.counts[first].tolist()))
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """The counts of a pair."""
+
+    documents: int
+    empty_documents: int
+    sequences: int
+    empty_sequences: int
+    tokens: int
+    dtype: str
+    bin_bytes: int
+    idx_bytes: int
+    lengths: ValueCounts  # tokens of each document that is not empty
+
+
+def summarize(data: IndexedDataset) -> DatasetSummary:
+    """Count what the index holds, block by block."""
+    lengths = ValueCounts()
+    for bounds in document_bounds(data):
+        tokens = np.diff(bounds)
+        lengths.add(tokens[tokens > 0])
+    blocks = (data.lengths[first : first + DOCUMENT_BLOCK] for first in range(0, len(data), DOCUMENT_BLOCK))
+    documents = len(data.documents) - 1
+    return DatasetSummary(
+        documents=documents,
+        empty_documents=documents - lengths.total,
+        sequences=len(data),
+        empty_sequences=sum(int((block == 0).sum()) for block in blocks),
+        tokens=data.num_tokens,
+        dtype=data.dtype.name,
+        bin_bytes=os.path.getsize(f"{data.prefix}.bin"),
+        idx_bytes=os.path.getsize(f"{data.prefix}.idx"),
+        lengths=lengths,
+    )
+
+
+def document_bounds(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Yield the tokens before each document of a block and after its last, int64 ``[n + 1]``, for each block."""
+    before = 0
+    for first in range(0, len(data.documents) - 1, DOCUMENT_BLOCK):
+        sequences = data.documents[first : first + DOCUMENT_BLOCK + 1]
+        lengths = data.lengths[sequences[0] : sequences[-1]]
+        tokens = np.concatenate(([before], before + np.cumsum(lengths, dtype=np.int64)))
+        yield tokens[sequences - sequences[0]]
+        before = int(tokens[-1])
+
+
+@dataclass(frozen=True)
+class IdCheck:
+    """Result of checking every id of a pair."""
+
+    ids: ValueCounts  # occurrences of each id
+    wrong: int  # ids below 0 or not below the vocabulary size
+    first_wrong: str | None  # the first of these, with its position
+    ended: int | None  # documents whose last token is `eod`; None if that is unknown
+
+
+def check_ids(
+    data: IndexedDataset, vocab_size: int | None, eod: int | None, report: Callable[[int], None] = lambda _: None
+) -> IdCheck:
+    """Check every id, block by block (opening the pair has checked every pointer).
+
+    Args:
+        data: whole numbers.
+        vocab_size: ids must be below it; None if unknown.
+        eod: the id that ends a document; None if unknown.
+        report: called with the size in bytes of every block.
+    """
+    ids, wrong, first = ValueCounts(), 0, None
+    for start in range(0, data.num_tokens, TOKEN_BLOCK):
+        block = data.tokens[start : start + TOKEN_BLOCK]
+        ids.add(block)
+        if block.min() < 0 or (vocab_size is not None and block.max() >= vocab_size):
+            places = np.flatnonzero((block < 0) | (block >= (np.inf if vocab_size is None else vocab_size)))
+            wrong += len(places)
+            first = first or f"{block[places[0]]} is {describe_position(data, start + int(places[0]))}"
+        report(block.nbytes)
+    return IdCheck(ids, wrong, first, None if eod is None else _count_ended(data, eod))
+
+
+def _count_ended(data: IndexedDataset, eod: int) -> int:
+    count = 0
+    for bounds in document_bounds(data):
+        ends = bounds[1:][np.diff(bounds) > 0]
+        count += int((data.tokens[ends - 1] == eod).sum())
+    return count
+
+
+def describe_position(data: IndexedDataset, token: int) -> str:
+    """Describe where token number ``token`` is in the data."""
+    sequence = int(np.searchsorted(data.pointers, token * data.dtype.itemsize, side="right")) - 1
+    document = int(np.searchsorted(data.documents, sequence, side="right")) - 1
+    first = int(data.pointers[data.documents[document]]) // data.dtype.itemsize
+    return f"token {token - first} of document {document}"
+
+
+@dataclass(frozen=True)
+class DocumentSample:
+    """One document of a pair, to look at."""
+
+    document: int  # its number
+    tokens: int  # its length
+    ids: list[int | float]  # the first ones, at most `SAMPLE_TOKENS`
+    text: str | None  # of these ids; None without a tokenizer, or if it lacks one of them
+
+
+def sample_documents(data: IndexedDataset, n: int, tokenizer: Tokenizer | None) -> list[DocumentSample]:
+    """Return ``n`` evenly spaced documents from the first to the last; all if there are no more."""
+    documents = len(data.documents) - 1
+    chosen = sorted({*np.linspace(0, documents - 1, min(n, documents)).astype(np.int64).tolist()})
+    return [_sample_of(data, document, tokenizer) for document in chosen]
+
+
+def _sample_of(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> DocumentSample:
+    first, last = data.documents[document : document + 2].tolist()
+    tokens = int(data.lengths[first:last].sum(dtype=np.int64))
+    start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0
+    ids = data.tokens[start : start + min(tokens, SAMPLE_TOKENS)].tolist()
+    if tokenizer is None or not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids):
+        return DocumentSample(document, tokens, ids, None)
+    return DocumentSample(document, tokens, ids, tokenizer.decode(ids))

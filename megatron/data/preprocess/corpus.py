@@ -1,0 +1,602 @@
+"""Find text files and read their documents, in an order that depends only on the file names.
+
+`find_text_files` expands files, patterns and folders, and rejects what would be read twice. A file of JSON lines
+holds
+one document per line; any other file is one document. Compressed files are decompressed as streams.
+`split_into_blocks`
+cuts files into blocks of whole lines, or of plain files, that a worker encodes at once; the block size changes
+neither
+the documents nor their order. `BadDocumentError` describes an invalid document and how to fix it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import codecs
+import glob
+import json
+import lzma
+import os
+import shlex
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+from megatron.data.errors import DataError
+
+COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
+READ_BYTES_OF_SUFFIX = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
+"""Compressed bytes read at once. The libraries for .bz2 and .xz take `MAX_PIECE_BYTES` as a limit. For the others it
+follows from the highest compression: a factor of about 1000 for .gz, and 4 bytes for a block of 128 kB for .zst."""
+PADDING = b"\0"  # appended to .gz by tar and tape tools, and allowed in .xz
+
+
+class DamagedStreamError(Exception):
+    """The rest of a compressed file cannot be read, for the reason in the message."""
+
+
+class _Decompressor(Protocol):
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
+
+    Raises:
+        DamagedError: if the file is truncated or not in the format of its suffix.
+        DataError: if the required library is missing.
+    """
+    suffix = file.suffix.lower()
+    new_decompressor, errors = _library(suffix)
+    current = new_decompressor()
+    at_start = True  # nothing of the current stream has been read
+    try:
+        while data := stream.read(READ_BYTES_OF_SUFFIX[suffix]):
+            while data := data.lstrip(PADDING) if at_start else data:
+                yield from _pieces(current, data)
+                data, at_start = current.unused_data, current.eof
+                if current.eof:
+                    current = new_decompressor()
+    except errors as error:
+        raise DamagedStreamError(f"is not valid {suffix} from here on: {error}") from error
+    if not at_start:
+        raise DamagedStreamError(f"ends in the middle of a {suffix} stream")
+
+
+def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:
+    """Decompress ``data`` up to the end of the current stream."""
+    if not isinstance(current, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        yield current.decompress(data)
+        return
+    yield current.decompress(data, MAX_PIECE_BYTES)
+    while not current.needs_input and not current.eof:
+        yield current.decompress(b"", MAX_PIECE_BYTES)
+
+
+def _library(suffix: str) -> tuple[Callable[[], _Decompressor], type[Exception] | tuple[type[Exception], ...]]:
+    """Return a factory of decompressors, and the errors they raise."""
+    if suffix == ".gz":
+        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+    if suffix == ".bz2":
+        return bz2.BZ2Decompressor, OSError
+    if suffix == ".xz":
+        return lzma.LZMADecompressor, lzma.LZMAError
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError("zstandard is needed for .zst files", "pip install zstandard") from error
+    library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    return library.decompressobj, zstandard.ZstdError
+
+
+UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+JSON_TYPE_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
+ESCAPED_NUL = b"\\u0000"  # as escaped in JSON
+FIX_LINE = "fix or remove this line"
+
+
+class BadDocumentError(Exception):
+    """Problem of a document, without the name of its file and line."""
+
+    def __init__(self, seen: str, *fixes: str) -> None:
+        super().__init__(seen)
+        self.seen = seen  # a sentence without its subject, such as " is not JSON"
+        self.fixes = fixes
+
+    def of(self, source: str, *more_fixes: str) -> DataError:
+        """Return the error with ``source`` (file and line) as the subject of the sentence."""
+        return DataError(source + self.seen, *self.fixes, *more_fixes)
+
+
+def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
+    """Return the texts under ``keys`` of a JSON line; ``file`` is used in messages.
+
+    Raises:
+        BadDocumentError: if it is not a JSON object in UTF-8 with Unicode text under each key.
+    """
+    try:
+        record = _reader()(line)
+    except (ValueError, RecursionError):
+        record = _read_slowly(line, file)
+    if not isinstance(record, dict):
+        hint = (f"jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl",) if isinstance(record, list) else ()
+        raise BadDocumentError(f" is {JSON_TYPE_NAMES[type(record)]}, not an object", FIX_LINE, *hint)
+    return tuple([_text(record, key) for key in keys])
+
+
+def parse_valid_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] | None:
+    """Return for each key the texts of all lines, in UTF-8: a fast path for blocks without special cases.
+
+    None if a line is blank or may be invalid; `parse_line` then decides.
+    """
+    if ESCAPED_NUL in content:
+        return None
+    try:
+        records: list[Any] = list(map(_reader(), split_lines(content)))
+        return [[record[key].encode() for record in records] for key in keys]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+@cache
+def _reader() -> Callable[[bytes], object]:
+    """Return the fastest JSON parser. Lines it rejects are parsed again by `_read_slowly`, which explains the error."""
+    try:
+        import orjson
+    except ImportError:
+        return lambda line: json.loads(line.decode())
+    return orjson.loads
+
+
+def _read_slowly(line: bytes, file: Path) -> object:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if line.startswith(UTF_16_BOMS) else "LATIN1"
+        raise BadDocumentError(f" is not UTF-8 text: {error.reason}", *_recode(file, encoding)) from error
+    except RecursionError as error:
+        raise BadDocumentError(" is nested too deeply", FIX_LINE) from error
+    except ValueError as error:
+        raise BadDocumentError(f" is not JSON: {error}", FIX_LINE) from error
+
+
+def _text(record: dict[str, object], key: str) -> str:
+    text = record.get(key)
+    if not isinstance(text, str):
+        if key not in record:
+            has = ", ".join(list(record)[:8]) or "none"
+            raise BadDocumentError(f" has no key '{key}'; its keys: {has}", "--json-keys KEY", FIX_LINE)
+        raise BadDocumentError(f": '{key}' is {JSON_TYPE_NAMES[type(text)]}, not a string", FIX_LINE)
+    if "\0" in text:
+        raise BadDocumentError(f": '{key}' is not text: character {text.index(chr(0)):,} is NUL", FIX_LINE)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            seen = f": '{key}' is not Unicode: character {error.start:,} is an unpaired surrogate"
+            raise BadDocumentError(seen, FIX_LINE) from error
+    return text
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """Split a block into lines; text after the last line end counts as a line unless empty."""
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def read_plain_text(file: Path) -> bytes:
+    """Return the content of a plain file; its encoding is not checked.
+
+    Raises:
+        BadDocumentError: if it is UTF-16, contains NUL, or is compressed and damaged.
+    """
+    try:
+        with open(file, "rb") as stream:
+            content = (
+                b"".join(decompress(file, stream)) if file.suffix.lower() in COMPRESSION_SUFFIXES else stream.read()
+            )
+    except DamagedStreamError as error:
+        raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
+    if content.startswith(UTF_16_BOMS):
+        raise BadDocumentError(" is UTF-16, not UTF-8 text", *_recode(file, "UTF-16"))
+    if b"\0" in content:
+        seen = f" is not text: byte {content.index(0):,} is NUL"
+        raise BadDocumentError(seen, "remove this file", _exclude(file))
+    return content
+
+
+def encoding_error(file: Path, error: UnicodeDecodeError) -> BadDocumentError:
+    """Return the error of a plain file that is not UTF-8."""
+    seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
+    return BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file))
+
+
+def check_utf8(content: bytes, file: Path) -> None:
+    """Raise BadDocumentError if a plain file is not UTF-8."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise encoding_error(file, error) from error
+
+
+def no_document_error(file: Path) -> BadDocumentError:
+    """Return the error of a JSON-lines file without documents."""
+    return BadDocumentError(" has no documents", "remove this file", _exclude(file))
+
+
+def _exclude(file: Path) -> str:
+    return f"--exclude {shlex.quote(file.name)}"
+
+
+def _recode(file: Path, encoding: str) -> tuple[str, ...]:
+    """Return the command that converts a file to UTF-8."""
+    if file.suffix.lower() in COMPRESSION_SUFFIXES:
+        return (f"decompress it and convert it from {encoding} with iconv",)
+    name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
+    return (f"iconv -f {encoding} -t UTF-8 {name} > {new}",)
+
+
+JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
+BLOCK_BYTES = 2 << 20
+SEARCH_BYTES = 1 << 16
+
+
+class LineBlock(NamedTuple):
+    """Consecutive whole lines of a JSON-lines file."""
+
+    file: Path
+    content: bytes | range  # the lines, or the byte range of the file that holds them
+    stored: int  # bytes they take in the file, compressed if it is
+    first: bool  # whether the file begins with them
+    last: bool  # whether the file ends with them
+    trouble: str = ""  # why the rest of the file cannot be read; empty if it can
+
+    def read(self) -> bytes:
+        """Return the lines.
+
+        Raises:
+            DataError: if the file has become shorter.
+        """
+        if isinstance(self.content, bytes):
+            return self.content
+        with open(self.file, "rb") as stream:
+            stream.seek(self.content.start)
+            content = stream.read(len(self.content))
+        if len(content) != len(self.content):
+            raise DataError(f"{self.file} became shorter while it was read", "rerun when no process is writing it")
+        return content
+
+
+class FileBlock(NamedTuple):
+    """Plain files, one document each."""
+
+    files: tuple[Path, ...]
+    stored: int  # total size, compressed if they are
+
+
+Block = LineBlock | FileBlock
+
+
+def is_json_lines(file: Path) -> bool:
+    """Return True if the name is that of a JSON-lines file, ignoring case and compression."""
+    return uncompressed_name(file).lower().endswith(JSON_LINES_SUFFIXES)
+
+
+def compression_suffix(file: Path) -> str:
+    """Return the suffix of the compression in lower case, or an empty string."""
+    suffix = file.suffix.lower()
+    return suffix if suffix in COMPRESSION_SUFFIXES else ""
+
+
+def uncompressed_name(file: Path) -> str:
+    """Return the file name without the suffix of its compression."""
+    return file.name[: len(file.name) - len(compression_suffix(file))]
+
+
+def block_bytes_of(block: Block) -> int:
+    """Return the bytes of text in a block, as far as known before reading it."""
+    return block.stored if isinstance(block, FileBlock) else len(block.content)
+
+
+def split_into_blocks(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    plain: list[Path] = []
+    size = 0
+    for file in files:
+        if not is_json_lines(file):
+            plain.append(file)
+            size += file.stat().st_size
+        if plain and (size >= block_bytes or is_json_lines(file)):
+            yield FileBlock(tuple(plain), size)
+            plain, size = [], 0
+        if is_json_lines(file):
+            yield from split_lines_file(file, block_bytes)
+    if plain:
+        yield FileBlock(tuple(plain), size)
+
+
+def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
+    """Yield the blocks of one JSON-lines file, at least one."""
+    return _cut_compressed(file, block_bytes) if compression_suffix(file) else _cut_stored(file, block_bytes)
+
+
+def _cut_stored(file: Path, block_bytes: int) -> Iterator[LineBlock]:
+    start, size = 0, file.stat().st_size
+    with open(file, "rb") as stream:
+        while True:
+            end = _end_of_line(stream, start + block_bytes, size)
+            yield LineBlock(file, range(start, end), end - start, first=start == 0, last=end == size)
+            if end == size:
+                return
+            start = end
+
+
+def _end_of_line(stream: IO[bytes], position: int, size: int) -> int:
+    """Return the first position from ``position`` on that follows a line end, or the end of the file."""
+    position -= 1
+    while position < size:
+        stream.seek(position)
+        data = stream.read(SEARCH_BYTES)
+        if not data:
+            break
+        if (found := data.find(b"\n")) >= 0:
+            return position + found + 1
+        position += len(data)
+    return size
+
+
+def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
+    pieces: list[bytes] = []
+    size = 0  # of the pieces
+    block_start = 0  # in the compressed file
+    first, trouble = True, ""
+    with open(file, "rb") as stream:
+        try:
+            for piece in decompress(file, stream):
+                size += len(piece)
+                end = piece.rfind(b"\n") + 1 if size >= block_bytes else 0
+                pieces.append(piece[:end] if end else piece)
+                if end:
+                    yield LineBlock(file, b"".join(pieces), stream.tell() - block_start, first, last=False)
+                    pieces = [piece[end:]]
+                    size = len(piece) - end
+                    block_start = stream.tell()
+                    first = False
+        except DamagedStreamError as error:
+            trouble = str(error)
+        stored = file.stat().st_size - block_start
+    content = b"".join(pieces)
+    if trouble:
+        content = content[: content.rfind(b"\n") + 1]
+    yield LineBlock(file, content, stored, first, last=True, trouble=trouble)
+
+
+PLAIN_TEXT_SUFFIXES = (".txt",)
+SKIP_BAD_FLAG = "--on-bad-line skip"
+UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
+UNSUPPORTED_COMPRESSIONS = {
+    ".zstd": "mv {0} {1}.zst",
+    ".z": "uncompress {0}",
+    ".lz4": "lz4 -d {0}",
+    ".br": "brotli -d {0}",
+}
+"""Suffixes of unsupported compressions, and the command that decompresses such a file."""
+
+
+class TextDocument(NamedTuple):
+    """Document as read from a file."""
+
+    texts: tuple[str | bytes, ...]  # its text under each requested key; UTF-8 bytes for a plain file
+    source: str  # ``file`` or ``file:line``, for messages
+    num_bytes: int  # bytes of decompressed input, without the line end
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
+    read = parser.add_argument_group("input")
+    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    read.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)"
+    )
+    read.add_argument(
+        "--suffix",
+        nargs="+",
+        default=[*JSON_LINES_SUFFIXES, *PLAIN_TEXT_SUFFIXES],
+        metavar=".EXT",
+        help="files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
+        "(.jsonl .json .ndjson .txt)",
+    )
+    read.add_argument(
+        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder"
+    )
+    read.add_argument(
+        "--on-bad-line",
+        choices=("fail", "skip"),
+        default="fail",
+        help="at an invalid document: stop (fail), or report it, count it and continue",
+    )
+
+
+def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
+    """Return the files named by ``inputs``: each a file, a glob pattern like ``data/*.jsonl``, or a folder.
+
+    A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
+    by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
+    existing file name is never treated as a pattern.
+
+    Raises:
+        DataError: if an input matches no file, a format is not supported, or documents would be read twice because a
+            file is given twice or lies beside a compressed copy of itself.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        found = _walk(Path(name), tuple(suffixes), exclude) if os.path.isdir(name) else _expand(name)
+        if not found:
+            raise _no_files(name, suffixes)
+        files += found
+    for file in files:
+        _check_format(file)
+    _refuse_repeats(files)
+    return files
+
+
+def _expand(name: str) -> list[Path]:
+    """Return the file of this name, or those that match it as a pattern."""
+    if os.path.isfile(name):
+        return [Path(name)]
+    found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+    _refuse_copies(found)
+    return found
+
+
+def _no_files(name: str, suffixes: Collection[str]) -> DataError:
+    if os.path.isdir(name):
+        why = f"no file below it ends in {' or '.join(suffixes)}"
+    elif os.path.exists(name):
+        why = "it is a pipe or a device, and the input is read more than once"
+        return DataError(f"--input {name}: {why}", "write it to a file: cat ... > FILE.jsonl")
+    else:
+        why = "there is no such file"
+    return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
+
+
+def _check_format(file: Path) -> None:
+    suffix = file.suffix.lower()
+    if suffix in UNSUPPORTED_FORMATS:
+        fix = "write its documents as lines of a .jsonl file"
+        raise DataError(f"{file}: {file.suffix} files are not supported", fix)
+    if suffix in UNSUPPORTED_COMPRESSIONS:
+        unpack = UNSUPPORTED_COMPRESSIONS[suffix].format(shlex.quote(str(file)), shlex.quote(str(file.with_suffix(""))))
+        raise DataError(f"{file}: {file.suffix} files are not supported", unpack)
+
+
+def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    for path, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if name not in exclude]
+        files = [Path(path, name) for name in names if name not in exclude]
+        found += [file for file in files if _ends_in(file, suffixes) and file.is_file()]
+    found = _without_links(found)
+    _refuse_copies(found)
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _without_links(files: Collection[Path]) -> list[Path]:
+    """Keep each file once, preferably under a name that is not a link."""
+    names: dict[str, Path] = {}
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
+        names.setdefault(os.path.realpath(file), file)
+    return [*names.values()]
+
+
+def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    names = [file.name.lower(), uncompressed_name(file).lower()]
+    if file.suffix.lower() in UNSUPPORTED_COMPRESSIONS:
+        names.append(file.stem.lower())
+    return any(name.endswith(wanted) for name in names)
+
+
+def _refuse_copies(files: Collection[Path]) -> None:
+    """Raise DataError for files that differ only in their compression."""
+    seen: dict[Path, Path] = {}
+    for file in sorted(files):
+        other = seen.setdefault(file.with_name(uncompressed_name(file)), file)
+        if other != file:
+            why = f"{file} lies beside {other}: the same documents would be read twice"
+            raise DataError(why, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
+
+
+def _refuse_repeats(files: Collection[Path]) -> None:
+    """Raise DataError for a file given twice, under any names."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        other = seen.setdefault(os.path.realpath(file), file)
+        if other is not file:
+            why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
+            fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
+            raise DataError(f"--input: {why}: its documents would be read twice", fix)
+
+
+def read_documents(
+    file: Path, keys: Sequence[str], on_bad: Callable[[DataError], None] | None = None
+) -> Iterator[TextDocument]:
+    """Yield the documents of a file: one per line of a JSON-lines file (except blank lines), else one.
+
+    Args:
+        file: to read.
+        keys: JSON keys of the texts.
+        on_bad: called with the error of each invalid document, which is skipped. By default the error is raised.
+
+    Raises:
+        DataError: if a line is not a JSON object with text under each of ``keys``, the file has no document, or it is
+            damaged, binary or not UTF-8. Also if a plain file is read with several keys.
+    """
+    documents = _documents_of_lines if is_json_lines(file) else _document_of_plain
+    for document in documents(file, keys):
+        if isinstance(document, TextDocument):
+            yield document
+        elif on_bad is None:
+            raise document
+        else:
+            on_bad(document)
+
+
+def _documents_of_lines(file: Path, keys: Sequence[str]) -> Iterator[TextDocument | DataError]:
+    """Yield each document, or its error."""
+    number = documents = 0
+    for block in split_lines_file(file):
+        for line in split_lines(block.read()):
+            number += 1
+            if line and not line.isspace():
+                documents += 1
+                try:
+                    yield TextDocument(parse_line(line, keys, file), f"{file}:{number}", len(line))
+                except BadDocumentError as bad:
+                    yield bad.of(f"{file}:{number}", SKIP_BAD_FLAG)
+        if block.trouble:
+            yield DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again", SKIP_BAD_FLAG)
+            return
+    if not documents:
+        yield no_document_error(file).of(str(file), SKIP_BAD_FLAG)
+
+
+def _document_of_plain(file: Path, keys: Sequence[str]) -> Iterator[TextDocument | DataError]:
+    check_single_key(file, keys)
+    try:
+        text = read_plain_text(file)
+        check_utf8(text, file)
+        yield TextDocument((text,), str(file), len(text))
+    except BadDocumentError as bad:
+        yield bad.of(str(file), SKIP_BAD_FLAG)
+
+
+def check_single_key(file: Path, keys: Sequence[str]) -> None:
+    """Raise DataError if several keys are requested of a plain file."""
+    if len(keys) > 1:
+        raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")

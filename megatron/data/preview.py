@@ -1,0 +1,165 @@
+"""Describe the data for ``--check-config``: the files of each split, their sizes, and whether they are enough."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.config.batch import final_consumed_samples
+from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
+from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, RunConfig
+from megatron.data.build import file_segment_builders, resolve_sources
+from megatron.data.dataset import split_heading, split_kind
+from megatron.data.dataset_info import find_tokenizer_info
+from megatron.data.gpt_dataset import split_ranges
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
+from megatron.data.loader import build_masks, note_many_epochs, split_sample_counts
+
+MAX_DATASETS_SHOWN = 8  # datasets listed
+
+FEW_SEQUENCES = 100
+"""A split with fewer sequences may hold no sample, so its files are opened; otherwise only headers are read."""
+
+
+class DatasetSize(NamedTuple):
+    """The contents of a dataset."""
+
+    documents: int
+    tokens: int
+    sequences: int
+
+
+class DatasetUse(NamedTuple):
+    """How a run reads a dataset of a blend."""
+
+    prefix: str
+    size: DatasetSize
+    share: float  # of the samples
+    epochs: float
+
+
+def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
+    """Return lines for the configuration summary, one per dataset; none for mock data.
+
+    Reads only the size and the header of each file, unless a split might be too small for a sample.
+
+    Args:
+        config: checked configuration, resolved or not, vocabulary size included.
+        world_size: number of ranks.
+        iteration: steps already taken.
+        consumed_samples: samples already consumed.
+
+    Raises:
+        UserError: if the data options are invalid.
+        DataError: if a file is invalid, or the data are too small for the run, as at its start.
+
+    """
+    if config.data.mock_data:
+        return []
+    dp = config.parallel.data_parallel_size(world_size)
+    begin = iteration, consumed_samples
+    tokens = final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
+    read = split_sample_counts(config.data, config.training, dp, begin)
+    rows = list(_rows(data_sources(config.data), tokens))
+    if any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
+        known = find_tokenizer_info(config.data, config.model.vocab)
+        rows.append(f"{'documents':<11}{build_masks(config.data, known, config.model.vocab).describe()}")
+    notes = [*_shortages(config, read), *_repeated(data_sources(config.data)["train"], tokens)]
+    return rows + [f"{'note':<11}{note}" for note in notes]
+
+
+def _repeated(source: SplitSource, tokens: int) -> list[str]:
+    """Return the note that a start would log on many epochs, for the listed dataset that is read most often."""
+    part = 1.0 if source.split is None else split_shares(source.split)[0]
+    most = max(_readings(source.blend, tokens, part), key=lambda reading: reading.epochs)
+    note = note_many_epochs(most.prefix, most.epochs)
+    return [] if note is None else [note]
+
+
+def _shortages(config: RunConfig, read: Mapping[str, int]) -> list[str]:
+    """Return the notes that a start would log on splits too small for a sample; may raise its DataError."""
+    sources = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
+    prefixes = dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes)
+    sequences = {prefix: dataset_size(prefix).sequences for prefix in prefixes}
+    few = any(_fewest(split, source, sequences) < FEW_SEQUENCES for split, source in sources.items())
+    return file_segment_builders(config.data, read, config.training, None)[1] if few else []
+
+
+def _fewest(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
+    """Return the smallest number of sequences that a split gets from one of its datasets."""
+    counts = [sequences[prefix] for prefix in source.blend.prefixes]
+    if source.split is None:
+        return min(counts)
+    return min(len(split_ranges(source.split, count)[SPLITS.index(split_kind(split))]) for count in counts)
+
+
+def _rows(sources: Mapping[str, SplitSource], tokens: int) -> Iterator[str]:
+    """Yield a line for each dataset of a run that trains on ``tokens`` tokens."""
+    ratios = next((source.split for source in sources.values() if source.split is not None), None)
+    if ratios is None:
+        for name in list(sources)[:MAX_DATASETS_SHOWN]:
+            lines = _datasets(sources[name].blend, tokens if name == "train" else 0)
+            yield split_heading(name) + next(lines)
+            yield from (f"{'':<11}{line}" for line in lines)
+        if len(sources) > MAX_DATASETS_SHOWN:
+            yield f"{'':<11}and {_shorten(list(sources)[MAX_DATASETS_SHOWN:])}"
+        return
+    shares = split_shares(ratios)
+    parts = ", ".join(f"{split} {_percent(share)}" for split, share in zip(SPLITS, shares) if share)
+    yield f"{'data':<11}of each dataset {parts}"
+    yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0]))
+    sets = [name.partition(":")[2] for name in sources if ":" in name]
+    if sets:
+        yield f"{'valid':<11}each by itself: {_shorten(sets)}"
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_DATASETS_SHOWN:,} more" if len(names) > MAX_DATASETS_SHOWN else ""
+    return ", ".join(names[:MAX_DATASETS_SHOWN]) + more
+
+
+def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
+    """Yield a line for each dataset of a blend, of which the fraction ``part`` is used for ``tokens`` tokens."""
+    for prefix, size, share, epochs in _readings(blend, tokens, part):
+        weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
+        repeats = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
+        yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{repeats}"
+    if len(blend.prefixes) > MAX_DATASETS_SHOWN:
+        yield f"and {len(blend.prefixes) - MAX_DATASETS_SHOWN:,} more"
+
+
+def _readings(blend: Blend, tokens: int, part: float) -> Iterator[DatasetUse]:
+    """Yield the listed datasets of a blend with their shares and epochs."""
+    shown = blend.prefixes[:MAX_DATASETS_SHOWN]
+    sizes = [dataset_size(prefix) for prefix in shown]
+    lengths = [size.tokens for size in sizes]
+    weights = blend.weights or (lengths if len(shown) == len(blend.prefixes) else [])
+    shares = [weight / sum(weights) for weight in weights[: len(shown)]] if sum(weights) else [0.0] * len(shown)
+    for prefix, size, share in zip(shown, sizes, shares):
+        yield DatasetUse(prefix, size, share, tokens * share / (size.tokens * part) if size.tokens else 0.0)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def dataset_size(prefix: str) -> DatasetSize:
+    """Return the contents of a dataset, from the sizes of its files and the header of its index.
+
+    Raises:
+        DataError: if they are inconsistent, or a file cannot be read.
+    """
+    try:
+        with open(f"{prefix}.idx", "rb") as index:
+            magic, version, code, sequences, boundaries = INDEX_HEADER.unpack(index.read(INDEX_HEADER.size))
+        found = os.path.getsize(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
+        expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
+        if (magic, version, found[0]) == (INDEX_MAGIC, INDEX_VERSION, expected) and code in DTYPE_CODES and boundaries:
+            return DatasetSize(boundaries - 1, found[1] // DTYPE_CODES[code].itemsize, sequences)
+    except (OSError, struct.error):
+        pass  # opening the dataset raises the proper error
+    whole = IndexedDataset(prefix)
+    return DatasetSize(len(whole.documents) - 1, whole.num_tokens, len(whole))

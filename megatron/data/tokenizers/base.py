@@ -1,0 +1,216 @@
+"""Interface of a tokenizer, and what all tokenizers share.
+
+`Tokenizer` is the protocol the rest of the project uses; `EncodedBatch` holds the concatenated ids of several texts.
+`LibraryTokenizer` is the base class of tokenizers that call a library: it checks that texts are Unicode, converts the
+library's exceptions to ValueError and concatenates the ids. The file also reads tokenizer files and downloads them
+from the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.dataset import fingerprint
+from megatron.data.errors import DataError
+
+RUST_PANIC = "PanicException"  # of Rust libraries: not an `Exception`, and a separate class in each
+
+
+@contextmanager
+def convert_library_errors(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """Convert any exception of a library to ``error_of(first line of its message)``.
+
+    MemoryError, Ctrl-C and the exceptions of signal handlers pass through unchanged.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != RUST_PANIC:
+            raise
+        raise error_of((str(error) or type(error).__name__).partition("\n")[0]) from error
+
+
+def encode_error(library: str) -> Callable[[str], ValueError]:
+    """Return an ``error_of`` for `convert_library_errors` that names the library."""
+    return lambda message: ValueError(f"{library} cannot encode this text: {message}")
+
+
+class EncodedBatch(NamedTuple):
+    """Concatenated ids of several texts."""
+
+    ids: NDArray[Any]  # ``[total]``, of an integer dtype that holds every id
+    lengths: NDArray[np.int64]  # ``[n]``, number of ids of each text
+
+
+class Tokenizer(Protocol):
+    """Text to ids ``0 .. vocab_size - 1`` and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+
+    @property
+    def pad(self) -> int | None:
+        """Id that pads a sample, possibly equal to `eod`; None if there is none."""
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by their spelling."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the mapping from ids to text; equal digests mean equal ids. `settings` are not part of it."""
+
+    @property
+    def legacy_fingerprints(self) -> tuple[str, ...]:
+        """Digests that earlier versions recorded for the same files."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Contents of the files it was built from, by name."""
+
+    @property
+    def library(self) -> str:
+        """Package whose code turns text into ids."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings besides files and vocabulary size, as plain JSON values."""
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        """Return the ids ``[n]`` of a text; bytes must be UTF-8."""
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
+        """Return the ids of several texts, encoded in parallel if the library has threads."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids."""
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Return files, by name, from which ``transformers`` builds a tokenizer with equal ids; empty if impossible."""
+
+
+def legacy_fingerprints(*facts: str) -> tuple[str, ...]:
+    """Return the digests used when ``parse_special_tokens`` was still part of them: without and with it."""
+    return fingerprint(*facts), fingerprint(*facts, "parse_special_tokens")
+
+
+def unicode_text(text: str | bytes) -> str:
+    """Return the text as a string.
+
+    Raises:
+        UnicodeError: if bytes are not UTF-8 or the text has an unpaired surrogate.
+    """
+    if isinstance(text, bytes):
+        return text.decode()
+    text.encode()  # raises for an unpaired surrogate
+    return text
+
+
+def batch_from_lists(lists: Sequence[Sequence[int]]) -> EncodedBatch:
+    """Concatenate lists of ids."""
+    lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    return EncodedBatch(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
+
+
+class LibraryTokenizer(ABC):
+    """Base class of tokenizers that encode by calling ``library``."""
+
+    library: str
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        """Return the ids of a text.
+
+        Raises:
+            ValueError: if it is not Unicode text or the library cannot encode it.
+        """
+        return self.encode_batch([text]).ids
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
+        """Return the ids of several texts, on as many threads as the library uses (one in a worker process).
+
+        Raises:
+            ValueError: if one is not Unicode text or the library cannot encode it.
+        """
+        characters = [unicode_text(text) for text in texts]
+        with convert_library_errors(encode_error(self.library)):
+            return batch_from_lists(self.ids_of(characters))
+
+    @abstractmethod
+    def ids_of(self, texts: list[str]) -> Sequence[Sequence[int]]:
+        """Call the library, which may raise anything."""
+
+
+def num_encoder_threads() -> int:
+    """Return the number of encoder threads: all cores, or 1 in a worker process.
+
+    ``RAYON_NUM_THREADS``, which libraries written in Rust read themselves, is applied to the other libraries too.
+    """
+    limit = os.environ.get("RAYON_NUM_THREADS", "")
+    if limit.isascii() and limit.isdigit() and int(limit) > 0:
+        return int(limit)
+    return 1 if multiprocessing.parent_process() is not None else os.cpu_count() or 1
+
+
+def read_tokenizer_file(path: Path, *fixes: str) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        DataError: if it cannot be read; the error suggests ``fixes``.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"there is no {path}", *fixes) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", *fixes) from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if ``name`` has the form ``org/name`` and is not a local path."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).exists()
+
+
+@cache
+def download_from_hub(name: str, files: tuple[str, ...]) -> Path:
+    """Return a local folder with the given files of ``org/name``, downloaded unless cached.
+
+    The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+
+    Raises:
+        DataError: if the files cannot be obtained.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DataError(
+            f"{name} is not a local folder, and huggingface_hub is not installed", "pip install huggingface_hub"
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except Exception as error:  # many classes: of the hub, the network and the disk
+        wanted = " ".join(f"--include '{file}'" for file in files)
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(
+            f"{name} is not a local folder, and downloading it from the hub failed: {first[0]}",
+            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then --tokenizer-model DIR",
+            "HF_TOKEN=... for a gated model",
+        ) from error

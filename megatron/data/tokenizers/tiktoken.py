@@ -1,0 +1,331 @@
+"""Tokenizers stored as byte sequences with ranks: OpenAI's ``.tiktoken`` files, and Megatron-LM's JSON.
+
+`TikTokenizer` reads both and encodes with the ``tiktoken`` library. `tiktoken_to_hugging_face` converts the ranks to
+a
+``tokenizer.json``, for ``transformers`` and gigatoken.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.data.dataset import fingerprint
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import (
+    LibraryTokenizer,
+    legacy_fingerprints,
+    num_encoder_threads,
+    read_tokenizer_file,
+)
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, TOKENIZER_CONFIG, TOKENIZER_JSON, bytes_to_unicode
+
+
+def tiktoken_to_hugging_face(
+    ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], end: int
+) -> dict[str, bytes]:
+    """Return the files of a tokenizer with equal ids; empty if a special token is spelled like a byte sequence.
+
+    Args:
+        ranks: byte sequences and their ids, in merge order.
+        pattern: pre-tokenization regex.
+        special: special tokens and their ids.
+        end: id that ends a document.
+    """
+    letters = bytes_to_unicode()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocabulary = {spelled[token]: number for token, number in ranks.items()}
+    if vocabulary.keys() & special.keys():
+        return {}
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": token, **matching, "special": True}
+            for token, number in sorted(special.items(), key=lambda item: item[1])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
+            "vocab": {**special, **vocabulary},
+            "merges": [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+        },
+    }
+    named = {number: token for token, number in special.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": named[end],
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        TOKENIZER_JSON: json.dumps(tokenizer, ensure_ascii=False).encode(),
+        TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return all splits of each token into two others, by rank: tiktoken merges the pair of lowest rank."""
+    found = []
+    for token in sorted(ranks, key=lambda token: ranks[token]):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        found += [(left, right) for left, right in cuts if left in ranks and right in ranks]
+    return found
+
+
+RANKS_SUFFIX, JSON_SUFFIX = ".tiktoken", ".json"
+MEGATRON_VOCAB_SIZE = 1 << 17
+DEFAULT_NUM_SPECIAL_TOKENS = 1000  # default of --tiktoken-num-special-tokens
+NAMED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+"""Megatron-LM's named special tokens; ``<SPECIAL_7>`` and following fill up the number."""
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CL100K_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": _CASED % ("", "", r"\p{N}"),
+}
+"""Megatron-LM's two pre-tokenization regexes."""
+
+
+@dataclass(frozen=True)
+class TiktokenEncoding:
+    """Pre-tokenization regex and special tokens, which a file of ranks does not contain."""
+
+    pattern: str
+    special_ids: Mapping[str, int]
+
+
+ENCODINGS = {
+    "r50k_base": TiktokenEncoding(GPT2_PATTERN, {END_OF_DOCUMENT: 50256}),
+    "p50k_base": TiktokenEncoding(GPT2_PATTERN, {END_OF_DOCUMENT: 50256}),
+    "cl100k_base": TiktokenEncoding(
+        CL100K_PATTERN,
+        {
+            END_OF_DOCUMENT: 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "o200k_base": TiktokenEncoding(
+        _CASED % (_CONTRACTION, _CONTRACTION, r"\p{N}{1,3}"), {END_OF_DOCUMENT: 199999, "<|endofprompt|>": 200018}
+    ),
+}
+"""OpenAI's encodings, by file name."""
+
+
+class TikTokenizer(LibraryTokenizer):
+    """Tokenizer of the ``tiktoken`` library.
+
+    A file named as one of `ENCODINGS` is that encoding, and ``<|endoftext|>`` ends a document. Any other file, or one
+    with an explicit pattern, is read as by Megatron-LM: special tokens come first (``<unk>``, ``<s>``, ``</s>``, which
+    ends a document, and so on), followed by the ids of the file.
+
+    Special tokens spelled out in text stay text unless ``parse_special_tokens``.
+    """
+
+    library = "tiktoken"
+
+    def __init__(
+        self,
+        path: str | Path,
+        pattern: str | None = None,
+        num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
+        vocab_size: int | None = None,
+        parse_special_tokens: bool = False,
+    ) -> None:
+        """Read a ``.tiktoken`` or ``.json`` file, or the only one in a folder.
+
+        Args:
+            path: file or folder.
+            pattern: ``v1`` or ``v2``; by default the encoding given by the file name, and ``v2`` for a ``.json``.
+            num_special_tokens: ids before those of the file, if special tokens come first.
+            vocab_size: ids to keep, if special tokens come first; by default all. Megatron-LM keeps at most 2**17.
+            parse_special_tokens: encode special tokens spelled out in text as their ids.
+
+        Raises:
+            DataError: if the file is missing or damaged, or the sizes do not fit it.
+        """
+        file = _find_file(Path(path))
+        content = read_tokenizer_file(file, f"--tokenizer-model FILE{RANKS_SUFFIX}")
+        self.files: Mapping[str, bytes] = {
+            file.name if file.suffix == JSON_SUFFIX else file.stem + RANKS_SUFFIX: content
+        }
+        self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
+        encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS_SUFFIX and pattern is None else None
+        if encoding is None:
+            pattern = _pattern(pattern, file)
+            layout = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
+            self.settings = {**self.settings, **layout}
+            ranks = _ranks(content, file)
+            ranks, encoding = _special_tokens_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
+        else:
+            if num_special_tokens != DEFAULT_NUM_SPECIAL_TOKENS:
+                seen = f"the number of special tokens of {file.stem} is fixed, so {num_special_tokens} cannot be used"
+                raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
+            ranks = _ranks(content, file)
+        self._ranks, self._pattern, self.special_ids = ranks, encoding.pattern, encoding.special_ids
+        self._known = frozenset(ranks.values()) | frozenset(self.special_ids.values())
+        self.vocab_size = 1 + max(self._known)
+        self.eod = self.special_ids.get(END_OF_DOCUMENT, self.special_ids.get("</s>", -1))
+        self.pad = self.special_ids.get("<pad>")
+        self._encoding = _import_tiktoken(file).Encoding(
+            file.stem, pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the ranks, the pattern and the special tokens."""
+        return fingerprint(*self._facts())
+
+    @property
+    def legacy_fingerprints(self) -> tuple[str, ...]:
+        """Digests of the same facts, without and with the setting."""
+        return legacy_fingerprints(*self._facts())
+
+    def _facts(self) -> tuple[str, ...]:
+        table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
+        return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
+
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """Encode, on all cores unless in a worker process."""
+        if self.settings.get("parse_special_tokens"):
+            return self._encoding.encode_batch(texts, num_threads=num_encoder_threads(), allowed_special="all")
+        return self._encoding.encode_ordinary_batch(texts, num_threads=num_encoder_threads())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text, including special tokens; unknown ids are skipped."""
+        return self._encoding.decode([int(number) for number in ids if number in self._known])
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Return a ``tokenizer.json`` of equal ids, except that ``transformers`` parses special tokens in text."""
+        return dict(self._hugging_face_files)
+
+    @cached_property
+    def _hugging_face_files(self) -> Mapping[str, bytes]:
+        return tiktoken_to_hugging_face(self._ranks, self._pattern, self.special_ids, self.eod)
+
+
+def _find_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = [file for file in sorted(path.iterdir()) if file.suffix in (RANKS_SUFFIX, JSON_SUFFIX)]
+    if len(files) != 1:
+        seen = f"{path} holds {len(files)} files ending in {RANKS_SUFFIX} or {JSON_SUFFIX}, not one"
+        raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS_SUFFIX}")
+    return files[0]
+
+
+def _pattern(pattern: str | None, file: Path) -> str:
+    if pattern is None and file.suffix == JSON_SUFFIX:
+        return "v2"
+    if pattern not in PATTERNS:
+        seen = f"{file.name} has no pre-tokenization regex, and its name is not that of one of OpenAI's encodings"
+        names = " or ".join(name + RANKS_SUFFIX for name in ENCODINGS)
+        raise DataError(f"{seen} ({names})", "--tiktoken-pattern v1", "--tiktoken-pattern v2")
+    return pattern
+
+
+def _ranks(content: bytes, file: Path) -> dict[bytes, int]:
+    """Parse byte sequences and their ranks.
+
+    Raises:
+        DataError: if an entry is malformed or a duplicate, or a byte is missing.
+    """
+    pairs = _json_ranks(content, file) if file.suffix == JSON_SUFFIX else _line_ranks(content, file)
+    ranks = dict(pairs)
+    if len(ranks) < len(pairs) or len(set(ranks.values())) < len(pairs):
+        raise DataError(f"{file} has a duplicate token or rank", "copy it again")
+    missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
+    if missing:
+        raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, first 0x{missing[0]:02X}", "copy it again")
+    return ranks
+
+
+def _line_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
+    pairs = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            pairs.append((base64.b64decode(token, validate=True), int(rank)))
+        except ValueError as error:  # also of base64
+            seen = f"{file}:{number} is not a base64 token and its rank: {line[:40]!r}"
+            raise DataError(seen, "copy it again") from error
+    return pairs
+
+
+def _json_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
+    try:
+        entries = json.loads(content)
+        pairs = [(base64.b64decode(entry["token_bytes"], validate=True), entry["rank"]) for entry in entries]
+    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+        seen = f'{file} is not a list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
+        raise DataError(seen, f"--tokenizer-model FILE{RANKS_SUFFIX}") from error
+    if [rank for _, rank in pairs] != list(range(len(pairs))):
+        raise DataError(f"the ranks of {file} are not 0, 1, 2 and so on", "copy it again")
+    return pairs
+
+
+def _special_tokens_first(
+    ranks: dict[bytes, int], pattern: str, num_special_tokens: int, vocab_size: int | None, file: Path
+) -> tuple[dict[bytes, int], TiktokenEncoding]:
+    """Shift ranks behind the special tokens and keep ``vocab_size`` ids in all."""
+    if num_special_tokens < len(NAMED_SPECIAL_TOKENS):
+        seen = f"{num_special_tokens} special tokens are too few for {' '.join(NAMED_SPECIAL_TOKENS)}"
+        raise DataError(seen, "--tiktoken-num-special-tokens 1000")
+    full_size = num_special_tokens + 1 + max(ranks.values())
+    if vocab_size is None and full_size > MEGATRON_VOCAB_SIZE:
+        raise DataError(
+            f"{file} and {num_special_tokens} special tokens make {full_size:,} ids; Megatron-LM keeps the first 2**17",
+            f"--vocab-size {MEGATRON_VOCAB_SIZE}",
+            f"--vocab-size {full_size}",
+        )
+    size = full_size if vocab_size is None else vocab_size
+    if not num_special_tokens + 256 <= size <= full_size:
+        seen = f"{file} and {num_special_tokens} special tokens make {full_size:,} ids, not {size:,}"
+        raise DataError(seen, f"--vocab-size {full_size}", "leave out --vocab-size")
+    kept = {token: num_special_tokens + rank for token, rank in ranks.items() if num_special_tokens + rank < size}
+    names = [
+        *NAMED_SPECIAL_TOKENS,
+        *(f"<SPECIAL_{number}>" for number in range(len(NAMED_SPECIAL_TOKENS), num_special_tokens)),
+    ]
+    return kept, TiktokenEncoding(pattern, {name: number for number, name in enumerate(names)})
+
+
+def _import_tiktoken(file: Path) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
+    return tiktoken

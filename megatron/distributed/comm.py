@@ -1,0 +1,256 @@
+"""Raw collectives and point-to-point messages: the only module through which tensors leave a rank.
+
+Every collective takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The ``start_``
+forms are asynchronous and return a :class:`Pending`. Names that changed between torch 2.10 and 2.13 are resolved
+here.
+
+A :class:`CommMeter` counts the time the rank is blocked (the whole of a synchronous collective, the ``wait`` of an
+asynchronous one), and the bytes it sends. Bytes are those of a ring algorithm, which is bandwidth-optimal on most
+networks (Patarasuk and Yuan 2009), whatever the library does. On each of n ranks, for a tensor of B bytes:
+
+==============  ==========================  ========================================
+operation       bytes sent by a rank        B
+==============  ==========================  ========================================
+all-reduce      2 B (n - 1) / n             the tensor
+reduce-scatter  B (n - 1) / n               the rank's input
+all-gather      B (n - 1) / n               the result
+all-to-all      rows for other ranks
+send            B                           the tensor
+==============  ==========================  ========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.distributed.timing import COMMUNICATION_PREFIX, Stopwatch, profiler_range
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
+ALL_TO_ALL, SEND = "all-to-all", "send"
+
+
+class CommMeter(Stopwatch):
+    """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
+
+    Bytes are counted when a collective is called. So a CUDA graph counts once, when it is captured, and its replays
+    count nothing.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        """Start at zero."""
+        super().__init__(names)
+        self._sent: dict[tuple[str, str], float] = {}
+
+    def sends(self, axes: str, operation: str, count: float) -> None:
+        """Add ``count`` bytes, unless paused."""
+        if self._running:
+            self._sent[axes, operation] = self._sent.get((axes, operation), 0.0) + count
+
+    def take_sent(self) -> dict[tuple[str, str], float]:
+        """Return bytes by axes and operation since the last call."""
+        taken, self._sent = self._sent, {}
+        return taken
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+T = TypeVar("T")
+BUBBLE = "bubble"
+"""Name under which the meter counts time blocked on other pipeline ranks."""
+PIPELINE = "pp"
+"""Name under which the meter counts bytes sent to other pipeline ranks."""
+FAKE_BACKEND = "fake"
+"""Backend of groups without peers (:func:`megatron.distributed.mesh.fake_process_group`)."""
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, and this rank's place in it."""
+
+    # Global ranks, ascending.
+    ranks: tuple[int, ...] = (0,)
+    # Index of this process among them.
+    rank: int = 0
+    # None for a group of one, which needs no torch.distributed.
+    handle: dist.ProcessGroup | None = None
+    # Axes of the rank grid along which the ranks differ (``tp``, ``dp-cp``...), or ``world``; names the meter's counts.
+    axes: str = field(default="world", compare=False)
+    # Shared by all groups of a mesh.
+    meter: CommMeter = field(default_factory=CommMeter, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def answers(self) -> bool:
+        """True if the group has peers that take part in collectives; those of a fake process group do not."""
+        return self.size > 1 and dist.get_backend(self.handle) != FAKE_BACKEND
+
+    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles."""
+        return profiler_range(COMMUNICATION_PREFIX + self.axes, self.meter.span(self.axes, x.is_cuda))
+
+    def sends(self, operation: str, count: float) -> None:
+        """Count the bytes that a ring collective over ``count`` bytes sends from this rank."""
+        self.meter.sends(PIPELINE if self.axes == BUBBLE else self.axes, operation, count * (self.size - 1) / self.size)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A directed edge of a pipeline, with a communicator of its own; messages arrive in the order of sending."""
+
+    # Global ranks of sender and receiver.
+    source: int
+    target: int
+    handle: dist.ProcessGroup | None = field(default=None, compare=False)
+    # Counts time blocked as ``BUBBLE`` and bytes sent as ``PIPELINE``.
+    meter: CommMeter = field(default_factory=CommMeter, compare=False, repr=False)
+
+    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the peer."""
+        return profiler_range(COMMUNICATION_PREFIX + BUBBLE, self.meter.span(BUBBLE, x.is_cuda))
+
+
+@dataclass
+class Pending:
+    """The result of asynchronous communication, or a tensor that is being sent."""
+
+    result: Tensor
+    work: dist.Work | None = None
+    group: Group | Channel = field(default_factory=Group)
+
+    def wait(self) -> Tensor:
+        """Wait for the communication, and return the result."""
+        if self.work is not None:
+            with self.group.waiting(self.result):
+                self.work.wait()
+            self.work = None
+        return self.result
+
+    def done(self) -> bool:
+        """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
+        return self.work is None or self.work.is_completed()
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Start an :func:`all_reduce`."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    group.sends(ALL_REDUCE, 2 * x.nbytes)
+    return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
+
+
+def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """Start an :func:`all_gather` into ``out``; ``x`` may be this rank's rows of it."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    if out is None:
+        out = _rows_like(x, x.shape[0] * group.size)
+    elif not x.is_cuda:  # NCCL supports gathering in place; gloo does not document it
+        x = x.clone()
+    group.sends(ALL_GATHER, out.nbytes)
+    return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """Start a :func:`reduce_scatter`; on GPUs into ``out``, which may be this rank's rows of ``x``."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    if out is None or not x.is_cuda:  # NCCL supports reducing in place; gloo does not document it
+        out = _rows_like(x, x.shape[0] // group.size)
+    group.sends(REDUCE_SCATTER, x.nbytes)
+    return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def start_all_to_all(x: Tensor, group: Group) -> Pending:
+    """Start an all-to-all of ``[size * n, ...]``: ``n`` rows for every rank -> ``n`` rows from every rank."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    out = torch.empty_like(x)
+    group.sends(ALL_TO_ALL, x.nbytes)
+    return Pending(out, dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """``sent[i]`` rows of ``x`` to every rank ``i``, in rank order -> ``received[i]`` rows from every rank ``i``."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, sum(received))
+    leaving = sum(sent) - sent[group.rank]
+    group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
+    with group.waiting(x):
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group.handle)
+    return out
+
+
+def start_send(x: Tensor, channel: Channel) -> Pending:
+    """Start sending ``x``, which must not change until the send is complete."""
+    channel.meter.sends(PIPELINE, SEND, x.nbytes)
+    return Pending(x, dist.isend(x, channel.target, channel.handle), channel)
+
+
+def start_receive(out: Tensor, channel: Channel) -> Pending:
+    """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
+    return Pending(out, dist.irecv(out, channel.source, channel.handle), channel)
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Reduce ``x`` in place over the group (``sum`` or ``max``); results are bitwise equal on all ranks."""
+    if group.size > 1:
+        group.sends(ALL_REDUCE, 2 * x.nbytes)
+        with group.waiting(x):
+            dist.all_reduce(x, _OPS[op], group.handle)
+    return x
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Gather ``[n, ...]`` of every rank to ``[size * n, ...]`` on all ranks, in rank order."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, x.shape[0] * group.size)
+    group.sends(ALL_GATHER, out.nbytes)
+    with group.waiting(x):
+        _all_gather(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum ``[size * n, ...]`` over ranks; return this rank's ``[n, ...]`` rows of the sum."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, x.shape[0] // group.size)
+    group.sends(REDUCE_SCATTER, x.nbytes)
+    with group.waiting(x):
+        _reduce_scatter(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def _rows_like(x: Tensor, rows: int) -> Tensor:
+    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+def all_gather_objects(value: T, group: Group) -> list[T]:
+    """Gather picklable values in rank order. For set-up and messages, never inside a step."""
+    values = [value] * group.size
+    if group.answers:
+        dist.all_gather_object(values, value, group.handle)
+    return values
+
+
+def broadcast_object(value: T, group: Group) -> T:
+    """Return the picklable ``value`` of the group's first rank; the other ranks' values are ignored."""
+    values = [value]
+    if group.answers:
+        dist.broadcast_object_list(values, group.ranks[0], group.handle)
+    return values[0]

@@ -1,0 +1,163 @@
+"""Accumulates parameter gradients into contiguous buffers, and defers weight gradients for W actions.
+
+The backward of a linear layer passes ``(x, dy)``. Their product is added to the parameter's main gradient now, or
+queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays None throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.kernels.linear import WeightGradientKernel, accumulate_wgrad
+
+
+@dataclass
+class WgradOperand:
+    """An operand of a weight gradient, which may have to be gathered over the sequence-parallel ranks first."""
+
+    # This rank's rows.
+    shard: Tensor
+    # The ranks that hold the others; None when the rows are complete.
+    group: Group | None = None
+    # The all-gather, once started.
+    pending: Pending | None = None
+
+    def start(self) -> WgradOperand:
+        """Start the all-gather, if there is one."""
+        if self.group is not None and self.pending is None:
+            self.pending = comm.start_all_gather(self.shard, self.group)
+        return self
+
+    def anew(self) -> WgradOperand:
+        """Return the operand without its gathered rows, to be gathered again later."""
+        return WgradOperand(self.shard, self.group)
+
+    def wait(self) -> Tensor:
+        """Return all rows."""
+        pending = self.start().pending
+        return pending.wait() if pending is not None else self.shard
+
+
+DeferredWgrad = tuple[str, WgradOperand, WgradOperand, Sequence[int] | None]
+"""A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
+
+
+class GradAccumulator:
+    """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
+
+    A layer's backward returns what ``add``, ``accumulate_rows`` and ``accumulate`` return as the parameter's gradient:
+    None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).
+    """
+
+    def __init__(self, multiply: WeightGradientKernel = accumulate_wgrad) -> None:
+        # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
+        self.multiply = multiply
+        self._target: Callable[[str], Tensor] = _unbound
+        self._contributed: Callable[[str], None] = lambda name: None
+        self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}
+        self._deferred_to: tuple[int, int] | None = None
+
+    def bind(self, target: Callable[[str], Tensor], contributed: Callable[[str], None]) -> None:
+        """Connect the accumulator to the gradient buffers.
+
+        Args:
+            target: maps a parameter's name to the tensor for its next contribution: local stored shape, at least fp32.
+            contributed: called with the name after each contribution.
+
+        """
+        self._target, self._contributed = target, contributed
+
+    def attach(self, name: str, parameter: nn.Parameter) -> None:
+        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
+
+        def collect(p: Tensor) -> None:
+            grad, p.grad = p.grad, None
+            if grad is not None:
+                self.accumulate(name, grad)
+
+        parameter.register_post_accumulate_grad_hook(collect)
+
+    def recall(self, x: Tensor, group: Group | None) -> WgradOperand:
+        """Return a linear's input as an operand of its weight gradient; its gather starts unless W is deferred."""
+        rows = WgradOperand(x.detach(), group)  # detached, because a saved input still refers to its graph
+        return rows if self._deferred_to else rows.start()
+
+    def add(self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None) -> Tensor | None:
+        """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring`, in the W action.
+
+        Args:
+            name: of the weight ``[out, in]``, or of several weights stacked along rows.
+            x: input of the layer ``[..., in]``.
+            dy: gradient of its output ``[..., out]``.
+            rows: for stacked weights, the number of input rows of each.
+
+        """
+        if self._deferred_to is not None:
+            self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew(), rows))
+            return None
+        target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
+        if rows is None:
+            self.multiply(target, x_rows, dy_rows)
+        else:
+            split = zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True)
+            for weight_target, weight_x, weight_dy in split:
+                if len(weight_x):
+                    self.multiply(weight_target, weight_x, weight_dy)
+        self._contributed(name)
+        return None
+
+    def accumulate_rows(self, name: str, indices: Tensor, dy: Tensor) -> Tensor | None:
+        """Add ``dy`` ``[n, h]`` to the rows ``indices`` ``[n]`` of an embedding's gradient."""
+        target = self._target(name)
+        if target.is_cuda:  # sorts the indices; index_add_ would add in any order, and so differ from run to run
+            target.index_put_((indices,), dy.to(target.dtype), accumulate=True)
+        else:
+            target.index_add_(0, indices, dy.to(target.dtype))
+        self._contributed(name)
+        return None
+
+    def accumulate(self, name: str, grad: Tensor, scale: Tensor | float = 1.0) -> Tensor | None:
+        """Add ``scale * grad`` (local stored shape) to the gradient of ``name``."""
+        target = self._target(name)
+        if isinstance(scale, Tensor):
+            target.addcmul_(grad.to(target.dtype), scale.to(target.dtype))
+        else:
+            target.add_(grad, alpha=scale)
+        self._contributed(name)
+        return None
+
+    @contextmanager
+    def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """Queue the weight gradients of linears for the W action ``(chunk, microbatch)`` while the body runs."""
+        self._deferred_to = (chunk, microbatch)
+        try:
+            yield
+        finally:
+            self._deferred_to = None
+
+    def run(self, chunk: int, microbatch: int) -> None:
+        """Compute the weight gradients that were deferred to the W action ``(chunk, microbatch)``.
+
+        The operands of the next product are gathered while this one is computed; operands are freed after use.
+        """
+        queue = self._queues.pop((chunk, microbatch), [])[::-1]
+        while queue:
+            name, x, dy, rows = queue.pop()
+            for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
+                operand.start()
+            self.add(name, x, dy, rows)
+
+    @property
+    def queued(self) -> int:
+        """Number of weight gradients that are deferred."""
+        return sum(map(len, self._queues.values()))
+
+
+def _unbound(name: str) -> Tensor:
+    raise RuntimeError(f"the gradient of {name} has no buffer: call bind() before backward")

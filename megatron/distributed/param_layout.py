@@ -1,0 +1,218 @@
+"""Parameter layout of the distributed optimizer: which elements of each parameter a rank updates.
+
+Parameters are packed into buckets, and each bucket is divided into equal parts, one per rank. Gradients, main
+parameters, moments and averages all follow this one map. It is arithmetic without torch, so the planner can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from megatron.distributed.sharding import Box, ShardPiece, ShardSpec
+
+ALIGNMENT = 64
+"""Parameters and parts of buckets start at multiples of this number of elements."""
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """Elements ``start <= i < stop`` of a parameter's flattened local tensor: the shard that a rank updates."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BucketKey:
+    """Properties that the parameters of a bucket have in common."""
+
+    # Of the weights.
+    dtype: str
+    # Mesh axes over which gradients are summed.
+    axes: tuple[str, ...]
+    # A tied weight has its own bucket, so that both chunks that hold it shard it alike.
+    tied: bool
+    # Parameters are not divided between ranks (Muon).
+    uncut: bool
+    # ZeRO-2 only: 1-D parameters. Their gradients come with the input's, those of matrices may come much later
+    # (deferred W), and the whole bucket stays in memory until all have come.
+    vector: bool
+
+    @classmethod
+    def of(cls, spec: ShardSpec, dtype: str, uncut: bool, streamed: bool) -> BucketKey:
+        """Return the key of a parameter; ``streamed`` for ZeRO-2."""
+        return cls(dtype, spec.reduce_axes, spec.tied, uncut, streamed and len(spec.shape) == 1)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Offsets of parameters in a flat bucket of ``size`` elements."""
+
+    offsets: Mapping[str, int]
+    size: int
+
+    def share(self, name: str, numel: int, part: int, parts: int) -> ParamShard | None:
+        """Return the shard of a parameter that lies in part ``part`` of ``parts`` equal parts, or None."""
+        length, offset = self.size // parts, self.offsets[name]
+        start, stop = max(part * length - offset, 0), min((part + 1) * length - offset, numel)
+        return ParamShard(start, stop) if start < stop else None
+
+
+def pack(sizes: Mapping[str, int], shards: int, copies: int, uncut: bool = False) -> Packing:
+    """Lay parameters out in a bucket, one after the other.
+
+    Args:
+        sizes: elements of each parameter, in order.
+        shards: number of parts of the bucket.
+        copies: ranks with the same part, among which it can be divided further.
+        uncut: keep every parameter in one part: largest first, each into the emptiest part.
+
+    """
+    if uncut:
+        return _pack_uncut(sizes, shards, copies)
+    offsets: dict[str, int] = {}
+    size = 0
+    for name, numel in sizes.items():
+        offsets[name] = size
+        size += round_up(numel, ALIGNMENT)
+    return Packing(offsets, round_up(size, ALIGNMENT * shards * copies))
+
+
+def _pack_uncut(sizes: Mapping[str, int], shards: int, copies: int) -> Packing:
+    filled, placed = [0] * shards, {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        shard = filled.index(min(filled))
+        placed[name] = shard, filled[shard]
+        filled[shard] += round_up(sizes[name], ALIGNMENT)
+    length = round_up(max(filled), ALIGNMENT * copies)
+    return Packing({name: placed[name][0] * length + placed[name][1] for name in sizes}, length * shards)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Round ``n`` up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """A box of the global view inside a rank's shard of a parameter."""
+
+    # The box in the local and in the global view.
+    piece: ShardPiece
+    # The contiguous run of elements that contains the box: its first element in the shard, and its local box.
+    first: int
+    run: Box
+
+    def of(self, share: Any) -> Any:
+        """Return a view of the box's elements, of shape ``piece.local.size``, in a tensor of the shard."""
+        inner = Box(tuple(a - b for a, b in zip(self.piece.local.start, self.run.start)), self.piece.local.size)
+        return share.view(-1)[self.first : self.first + self.run.numel].view(self.run.size)[inner.slices]
+
+
+def shard_boxes(spec: ShardSpec, share: ParamShard, pieces: Sequence[ShardPiece] | None = None) -> tuple[ShardBox, ...]:
+    """Return the boxes of a rank's pieces inside its shard: at most 2n - 1 per piece, for a view of n dimensions."""
+    return tuple(
+        ShardBox(_intersect(piece, run), first - share.start, run)
+        for first, run in contiguous_boxes(spec.local_view, share)
+        for piece in (spec.pieces if pieces is None else pieces)
+        if _overlap(piece.local, run)
+    )
+
+
+def contiguous_boxes(view: tuple[int, ...], share: ParamShard) -> Iterator[tuple[int, Box]]:
+    """Split a flat range of a tensor of shape ``view`` into boxes; yield each one's first element and the box."""
+    strides = [*accumulate(reversed(view), lambda a, b: a * b, initial=1)][::-1]  # strides[0] is the whole tensor
+    first = share.start
+    while first < share.stop:
+        depth = next(i for i, n in enumerate(strides) if first % n == 0 and first + n <= share.stop)
+        start = tuple(first // stride % n for n, stride in zip(view, strides[1:]))
+        count = 1
+        if depth > 0:
+            dim = depth - 1
+            count = min((share.stop - first) // strides[depth], view[dim] - start[dim])
+            size = (*(1 for _ in view[:dim]), count, *view[depth:])
+        else:
+            size = view
+        yield first, Box(start, size)
+        first += count * strides[depth]
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(s < t + m and t < s + n for s, n, t, m in zip(a.start, a.size, b.start, b.size))
+
+
+def _intersect(piece: ShardPiece, run: Box) -> ShardPiece:
+    """Return the part of a piece inside a box of the local view."""
+    start = tuple(map(max, piece.local.start, run.start))
+    ends = (min(s + n, t + m) for s, n, t, m in zip(piece.local.start, piece.local.size, run.start, run.size))
+    size = tuple(end - first for end, first in zip(ends, start))
+    place = tuple(p + a - b for p, a, b in zip(piece.place.start, start, piece.local.start))
+    return replace(piece, local=Box(start, size), place=Box(place, size))
+
+
+MIN_PART_RATIO = 2
+"""Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
+
+
+def bucket_capacities(
+    keys: Mapping[str, BucketKey], sizes: Mapping[str, int], limit: int, shards: Callable[[tuple[str, ...]], int]
+) -> dict[BucketKey, int]:
+    """Return the capacity in elements of the buckets of each key.
+
+    All parts of a bucket are as long as the fullest. Where parameters are not divided, a few of them over many ranks
+    would be mostly padding, so these buckets are larger, and of equal size.
+
+    Args:
+        keys: of all parameters, by name.
+        sizes: elements of all parameters.
+        limit: capacity of ordinary buckets.
+        shards: maps reduction axes to the number of parts of a bucket.
+
+    """
+    limits = {}
+    for key in dict.fromkeys(keys.values()):
+        limits[key] = limit
+        ranks = shards(key.axes)
+        if key.uncut and ranks > 1:
+            padded = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
+            count = max(1, sum(padded) // max(limit, MIN_PART_RATIO * ranks * max(padded)))
+            limits[key] = -(-sum(padded) // count)
+    return limits
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def partition_into_buckets(
+    keys: Mapping[str, K], sizes: Mapping[str, int], limits: Mapping[K, int]
+) -> list[tuple[K, list[str]]]:
+    """Group parameters into buckets, in reverse order; a bucket is closed once it reaches its capacity.
+
+    Args:
+        keys: of all parameters, in the order of forward.
+        sizes: elements of all parameters.
+        limits: capacity in elements, by key.
+
+    Returns:
+        Key and parameter names of each bucket.
+
+    """
+    buckets: list[tuple[K, list[str]]] = []
+    open_: dict[K, tuple[list[str], int]] = {}
+    for name in reversed(list(keys)):
+        limit = limits[keys[name]]
+        names, filled = open_.get(keys[name], ([], limit))
+        if filled >= limit:
+            names, filled = [], 0
+            buckets.append((keys[name], names))
+        names.append(name)
+        open_[keys[name]] = names, filled + round_up(sizes[name], ALIGNMENT)
+    return buckets

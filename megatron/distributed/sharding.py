@@ -1,0 +1,218 @@
+"""Sharding specs: which boxes of a parameter's global tensor a rank holds, and which other ranks hold them too.
+
+Initialisation, gradient reduction, clipping, checkpoints, conversion and the planner all read this one record. It is
+arithmetic without torch. Boxes refer to an n-d *view* of the parameter in which every tensor-parallel shard is a box:
+``qkv`` is stored as ``[(q+2)*d*g, h]`` and viewed as ``[g, q+2, d, h]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+DENSE_REDUCE_AXES = ("dp", "cp")
+"""Mesh axes over which gradients of dense parameters are summed."""
+EXPERT_REDUCE_AXES = ("edp",)
+"""Mesh axes over which gradients of experts are summed."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A half-open n-d interval: ``start[i] <= index[i] < start[i] + size[i]``."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into a tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.size)
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """A box of the global view that this rank holds."""
+
+    # The box in the rank's local view, and in the global view.
+    local: Box
+    place: Box
+    # Tensor-parallel coordinates of all ranks that hold the box, ascending.
+    replicas: tuple[int, ...]
+    # Each of these ranks computes a partial gradient, to be summed over them; otherwise each computes all of it.
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values of a parameter: normal with standard deviation ``std``, or the constant ``value``."""
+
+    std: float | None = None
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A parameter's global shape, and this rank's pieces of it."""
+
+    # Global stored shape (1-D or 2-D): independent of the layout, without padding.
+    shape: tuple[int, ...]
+    # The same elements as an n-d view in which shards are boxes.
+    view: tuple[int, ...]
+    # Shape of the rank's local tensor in that view, padding included.
+    local_view: tuple[int, ...]
+    # The boxes that the rank holds; padding belongs to none.
+    pieces: tuple[ShardPiece, ...]
+    # Tensor-parallel coordinate of the rank.
+    tp_rank: int
+    init: Init
+    # Mesh axes over which gradients are summed.
+    reduce_axes: tuple[str, ...] = DENSE_REDUCE_AXES
+    # Contributions to the gradient per micro-batch and chunk of this rank.
+    uses: int = 1
+    # The parameter is both word embedding and output projection, which may be in different chunks.
+    tied: bool = False
+    # A tied parameter's copy on the last pipeline stage; norms and checkpoints count the first stage's.
+    copy: bool = False
+    # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection.
+    matrices: int = 0
+    # Of a fused QKV projection: query, key and value heads per group, interleaved along dimension 1 of the view.
+    fused: tuple[int, ...] = ()
+
+    @property
+    def expert(self) -> bool:
+        """True for parameters of experts."""
+        return self.reduce_axes == EXPERT_REDUCE_AXES
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return prod(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Stored shape of the local tensor: leading view dimensions are folded into rows."""
+        if len(self.shape) == 1:
+            return (prod(self.local_view),)
+        return (prod(self.local_view[:-1]), self.local_view[-1])
+
+    @property
+    def decays(self) -> bool:
+        """True if weight decay applies by default: not to biases and other 1-D parameters."""
+        return len(self.shape) > 1
+
+    @property
+    def owned(self) -> tuple[ShardPiece, ...]:
+        """The pieces that this rank owns: over one replica of the model, every element has one owner."""
+        return () if self.copy else tuple(p for p in self.pieces if p.replicas[0] == self.tp_rank)
+
+
+@dataclass(frozen=True)
+class DenseSharding:
+    """Factory of the specs of dense parameters, for a tensor-parallel rank."""
+
+    rank: int
+    size: int
+
+    def split(self, shape: tuple[int, ...], dim: int, init: Init, view: tuple[int, ...] | None = None) -> ShardSpec:
+        """Shard dimension ``dim`` of the view over TP.
+
+        Raises:
+            ValueError: when the dimension is not divisible by TP.
+        """
+        view = view or shape
+        if view[dim] % self.size:
+            raise ValueError(f"dimension {dim} of {view} does not divide by TP {self.size}")
+        n = view[dim] // self.size
+        local = view[:dim] + (n,) + view[dim + 1 :]
+        start = tuple(self.rank * n if i == dim else 0 for i in range(len(view)))
+        piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.rank,))
+        return ShardSpec(shape, view, local, (piece,), self.rank, init)
+
+    def replicate(self, shape: tuple[int, ...], init: Init, partial: bool) -> ShardSpec:
+        """Replicate the tensor on every TP rank; ``partial`` if each rank computes a partial gradient."""
+        whole = Box((0,) * len(shape), shape)
+        piece = ShardPiece(whole, whole, tuple(range(self.size)), partial)
+        return ShardSpec(shape, shape, shape, (piece,), self.rank, init)
+
+    def vocabulary(self, entries: int, hidden: int, divisible_by: int, init: Init) -> ShardSpec:
+        """Shard the rows of an embedding, padded to a multiple of ``divisible_by`` x TP; padding is in no piece."""
+        rows = padded_vocab_size(entries, divisible_by, self.size) // self.size
+        held = max(0, min(entries - self.rank * rows, rows))
+        box = Box((self.rank * rows, 0), (held, hidden))
+        pieces = (ShardPiece(Box((0, 0), box.size), box, (self.rank,)),) if held else ()
+        return ShardSpec((entries, hidden), (entries, hidden), (rows, hidden), pieces, self.rank, init)
+
+    def qkv(self, groups: int, q_per_group: int, tail: tuple[int, ...], init: Init) -> ShardSpec:
+        """Shard the fused QKV projection ``[groups, q_per_group + 2, *tail]``: per group its queries, then k, then v.
+
+        ``tail`` is ``(head_dim, hidden)`` for the weight and ``(head_dim,)`` for the bias. With more ranks than
+        groups, ``TP/groups`` ranks share a group: each holds some of its query heads, and all hold its k and v.
+
+        Raises:
+            ValueError: when heads or groups are not divisible by TP.
+        """
+        rows = groups * (q_per_group + 2) * tail[0]
+        shape = (rows, *tail[1:])
+        view = (groups, q_per_group + 2, *tail)
+        if groups % self.size == 0:
+            return replace(self.split(shape, 0, init, view), fused=(q_per_group, 1, 1))
+        copies, left = divmod(self.size, groups)
+        if left or q_per_group % copies:
+            raise ValueError(f"{groups} groups of {q_per_group} query heads do not divide over TP {self.size}")
+        queries = q_per_group // copies
+        group, part = divmod(self.rank, copies)
+        zeros = (0,) * len(tail)
+
+        def box(group: int, start: int, size: int) -> Box:
+            return Box((group, start, *zeros), (1, size, *tail))
+
+        group_ranks = tuple(range(group * copies, (group + 1) * copies))
+        q = ShardPiece(box(0, 0, queries), box(group, part * queries, queries), (self.rank,))
+        kv = ShardPiece(box(0, queries, 2), box(group, q_per_group, 2), group_ranks, partial=True)
+        local = (1, queries + 2, *tail)
+        return ShardSpec(shape, view, local, (q, kv), self.rank, init, fused=(q_per_group, 1, 1))
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """Factory of the specs of expert parameters."""
+
+    # Expert-parallel rank and size; each rank holds consecutive experts.
+    rank: int
+    size: int
+    # Expert-TP rank and size.
+    tp_rank: int
+    tp_size: int
+
+    def split(self, view: tuple[int, ...], dim: int, init: Init) -> ShardSpec:
+        """Shard the stacked weights of all experts over EP, and dimension ``dim`` over expert-TP.
+
+        Args:
+            view: ``[experts, ..., in]``.
+            dim: dimension of the view.
+            init: initial values.
+
+        Raises:
+            ValueError: when the dimensions are not divisible by EP and expert-TP.
+        """
+        if view[0] % self.size or view[dim] % self.tp_size:
+            raise ValueError(f"{view} does not divide by EP {self.size} and, in dimension {dim}, by TP {self.tp_size}")
+        sharded = {0: (self.rank, self.size), dim: (self.tp_rank, self.tp_size)}
+        local = tuple(n // sharded.get(i, (0, 1))[1] for i, n in enumerate(view))
+        start = tuple(sharded.get(i, (0, 1))[0] * n for i, n in enumerate(local))
+        piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.tp_rank,))
+        shape = (prod(view[:-1]), view[-1])
+        return ShardSpec(
+            shape, view, local, (piece,), self.tp_rank, init, reduce_axes=EXPERT_REDUCE_AXES, matrices=len(view) - 2
+        )
+
+
+def padded_vocab_size(entries: int, divisible_by: int, tp: int) -> int:
+    """Return ``entries`` rounded up to a multiple of ``divisible_by`` x TP."""
+    multiple = divisible_by * tp
+    return -(-entries // multiple) * multiple

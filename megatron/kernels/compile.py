@@ -1,0 +1,105 @@
+"""torch.compile of the element-wise regions between matrix products, and ``--deterministic``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+from megatron.config.errors import Problem, UserError
+
+MAX_COMPILED_SHAPES = 64
+"""Maximum number of shapes per compiled function, beyond which torch falls back to eager execution. A run has few:
+blocks, query and key norms, training and evaluation, the last chunk of the loss."""
+
+
+def compiler_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why torch.compile cannot work here, or None."""
+    if device.type == "cuda":
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton, which is not installed"
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if any(map(shutil.which, compilers)):
+        return None
+    return f"torch.compile needs a C++ compiler; there is no {' or '.join(compilers)}"
+
+
+def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return a factory of ``function`` compiled with static shapes, as one graph per shape."""
+
+    def make() -> Callable[..., Any]:
+        import torch._dynamo.config as limits  # takes seconds, and most runs do not need it
+        import torch._inductor.config as inductor
+
+        made: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
+
+        def run(*arguments: Any) -> Any:
+            # Set on every call: torch's settings are per thread, and backward runs in another thread.
+            if limits.recompile_limit < MAX_COMPILED_SHAPES:
+                limits.recompile_limit = MAX_COMPILED_SHAPES
+            # Otherwise the tiling of reductions would depend on autotuning. A change makes dynamo recompile.
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            if inductor.deterministic != deterministic:
+                inductor.deterministic = deterministic
+            return made(*arguments)
+
+        return run
+
+    return make
+
+
+def _is_fixed_workspace(value: str) -> bool:
+    return value in (":4096:8", ":16:8")
+
+
+def _excludes_nvls(value: str) -> bool:
+    """Return True if NCCL_ALGO excludes NVLS: switches add in the order of arrival."""
+    names = [name.strip().lower() for name in value.lstrip("^").split(",")]
+    return "nvls" in names if value.startswith("^") else not any(name.startswith("nvls") for name in names)
+
+
+DETERMINISM_VARIABLES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", _is_fixed_workspace),
+    "NCCL_ALGO": ("^NVLS,NVLSTree", _excludes_nvls),
+}
+"""Environment variables of deterministic runs on GPUs: the value to set, and a test of an existing one.
+
+The first is PyTorch's condition for reproducible matrix products (docs of ``use_deterministic_algorithms``), the second
+Megatron-LM's for reproducible reductions over ranks.
+"""
+
+
+def make_deterministic(wanted: bool, device: torch.device, environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Make PyTorch deterministic in this process. To be called before the first GPU communication.
+
+    Afterwards torch raises in operations without a deterministic implementation. Kernels that are not deterministic
+    are excluded by ``registry.select_kernels``.
+
+    Args:
+        wanted: False does nothing.
+        device: of the run.
+        environ: receives the variables that cuBLAS and NCCL read.
+
+    Returns:
+        Lines to print.
+
+    Raises:
+        UserError: when a variable is already set to a value that is not deterministic.
+
+    """
+    if not wanted:
+        return []
+    problems = []
+    for name, (value, allowed) in DETERMINISM_VARIABLES.items() if device.type == "cuda" else ():
+        if not allowed(environ.setdefault(name, value)):
+            sentence = f"--deterministic cannot be kept with {name}={environ[name]}"
+            problems.append(Problem("E902", sentence, (f"export {name}='{value}'", "drop --deterministic")))
+    if problems:
+        raise UserError(problems)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass each
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    return ["deterministic: equal runs are equal to the bit; an operation that cannot promise it stops the run"]

@@ -1,0 +1,104 @@
+"""Context in which layers declare, allocate and initialise their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.random import initialize
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.kernels.registry import Kernels
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by the choices of ``--params-dtype``."""
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Everything a layer needs to construct itself."""
+
+    mesh: Mesh
+    sink: GradAccumulator
+    # Of parameters and activations.
+    dtype: torch.dtype = torch.float32
+    # ``meta`` builds shapes only.
+    device: torch.device = torch.device("cpu")
+    # Of initialisation and dropout.
+    seed: int = 1234
+    # Shard activations over the sequence between tensor-parallel regions.
+    sequence_parallel: bool = False
+    # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
+    initialised: bool = True
+    kernels: Kernels = Kernels()
+    # Specs and parameters declared so far, by global name.
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    # Dotted name of the module under construction.
+    prefix: str = ""
+
+    def at(self, name: str) -> BuildContext:
+        """Return the context of the submodule ``name``."""
+        return replace(self, prefix=self.name(name))
+
+    @property
+    def root(self) -> BuildContext:
+        """Context of the whole model."""
+        return replace(self, prefix="")
+
+    def name(self, parameter: str) -> str:
+        """Return the global name of a parameter or submodule of this module."""
+        return f"{self.prefix}.{parameter}" if self.prefix else parameter
+
+    @property
+    def tp(self) -> Group:
+        """Tensor-parallel peers."""
+        return self.mesh.tp
+
+    @property
+    def shard(self) -> DenseSharding:
+        """Factory of this rank's specs."""
+        return DenseSharding(self.tp.rank, self.tp.size)
+
+    @property
+    def expert_shard(self) -> ExpertSharding:
+        """Factory of this rank's specs of expert parameters."""
+        here, sizes = self.mesh.coordinate, self.mesh.layout.sizes
+        return ExpertSharding(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
+
+    def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
+        """Declare, allocate and initialise a parameter. A tied parameter may be declared twice.
+
+        Args:
+            name: local name; the global one is ``prefix.name``.
+            spec: global shape and this rank's pieces of it.
+            autograd: its gradient is computed by plain autograd, not passed to the accumulator by its layer's backward.
+
+        Returns:
+            The local tensor ``spec.local_shape``.
+
+        Raises:
+            ValueError: when the name is already declared and the parameter is not tied.
+
+        """
+        global_name = self.name(name)
+        if global_name in self.params:
+            declared = self.specs[global_name]
+            if not spec.tied or replace(declared, uses=spec.uses, copy=spec.copy) != spec:
+                raise ValueError(f"{global_name} is declared twice, but not as one tied parameter")
+            self.specs[global_name] = replace(declared, uses=declared.uses + spec.uses)
+            return self.params[global_name]
+        if spec.tied and self.mesh.ends.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
+            spec = replace(spec, copy=True)
+        self.specs[global_name] = spec
+        parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
+        if self.initialised and self.device.type != "meta":
+            initialize(parameter, spec, global_name, self.seed)
+        if autograd:
+            self.sink.attach(global_name, parameter)
+        self.params[global_name] = parameter
+        return parameter

@@ -1,0 +1,285 @@
+"""Distributed optimizer (ZeRO-0, 1 and 2): from accumulated gradients to updated weights, in order.
+
+1. ``finish``: complete the gradient reduction over data-parallel ranks (:mod:`megatron.optimizer.grad_buffer`), then
+   sum partial gradients over the tensor-parallel ranks that share a parameter, and of tied weights over their stages.
+2. ``update``: global gradient norm, in which every element counts once whatever the layout; clipping; the update rule
+   on this rank's shards of the main parameters.
+3. ``publish``: round main parameters to the weights' dtype, and all-gather the weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.run import OptimizerConfig
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.param_layout import shard_boxes
+from megatron.distributed.sharding import ShardSpec
+from megatron.distributed.timing import Clock, no_clock
+from megatron.kernels.adam import AdamKernel, adam
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.loss_scaler import SpikeGuard
+from megatron.optimizer.low_precision_state import build_rule
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.main_params import MainParams, WeightBuffers
+from megatron.optimizer.muon import Muon
+from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.rules import UpdateRule
+
+NORM_BLOCK = 1 << 14
+"""Elements per norm on the CPU: torch's CPU kernel adds sequentially and loses precision over more."""
+
+
+class GradNorm:
+    """2-norm over all parameters, with one sum over all ranks.
+
+    Every element is counted by one rank, whichever rank updates it. The result is bitwise equal on all ranks.
+    """
+
+    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
+        """Collect the gradient views that this rank counts."""
+        self._counted: list[Tensor] = []
+        for name, share in buckets.counted().items():
+            spec, start = specs[name], buckets.shares[name].start
+            gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
+            for slot in shard_boxes(spec, share, spec.owned):
+                box = slot.of(gradient)
+                self._counted += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
+        self._world = mesh.world
+        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].own.device)
+
+    def compute(self) -> Tensor:
+        """Return the norm, an fp64 scalar; not finite if any gradient is not."""
+        total = self._zero.clone()
+        if self._counted:
+            total += torch.stack(torch._foreach_norm(self._counted)).double().square().sum()
+        return comm.all_reduce(total, self._world).sqrt()
+
+
+class SharedGradReducer:
+    """All-reduces partial gradients: norms under sequence parallelism, q/k norms, key/value heads shared over TP.
+
+    Also the gradients of a tied weight, over the ranks of the first and the last pipeline stage. Ranks that hold the
+    same piece of a parameter also update the same range of it, because they pack their buckets alike.
+    """
+
+    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
+        views: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for name, gradient in buckets.grads.items():
+            shared = [piece for piece in specs[name].pieces if piece.partial and len(piece.replicas) > 1]
+            for slot in shard_boxes(specs[name], buckets.shares[name], shared):
+                views[slot.piece.replicas].append(slot.of(gradient))
+        self._partial: list[tuple[Group, list[Tensor]]] = [
+            (mesh.sharers(tp_ranks), grads) for tp_ranks, grads in sorted(views.items())
+        ]
+        self._tied_group, self._tied = mesh.ends, [x for name, x in buckets.grads.items() if specs[name].tied]
+
+    def reduce(self) -> None:
+        """Sum the gradients in place: one all-reduce per set of ranks, and one per tied weight."""
+        for group, grads in self._partial:
+            flat = comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+            sums = flat.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads)])
+        for gradient in self._tied:
+            comm.all_reduce(gradient, self._tied_group)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of an update, as device scalars."""
+
+    # fp64; without the loss scale, before clipping.
+    grad_norm: Tensor
+    # fp32; 1 if nothing was updated: a gradient was not finite, or the step was a spike.
+    skipped: Tensor
+    # fp32; 1 if a gradient was not finite. The gradients are then left as they are.
+    nonfinite: Tensor
+    # fp64; factor that clipping applied to the gradients, 1 if none.
+    clip: Tensor
+
+
+class DistributedOptimizer:
+    """Updates this rank's shards of the main parameters, and the weights from them."""
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        buckets: GradBuffer,
+        mesh: Mesh,
+        config: OptimizerConfig,
+        seed: int = 0,
+        kernel: AdamKernel = adam,
+        overlap_gather: bool = False,
+    ) -> None:
+        """Take ownership of the parameters.
+
+        Args:
+            params: local parameters by global name.
+            specs: by global name.
+            buckets: of their gradients.
+            mesh: the groups.
+            config: rule, clipping.
+            seed: of the run; keys the stochastic rounding of bf16 moments.
+            kernel: the implementation of Adam.
+            overlap_gather: let :meth:`publish` return before the weights are gathered; users call ``main_params.wait``.
+
+        """
+        self.buckets, self.config = buckets, config
+        self.weights = WeightBuffers(params, buckets, mesh, overlap_gather)
+        self.replicas = SharedGradReducer(specs, buckets, mesh)
+        self.norm = GradNorm(specs, buckets, mesh)
+        # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
+        # and fp64 models the weights themselves.
+        self.masters = MainParams(self.weights.own, config.store_param_remainders)
+        # The order of groups, and so of Muon's collectives, is the same on all ranks.
+        self.groups: list[tuple[ParamGroup, UpdateRule]] = []
+        for group in param_groups(specs, config):
+            names = tuple(name for name in group.names if name in buckets.shares)
+            if names:
+                group = replace(group, names=names)
+                self.groups.append((group, self._rule(group, specs, mesh, seed, kernel)))
+        # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
+        self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
+        # None without ``skip_spikes``.
+        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
+
+    def _rule(
+        self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: AdamKernel
+    ) -> UpdateRule:
+        if group.rule == "muon":
+            return Muon([self.masters[name] for name in group.names], group.names, specs, mesh, self.config)
+        return build_rule(group, self.masters, specs, self.buckets.shares, self.config, seed, kernel)
+
+    @torch.no_grad()
+    def finish(self, clock: Clock = no_clock) -> None:
+        """Complete the reduction: every gradient becomes that of the global batch. ``clock`` measures the parts."""
+        with clock("all-grads-sync"):
+            self.buckets.finish()
+        with clock("layernorm-grads-all-reduce"):
+            self.replicas.reduce()
+
+    @torch.no_grad()
+    def update(
+        self, rates: Rates, loss_scale: Tensor, loss: Tensor | None = None, clock: Clock = no_clock
+    ) -> UpdateResult:
+        """Clip the reduced gradients, and update the weights.
+
+        Args:
+            rates: learning rate and weight decay.
+            loss_scale: scalar by which all gradients are multiplied.
+            loss: of the step, 0-d, equal on all ranks; needed for ``skip_spikes``.
+            clock: measures the parts.
+
+        Raises:
+            ValueError: when ``skip_spikes`` is set without a loss, or the decoupled rate is missing.
+
+        """
+        with clock("optimizer-clip-main-grad"):
+            outcome = self._compute_outcome(loss_scale, loss)
+            # Gradients that are not finite stay as they are, so that a report can still locate them.
+            factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
+            for bucket in self.buckets.buckets:
+                bucket.own.mul_(factor)
+        with clock("optimizer-inner-step"):
+            self.weights.wait()
+            self._update(rates, outcome.skipped)
+        with clock("optimizer-copy-main-to-model-params"):
+            self.publish()
+        return outcome
+
+    def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None) -> UpdateResult:
+        norm = self.norm.compute() / loss_scale
+        nonfinite = skipped = (~norm.isfinite()).float()
+        if self.spikes is not None:
+            if loss is None:
+                raise ValueError("skip_spikes needs the loss of the step: pass it to update")
+            skipped = torch.maximum(skipped, self.spikes.is_spike(loss, norm).float())
+        clip = torch.ones_like(norm)
+        if self.config.clip_grad > 0.0:
+            clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
+
+    def _update(self, rates: Rates, skip: Tensor) -> None:
+        for group, rule in self.groups:
+            rate = rates.decoupled_lr if group.decoupled else rates.lr
+            if rate is None:
+                raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
+            grads = [self.buckets.grads[name] for name in group.names]
+            rule.update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip)
+        if self.config.ema_decay is not None:
+            weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
+            for name, average in self.average.items():
+                average.lerp_(self.masters[name], weight.to(average.dtype))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Update the weights and the average from main parameters that were loaded."""
+        self.publish()
+        for name, average in self.average.items():
+            average.copy_(self.masters[name])
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model compute with the average of its weights inside; restore them bit for bit afterwards."""
+        self._swap_with_average()
+        try:
+            yield
+        finally:
+            self._swap_with_average()
+
+    @torch.no_grad()
+    def _swap_with_average(self) -> None:
+        """Swap main parameters and average, one tensor at a time to save memory."""
+        self.weights.wait()
+        for name, average in self.average.items():
+            current = self.masters[name].clone()
+            self.masters.put({name: average})
+            average.copy_(current)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the main parameters to the weights, and gather the weights on all ranks."""
+        self.masters.publish()
+        self.weights.gather()
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return the update rule's state by kind (``exp_avg``...) and name, shaped like the main parameters."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for group, rule in self.groups:
+            for kind, tensors in rule.state.items():
+                found.setdefault(kind, {}).update(zip(group.names, tensors))
+        return found
+
+    def extra_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
+        return self.moments() | ({"ema": self.average} if self.average else {})
+
+    def steps_applied(self) -> int:
+        """Return the number of updates that were not skipped. Synchronises host and device.
+
+        Raises:
+            RuntimeError: when it differs between parameters.
+
+        """
+        counts = {int(count.item()) for count in self._step_counts()}
+        if len(counts) > 1:
+            raise RuntimeError(f"parameters have had different numbers of updates: {sorted(counts)}")
+        return counts.pop() if counts else 0
+
+    def set_steps_applied(self, steps: int) -> None:
+        """Set the number of updates, after loading a checkpoint."""
+        for count in self._step_counts():
+            count.fill_(steps)
+
+    def _step_counts(self) -> list[Tensor]:
+        return [count for _, rule in self.groups for count in rule.step_counts]

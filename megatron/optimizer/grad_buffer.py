@@ -1,0 +1,403 @@
+"""Contiguous gradient buckets, reduced over data-parallel ranks during backward.
+
+A bucket holds the main gradients (at least fp32) of parameters of one dtype and one reduction group, in the order in
+which backward is expected to compute them. The reduction has two steps: a reduce-scatter over the ranks that shard
+the
+optimizer state (``shards``), which leaves each rank the part that it updates, and an all-reduce of that part over the
+ranks that hold the same shard (``copies``). Without ZeRO there is only the all-reduce. Gradients are communicated in
+fp32, or in bf16: then each addend is rounded once, and the sum is computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import ParallelConfig
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.param_layout import (
+    BucketKey,
+    Packing,
+    ParamShard,
+    bucket_capacities,
+    pack,
+    partition_into_buckets,
+)
+from megatron.distributed.sharding import ShardSpec
+
+
+@dataclass
+class ReduceHandle:
+    """A reduction in flight."""
+
+    pending: Pending
+    # Computes the sum from what was communicated.
+    made_of: Callable[[Tensor], Tensor] = lambda x: x
+
+    def wait(self) -> Tensor:
+        """Wait for the sum, and return it flat."""
+        return self.made_of(self.pending.wait())
+
+
+def start_grad_reduce_scatter(x: Tensor, group: Group, wire: torch.dtype) -> ReduceHandle:
+    """Start summing ``x`` ``[n]`` over the group; the result is this rank's part ``[n / size]``, in the dtype of ``x``.
+
+    Args:
+        x: flat; must not change until the sum is complete. On GPUs the sum overwrites this rank's part of it.
+        group: ranks to sum over.
+        wire: dtype in which gradients are communicated.
+
+    """
+    if group.size == 1 or wire == x.dtype:
+        return ReduceHandle(comm.start_reduce_scatter(x, group, x.view(group.size, -1)[group.rank]))
+    # Each rank receives the addends of its part, and adds them in rank order.
+    addends = comm.start_all_to_all(x.to(wire), group)
+    return ReduceHandle(addends, lambda parts: parts.view(group.size, -1).sum(0, dtype=x.dtype))
+
+
+def start_grad_all_reduce(x: Tensor, group: Group, wire: torch.dtype) -> ReduceHandle:
+    """Start summing ``x`` ``[n]`` over the group, in place unless ``wire`` differs; ``n`` is divisible by the size."""
+    if group.size == 1 or wire == x.dtype:
+        return ReduceHandle(comm.start_all_reduce(x, group))
+    part = start_grad_reduce_scatter(x, group, wire)
+    return ReduceHandle(
+        part.pending, lambda addends: comm.all_gather(part.made_of(addends).to(wire), group).to(x.dtype)
+    )
+
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+"""Maximum number of reductions in flight that need extra memory: those of ZeRO-2 buckets and those in bf16."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Layout, storage and reduction groups of a bucket."""
+
+    packing: Packing
+    # Ranks that shard the bucket.
+    shards: Group
+    # Ranks that hold the same shard.
+    copies: Group
+    # Of the gradients, at least fp32.
+    dtype: torch.dtype
+    device: torch.device
+    # Dtype in which gradients are communicated.
+    wire: torch.dtype
+
+    def zeros(self, elements: int) -> Tensor:
+        """Allocate a flat buffer of zeros."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+
+class GradBucket:
+    """Gradients of some parameters, stored as a whole (ZeRO-0 and ZeRO-1)."""
+
+    def __init__(self, room: BucketLayout, specs: Mapping[str, ShardSpec]) -> None:
+        self.room, self.specs = room, specs
+        self._buffer = room.zeros(room.packing.size)
+        self._views = {name: param_view(self._buffer, room.packing, name, spec) for name, spec in specs.items()}
+        # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
+        self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
+        self._sum: ReduceHandle | None = None
+        self._started = False
+
+    def start_step(self) -> None:
+        """Zero the gradients."""
+        self.settle()  # a step that was aborted may have left a reduction in flight
+        self._buffer.zero_()
+        self._started = False
+
+    def target(self, name: str) -> Tensor:
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
+        return self._views[name]
+
+    def contributed(self, name: str, complete: bool, overlap: bool) -> None:
+        """Record a contribution; ``complete`` if it is the bucket's last of the step."""
+        if complete and overlap:
+            self._start()
+
+    def scatter(self) -> None:
+        """Finish the reduce-scatter over ``shards``, and start the all-reduce over ``copies``."""
+        if not self._started:
+            self._start()
+        if self.room.shards.size > 1:
+            self.settle()
+            self._sum = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+
+    def finish(self) -> None:
+        """Finish the reduction, after :meth:`scatter`."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for the reduction in flight, if there is one, and free its memory."""
+        if self._sum is not None:
+            copy_unless_same(self._sum.wait(), self.own)
+            self._sum = None
+
+    def _start(self) -> None:
+        self._started = True
+        if self.room.shards.size > 1:
+            self._sum = start_grad_reduce_scatter(self._buffer, self.room.shards, self.room.wire)
+        else:
+            self._sum = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+
+
+class BufferPool:
+    """Full-size gradient buffers that ZeRO-2 buckets use in turn, and their reductions in flight."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor]] = deque()
+
+    def take(self, room: BucketLayout) -> Tensor:
+        """Return a buffer of zeros for a whole bucket."""
+        free = self._free[room.packing.size, room.dtype]
+        return free.pop().zero_() if free else room.zeros(room.packing.size)
+
+    def reduce(self, buffer: Tensor, room: BucketLayout, own: Tensor) -> None:
+        """Start the reduce-scatter of a buffer, whose result will be added to ``own``."""
+        self._in_flight.append((start_grad_reduce_scatter(buffer, room.shards, room.wire), buffer, own))
+
+    def settle(self, left: int) -> None:
+        """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
+        while len(self._in_flight) > left:
+            total, buffer, own = self._in_flight.popleft()
+            own.add_(total.wait())
+            self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class ShardedBucket:
+    """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
+
+    A full-size buffer exists from the first contribution of a micro-batch until every parameter has that micro-batch's
+    contributions; then it is reduced. So every micro-batch communicates as much as a whole step does in ZeRO-1.
+    """
+
+    def __init__(self, room: BucketLayout, specs: Mapping[str, ShardSpec], pool: BufferPool) -> None:
+        self.room, self.specs, self._pool = room, specs, pool
+        # This rank's shard, [elements / shards]: the sum over all ranks after :meth:`finish`.
+        self.own = room.zeros(room.packing.size // room.shards.size)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffer: Tensor | None = None
+        self._last: ReduceHandle | None = None
+        self._missing = {name: spec.uses for name, spec in self.specs.items()}
+
+    def start_step(self) -> None:
+        """Zero the gradients."""
+        self._pool.settle(0)  # a step that was aborted may have left reductions in flight
+        self.own.zero_()
+        self._reset()
+
+    def target(self, name: str) -> Tensor:
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
+        if self._buffer is None:
+            self._buffer = self._pool.take(self.room)
+        return param_view(self._buffer, self.room.packing, name, self.specs[name])
+
+    def contributed(self, name: str, complete: bool, overlap: bool) -> None:
+        """Record a contribution; ``complete`` if it is the bucket's last of the step."""
+        self._missing[name] -= 1
+        if not complete and any(missing > 0 for missing in self._missing.values()):
+            return
+        self._reduce(MAX_REDUCTIONS_IN_FLIGHT if overlap else 0)
+
+    def _reduce(self, in_flight: int) -> None:
+        """Start reducing the buffer; afterwards at most ``in_flight`` reductions of all buckets are in flight."""
+        if self._buffer is None:
+            raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was added")
+        self._pool.reduce(self._buffer, self.room, self.own)
+        self._buffer, self._missing = None, {name: spec.uses for name, spec in self.specs.items()}
+        self._pool.settle(in_flight)
+
+    def scatter(self) -> None:
+        """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
+        self._pool.settle(0)
+        self._last = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+
+    def finish(self) -> None:
+        """Finish the reduction, after :meth:`scatter`."""
+        if self._last is not None:
+            copy_unless_same(self._last.wait(), self.own)
+
+
+class GradBuffer:
+    """All main gradients of a rank."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, ShardSpec],
+        dtypes: Mapping[str, torch.dtype],
+        mesh: Mesh,
+        sink: GradAccumulator,
+        device: torch.device,
+        config: ParallelConfig,
+        uncut: Collection[str] = (),
+    ) -> None:
+        """Allocate the buckets and bind the accumulator to them.
+
+        Args:
+            specs: of all parameters, in the order of forward.
+            dtypes: of the same parameters.
+            mesh: the groups.
+            sink: the gradient accumulator, which will write into the buckets.
+            device: of the buffers.
+            config: bucket size, ZeRO stage, communication dtype and overlap.
+            uncut: parameters that are not divided between ranks.
+
+        """
+        self.specs = specs
+        # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
+        self.overlap = config.overlap_grad_reduce
+        # In the order in which they are expected to be complete.
+        self.buckets: list[GradBucket | ShardedBucket] = []
+        self._bucket_of: dict[str, GradBucket | ShardedBucket] = {}
+        self._missing: dict[str, int] = {}  # contributions, by parameter
+        self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
+        self._reducing = True
+        self._reduces_in_bf16, self._bf16_in_flight = config.grad_reduce_in_bf16, deque[GradBucket]()
+        pool = BufferPool()
+        streamed = config.zero_stage == 2
+        keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
+        sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
+        limits = bucket_capacities(keys, sizes, config.ddp_bucket_size, lambda axes: mesh.shards(*axes).size)
+        for key, names in partition_into_buckets(keys, sizes, limits):
+            shards, copies = mesh.shards(*key.axes), mesh.copies(*key.axes)
+            packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
+            dtype = torch.promote_types(dtypes[names[0]], torch.float32)
+            wire = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
+            layout = BucketLayout(packing, shards, copies, dtype, device, wire)
+            bucket_specs = {name: specs[name] for name in names}
+            bucket: GradBucket | ShardedBucket
+            if streamed and shards.size > 1:
+                bucket = ShardedBucket(layout, bucket_specs, pool)
+            else:
+                bucket = GradBucket(layout, bucket_specs)
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(names, bucket)
+        # The shard of each parameter that this rank updates; parameters without one are not listed.
+        self.shares = self._shards(over_copies=False)
+        # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
+        # else flat.
+        self.grads = {name: self.shard_view(self._bucket_of[name].own, name) for name in self.shares}
+        sink.bind(self.target, self._contributed)
+
+    def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
+        """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
+        found = {}
+        for bucket in self.buckets:
+            shards, copies = bucket.room.shards, bucket.room.copies
+            part, parts = shards.rank, shards.size
+            if over_copies:
+                part, parts = part * copies.size + copies.rank, parts * copies.size
+            for name, spec in bucket.specs.items():
+                share = bucket.room.packing.share(name, prod(spec.local_shape), part, parts)
+                if share is not None:
+                    found[name] = share
+        return {name: found[name] for name in self.specs if name in found}
+
+    def counted(self) -> dict[str, ParamShard]:
+        """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
+
+        They do not depend on the ZeRO stage, so the order of summation does not either. The exception is Muon: its
+        undivided parameters lie elsewhere in a bucket that is sharded, so ZeRO-0 and ZeRO-1 agree up to rounding.
+        """
+        return self._shards(over_copies=True)
+
+    def shard_view(self, part: Tensor, name: str, share: ParamShard | None = None) -> Tensor:
+        """Return a view of a parameter's shard in this rank's part of a bucket, or in a buffer with the same layout.
+
+        Args:
+            part: ``[elements / shards]``.
+            name: of the parameter.
+            share: a range inside the shard; by default all of it.
+
+        Returns:
+            A view of the local stored shape if the range is the whole parameter, else flat.
+
+        """
+        room, spec = self._bucket_of[name].room, self.specs[name]
+        share = share or self.shares[name]
+        first = room.packing.offsets[name] + share.start - room.shards.rank * part.numel()
+        found = part[first : first + share.numel]
+        return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
+
+    def target(self, name: str) -> Tensor:
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
+        return self._bucket_of[name].target(name)
+
+    def start_step(self, microbatches: int) -> None:
+        """Zero the gradients and expect this many micro-batches."""
+        self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
+        self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
+        self._bf16_in_flight.clear()
+        for bucket in self.buckets:
+            bucket.start_step()
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them, for inspection in :meth:`target`."""
+        self._reducing = False
+        try:
+            yield
+        finally:
+            self._reducing = True
+
+    def _contributed(self, name: str) -> None:
+        bucket = self._bucket_of[name]
+        self._missing[name] -= 1
+        self._unfinished[id(bucket)] -= self._missing[name] == 0
+        if self._reducing:
+            complete = self._unfinished[id(bucket)] == 0
+            bucket.contributed(name, complete, self.overlap)
+            if self._reduces_in_bf16 and complete and isinstance(bucket, GradBucket):
+                # Reductions in bf16 copy the gradients, so only a few may be in flight.
+                self._bf16_in_flight.append(bucket)
+                if len(self._bf16_in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                    self._bf16_in_flight.popleft().settle()
+
+    def finish(self) -> None:
+        """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
+
+        Raises:
+            RuntimeError: when a parameter got fewer or more contributions than its spec declares.
+
+        """
+        for name, missing in self._missing.items():
+            if missing:
+                raise RuntimeError(
+                    f"the gradient of {name} misses {missing} contributions: ShardSpec.uses does not match the number "
+                    "of times that its layer's backward adds to it"
+                )
+        while self._bf16_in_flight:
+            self._bf16_in_flight.popleft().settle()
+        scattered: deque[GradBucket | ShardedBucket] = deque()
+        for bucket in self.buckets:
+            bucket.scatter()
+            scattered.append(bucket)
+            if self._reduces_in_bf16 and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
+                scattered.popleft().finish()
+        for bucket in scattered:
+            bucket.finish()
+
+
+def param_view(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> Tensor:
+    """Return a view of a parameter, ``spec.local_shape``, in a buffer with a bucket's layout."""
+    offset = packing.offsets[name]
+    return buffer[offset : offset + prod(spec.local_shape)].view(spec.local_shape)
+
+
+def copy_unless_same(x: Tensor, out: Tensor) -> None:
+    """Copy ``x`` to ``out``, unless they are the same memory."""
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(x)

@@ -1,0 +1,144 @@
+"""Update rules (AdamW, SGD, Lion) over lists of tensors; skipped steps are decided on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from megatron.config.run import OptimizerConfig
+from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
+
+BLOCK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 17}
+"""Elements per block: on a GPU enough to keep it busy, on a CPU what fits into the caches."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Elements ``start <= i < stop`` of the flattened tensor ``index`` of a list."""
+
+    index: int
+    start: int
+    stop: int
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a flat view of the elements in a list of contiguous tensors."""
+        return tensors[self.index].view(-1)[self.start : self.stop]
+
+
+def iterate_blocks(tensors: Sequence[Tensor], elements: int | None = None) -> Iterator[list[TensorSlice]]:
+    """Yield blocks of at most ``elements`` elements that together cover all tensors, in order."""
+    if elements is None:
+        elements = BLOCK_ELEMENTS["cuda" if any(t.is_cuda for t in tensors) else "cpu"]
+    block: list[TensorSlice] = []
+    left = elements  # capacity left in the block
+    for index, tensor in enumerate(tensors):
+        start = 0
+        while start < tensor.numel():
+            stop = min(tensor.numel(), start + left)
+            block.append(TensorSlice(index, start, stop))
+            left -= stop - start
+            start = stop
+            if left == 0:
+                yield block
+                block, left = [], elements
+    if block:
+        yield block
+
+
+Rate = float | Tensor
+"""A learning rate; a 0-d device tensor if a CUDA graph must read it from memory."""
+
+
+class UpdateRule(Protocol):
+    """Interface of an update rule."""
+
+    # The parameters to update, in place.
+    params: list[Tensor]
+    # State by kind (``exp_avg``...), in the order and the shapes of the parameters.
+    state: dict[str, list[Tensor]]
+    # Updates so far, 0-d fp32, one per parameter; empty if the rule does not depend on them.
+    step_counts: list[Tensor]
+
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
+        """Update the parameters; nothing changes if ``skip`` (an fp32 scalar, 0 or 1) is 1."""
+
+
+class AdamW:
+    """Adam with bias correction and decoupled weight decay (Loshchilov & Hutter 2019)."""
+
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig, kernel: AdamKernel = adam) -> None:
+        self.params, self.kernel = list(params), kernel
+        self.settings = AdamSettings(config.adam_beta1, config.adam_beta2, config.adam_eps)
+        self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in ("exp_avg", "exp_avg_sq")}
+        self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
+
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
+        """Apply one step."""
+        if not self.params:
+            return
+        state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts)
+        self.kernel(state, grads, self.settings, lr, weight_decay, skip)
+
+
+class SGD:
+    """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
+
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
+        self.params, self.config = list(params), config
+        self.state = {"momentum_buffer": [torch.zeros_like(p) for p in self.params]}
+        self.step_counts: list[Tensor] = []
+
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
+        """Apply one step."""
+        if not self.params:
+            return
+        buffers: list[Tensor | None] = list(self.state["momentum_buffer"])
+        sgd(
+            self.params,
+            list(grads),
+            buffers,
+            fused=True,
+            found_inf=skip,
+            weight_decay=weight_decay,
+            momentum=self.config.sgd_momentum,
+            lr=lr,  # type: ignore[arg-type]  # tensors work too, but the annotation lacks them
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+class Lion:
+    """The sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv 2302.06675).
+
+    ``w -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)``, then ``m = beta2 * m + (1 - beta2) * g``.
+    """
+
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
+        self.params, self.config = list(params), config
+        self.state: dict[str, list[Tensor]] = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
+        self.step_counts: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
+        """Apply one step, in blocks: temporary memory is two of them."""
+        keep = 1.0 - skip.double()
+        for block in iterate_blocks(self.params):
+            params = [cut.of(self.params) for cut in block]
+            momenta = [cut.of(self.state["exp_avg"]) for cut in block]
+            # In a skipped step the momentum replaces the gradient, and so does not change.
+            block_grads = [cut.of(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
+            steps = torch._foreach_lerp(momenta, block_grads, 1.0 - self.config.lion_beta1)
+            torch._foreach_sign_(steps)
+            torch._foreach_mul_(steps, (lr * keep).to(params[0].dtype))
+            torch._foreach_mul_(params, (1.0 - lr * weight_decay * keep).to(params[0].dtype))
+            torch._foreach_sub_(params, steps)
+            torch._foreach_lerp_(momenta, block_grads, 1.0 - self.config.lion_beta2)
+
+
+RULES: dict[str, Callable[[Sequence[Tensor], OptimizerConfig], UpdateRule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}

@@ -1,0 +1,183 @@
+"""FLOPs per token of every matrix product: forward, backward and recomputation.
+
+As is usual, only matrix products count: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norms, activations, softmax, embeddings
+and
+the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
+
+A weight takes part in three products per token (forward, and in backward for the gradients of its input and of
+itself), so it costs 6 FLOPs; the weight of an expert costs them for the tokens routed to it. Queries of total width
+``q`` (heads x channels, often the hidden size) that attend to ``k`` keys cost 2qk for the scores and 2qk for the
+values, three times: 12qk per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.distributed.sharding import padded_vocab_size
+from megatron.pipeline.plan import stage_layers
+
+BLOCK_MATMULS = ("qkv", "scores", "values", "proj", "router", "fc1", "fc2")
+"""The matrix products of a block, in order. fc1 and fc2 include all experts that a token is routed to."""
+
+NO_PIPELINE = ParallelConfig()
+"""A layout with all blocks in one stage."""
+
+
+@dataclass(frozen=True)
+class MatmulFlops:
+    """FLOPs per token of one matrix product."""
+
+    forward: float
+    backward: float  # gradients of both operands
+    recomputed: float = 0.0  # the forward pass a second time
+
+
+@dataclass(frozen=True)
+class FlopTable:
+    """FLOPs per token of every matrix product."""
+
+    layers: tuple[dict[str, MatmulFlops], ...]  # per block, by the names in BLOCK
+    head: MatmulFlops  # output layer
+
+    @property
+    def works(self) -> list[MatmulFlops]:
+        """All matrix products."""
+        return [work for layer in self.layers for work in layer.values()] + [self.head]
+
+    @property
+    def model(self) -> float:
+        """Total of forward and backward."""
+        return sum(work.forward + work.backward for work in self.works)
+
+    def of(self, name: str) -> float:
+        """Return forward and backward of one product of ``BLOCK_MATMULS``, summed over all blocks."""
+        return sum(layer[name].forward + layer[name].backward for layer in self.layers)
+
+    @property
+    def recomputed(self) -> float:
+        """Total of recomputation."""
+        return sum(work.recomputed for work in self.works)
+
+
+def flop_table(
+    model: ModelConfig,
+    training: TrainingConfig,
+    keys: float,
+    vocabulary: int,
+    parallel: ParallelConfig = NO_PIPELINE,
+) -> FlopTable:
+    """Return the FLOPs of every matrix product.
+
+    Args:
+        model: architecture.
+        training: recomputation options.
+        keys: average keys per token, from :func:`full_attention_keys` or :func:`causal_attention_keys`.
+        vocabulary: rows of the output layer, with or without padding.
+        parallel: distribution of blocks over stages; recomputation may apply to the first blocks of *each* stage.
+
+    Raises:
+        ScheduleError: when the pipeline cannot distribute the blocks.
+    """
+    forward = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
+    forward["scores"] = forward["values"] = 2.0 * model.num_attention_heads * model.head_dim * keys
+    layers = []
+    for stage in stage_layers(model, parallel):
+        for index in range(stage.count):
+            recomputed = recomputed_matmuls(model, training, index)
+            layers.append(
+                {n: MatmulFlops(forward[n], 2 * forward[n], forward[n] * (n in recomputed)) for n in BLOCK_MATMULS}
+            )
+    head = 2.0 * model.hidden_size * vocabulary
+    return FlopTable(tuple(layers), MatmulFlops(head, 2 * head))
+
+
+def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
+    """Return the products that block ``place`` of a stage computes again in backward.
+
+    Recomputation stops once backward has what it needs: unfused attention (with dropout) needs the attention weights
+    but not their product with the values, so only the scores are recomputed.
+    """
+    if training.recompute_granularity is None:
+        return frozenset()
+    if training.recompute_granularity == "full":
+        first = training.recompute_num_layers if training.recompute_method == "block" else None
+        return frozenset(BLOCK_MATMULS if first is None or place < first else ())
+    core = ("scores",) if model.attention_dropout > 0 else ("scores", "values")
+    products = {"core_attn": core, "mlp": ("router", "fc1", "fc2")}
+    return frozenset(name for module in training.recompute_modules for name in products.get(module, ()))
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Return N of ``6N + 12Lhs``: the weights of the linear layers and the output layer.
+
+    Left out are experts that a token is not routed to, token and position embeddings (lookups; a tied embedding counts
+    as the output layer), biases, norms, and vocabulary padding.
+    """
+    return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
+
+
+def full_attention_keys(model: ModelConfig, seq_length: int) -> float:
+    """Return the keys per token when masked scores count too: ``s``, or the window if shorter."""
+    return float(min(model.window_size or seq_length, seq_length))
+
+
+def causal_attention_keys(model: ModelConfig, seq_length: int) -> float:
+    """Return the average keys per token under the causal mask: ``s/2``, or ``w - w^2/2s`` with a window ``w``.
+
+    The token itself counts as half a key.
+    """
+    window = full_attention_keys(model, seq_length)
+    return window - window**2 / (2 * seq_length)
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs per token, forward and backward, in the usual conventions."""
+
+    # 6N + 12Lhs (PaLM, arXiv:2204.02311, appendix B): masked scores count. N is matmul_parameters, L the layers,
+    # h the width of the queries, s full_keys.
+    full: float
+    # 6N + 12Lh x causal_keys: masked scores do not count.
+    causal: float
+    # full plus recomputation, except that inside fused attention kernels
+    hardware: float
+    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
+    megatron: float
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> FlopsPerToken:
+        """Compute the FLOPs per token of a run.
+
+        Raises:
+            ValueError: when the vocabulary size is not set, or the pipeline cannot distribute the blocks.
+        """
+        model, training, s = config.model, config.training, config.training.seq_length
+        padded = padded_vocab_size(
+            model.vocab, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+        )
+        full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
+        megatron = flop_table(model, training, s / 2, padded)
+        return cls(
+            full=full.model,
+            causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,
+            hardware=full.model + full.recomputed,
+            megatron=megatron.model - megatron.of("router"),
+        )
+
+
+def _widths(model: ModelConfig) -> dict[str, int]:
+    """Return the size of each linear layer of a block besides the hidden size; a token's experts count as one."""
+    query, mlp = model.num_attention_heads * model.head_dim, model.ffn
+    if model.num_experts is not None:
+        mlp = model.moe_router_topk * model.expert_ffn + (model.moe_shared_expert_intermediate_size or 0)
+    return {
+        "qkv": query + 2 * model.kv_groups * model.head_dim,
+        "proj": query,
+        "router": model.num_experts or 0,
+        "fc1": mlp * (2 if model.gated else 1),
+        "fc2": mlp,
+    }

@@ -1,0 +1,502 @@
+"""Checks of a run's health: per-layer metrics, the first non-finite value, and equality of all copies of the weights.
+
+`watch_next_step` observes one step with forward hooks and reports gradient norms, updates, activations, attention
+logits and expert load per layer; the numbers are the same in every parallel layout. `explain_nonfinite` runs a failed
+step again and names the first NaN or infinity. `check_weight_copies` compares weights and main parameters bitwise
+between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.errors import Problem, UserError
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.param_layout import ParamShard, shard_boxes
+from megatron.distributed.sharding import Box, ShardPiece
+from megatron.layers.attention import CoreAttention, largest_logit
+from megatron.layers.moe import Router, Routing
+from megatron.pipeline.communication import add_communication
+from megatron.pipeline.schedules import sequential_schedule
+from megatron.training.build import Trainer
+from megatron.training.loggers.console import format_exponent, format_plain
+from megatron.training.metrics import StepMetrics
+from megatron.training.step import count_tokens
+
+EMBEDDING, HEAD = "embedding", "head"
+COLUMNS = 8
+GRADIENT, ZEROS, ELEMENTS, WEIGHT, WEIGHT_BEFORE, CHANGE, OUTPUT, OUTPUT_ELEMENTS = range(COLUMNS)
+"""Columns of the per-layer sums: squares, zeros and elements of the gradient; squares of the weight after the step,
+before it, and of its change; squares and elements of the layer's output. An output that is replicated over
+tensor-parallel ranks is counted on each of them, which leaves the mean unchanged; parameters are counted once."""
+
+
+@dataclass(frozen=True)
+class HealthRecord:
+    """Metrics of one step by quantity and layer: ``embedding``, ``layers.0``..., ``head``.
+
+    Quantities are ``grad-norm`` (before clipping), ``zeros-share`` (of the gradient's elements), ``params-norm`` (after
+    the step), ``update-ratio`` (norm of the update over the norm of the weights before it), ``activation-rms`` (of the
+    layer's output), ``attention-logit`` (the largest) and, with experts, ``expert-load`` (tokens of the busiest expert
+    over the mean of all experts).
+    """
+
+    iteration: int
+    consumed_samples: int  # of the whole run so far
+    consumed_tokens: int  # of the whole run so far
+    layers: Mapping[str, Mapping[str, float]]  # by quantity and layer
+    totals: Mapping[str, float]  # over all layers, by metric name
+
+    def values(self) -> dict[str, object]:
+        """Return metrics named ``health/<quantity>/<layer>``, and totals by Megatron-LM's names where it has them."""
+        named = {f"health/{kind}/{layer}": x for kind, layers in self.layers.items() for layer, x in layers.items()}
+        progress = {
+            "iteration": self.iteration,
+            "consumed-samples": self.consumed_samples,
+            "consumed-tokens": self.consumed_tokens,
+        }
+        return {**progress, **self.totals, **named}
+
+    def line(self) -> str:
+        """Return the extreme values and their layers, for the console."""
+        norms = self.layers["grad-norm"]
+        low = min(norms, key=lambda layer: norms[layer])
+        update = format_exponent(self.totals["health/update-ratio/total"])
+        return (
+            f"health at {self.iteration}: gradient {format_plain(norms[low])} {low} "
+            f"to {self._maximum('grad-norm', format_plain)}"
+            f" | update {update}, most {self._maximum('update-ratio', format_exponent)}"
+            f" | activations {self._maximum('activation-rms', format_plain)}"
+            f" | attention logit {self._maximum('attention-logit', format_plain)}"
+            + (
+                f" | busiest expert {self._maximum('expert-load', format_plain)}"
+                if "expert-load" in self.layers
+                else ""
+            )
+        )
+
+    def _maximum(self, quantity: str, formatted: Callable[[float], str]) -> str:
+        """Return the largest value and its layer, such as ``4.1e-3 layers.7``; NaN counts as the largest."""
+        values = self.layers[quantity]
+        layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        return f"{formatted(values[layer])} {layer}"
+
+
+@dataclass
+class HealthMonitor:
+    """Observes one step with forward hooks. Created by :func:`watch_next_step`, finished by :meth:`report`."""
+
+    trainer: Trainer
+    rows: dict[str, int]  # row of each layer in the tensors below
+    before: dict[str, Tensor]  # main parameters before the step, in host memory
+    sums: Tensor  # fp64 [layers, 8], of this rank
+    logits: Tensor  # fp64 [layers], largest attention logit on this rank
+    chosen: Tensor  # fp64 [layers, experts], tokens of this rank routed to each expert
+    _seen: dict[tuple[str, int], MicroBatch] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+    _chunk_batch: MicroBatch = field(init=False)
+
+    def begin(self) -> None:
+        """Register forward hooks on the embedding, the blocks, the attention cores and the routers."""
+        for chunk in self.trainer.chunks.values():
+            self._handles.append(chunk.register_forward_pre_hook(self._set_chunk_batch))
+        for name, module in (named for chunk in self.trainer.chunks.values() for named in chunk.named_modules()):
+            if isinstance(module, CoreAttention):
+                self._handles.append(module.register_forward_hook(self._attention_hook(layer_name(name))))
+            elif isinstance(module, Router):
+                self._handles.append(module.register_forward_hook(self._router_hook(layer_name(name))))
+            elif name in self.rows:
+                self._handles.append(module.register_forward_hook(self._output_hook(name)))
+
+    def _attention_hook(self, layer: str) -> Any:
+        def hook(module: CoreAttention, inputs: tuple[Any, ...], output: Tensor) -> None:
+            q_SBND, k_SBGD, _, context = inputs
+            if self._is_first_forward(f"attention of {layer}", context.batch):
+                row = self.rows[layer]
+                logit = largest_logit(q_SBND, k_SBGD, module.config.window_size, context.batch.documents)
+                self.logits[row] = torch.maximum(self.logits[row], logit)
+
+        return hook
+
+    def _router_hook(self, layer: str) -> Any:
+        def hook(module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
+            x_SBH, batch = inputs
+            if self._is_first_forward(f"router of {layer}", batch):
+                counts_T = counted_samples(batch).repeat(x_SBH.shape[0]) > 0
+                chosen = output.experts[counts_T].flatten()
+                self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
+
+        return hook
+
+    def _output_hook(self, layer: str) -> Any:
+        def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if layer == EMBEDDING:  # never recomputed
+                x_SBH, batch = output, self._chunk_batch
+            else:
+                x_SBH, batch = output[0], inputs[1].batch
+                if not self._is_first_forward(layer, batch):
+                    return
+            counts_B = counted_samples(batch)
+            counted_SBH = x_SBH.detach().where(counts_B.view(1, -1, 1) > 0, 0.0)
+            self.sums[self.rows[layer], OUTPUT] += square_sum(counted_SBH)
+            self.sums[self.rows[layer], OUTPUT_ELEMENTS] += counts_B.sum() * (x_SBH.numel() // x_SBH.shape[1])
+
+        return hook
+
+    def _set_chunk_batch(self, chunk: Any, inputs: tuple[Any, ...]) -> None:
+        """Keep the micro-batch for the embedding's hook; the embedding receives only its tokens."""
+        self._chunk_batch = inputs[1]
+
+    def _is_first_forward(self, what: str, batch: MicroBatch) -> bool:
+        """Return False if the forward pass recomputes activations of the micro-batch."""
+        key = what, id(batch)
+        if key in self._seen:
+            return False
+        self._seen[key] = batch  # keep it alive, so that its id is not reused
+        return True
+
+    @torch.no_grad()
+    def report(self, metrics: StepMetrics) -> HealthRecord:
+        """Remove the hooks and return the record of the step. Collective over all ranks.
+
+        Call it after the trainer's iteration and samples have been advanced.
+
+        Args:
+            metrics: results of the step.
+
+        """
+        while self._handles:
+            self._handles.pop().remove()
+        trainer = self.trainer
+        world = trainer.mesh.world
+        for name, share in trainer.buckets.counted().items():
+            self.sums[self.rows[layer_name(name)]] += self._parameter_sums(name, share)
+        sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
+        finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
+        logits = comm.all_reduce(finite_or_inf, world, op="max")
+        layers, totals = summarize_health(list(self.rows), sums, logits, metrics)
+        if chosen.numel():
+            busiest = (chosen.amax(1) / chosen.mean(1))[1:-1].tolist()
+            layers["expert-load"] = dict(zip([*self.rows][1:-1], busiest))
+        tokens = trainer.consumed_samples * trainer.config.training.seq_length
+        return HealthRecord(trainer.iteration, trainer.consumed_samples, tokens, layers, totals)
+
+    def _parameter_sums(self, name: str, share: ParamShard) -> Tensor:
+        """Return the columns of the parameter's elements that this rank counts, fp64 ``[8]``."""
+        trainer = self.trainer
+        spec = trainer.specs[name]
+        out = torch.zeros_like(self.sums[0])
+        first = share.start - trainer.buckets.shares[name].start
+        held = trainer.buckets.grads[name], trainer.optimizer.masters[name], self.before[name].to(trainer.device)
+        counted = [x.view(-1)[first : first + share.numel] for x in held]
+        for slot in shard_boxes(spec, share, spec.owned):
+            gradient, after, before = (slot.of(x) for x in counted)
+            out[GRADIENT] += square_sum(gradient)
+            out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
+            out[ELEMENTS] += gradient.numel()
+            out[WEIGHT] += square_sum(after)
+            out[WEIGHT_BEFORE] += square_sum(before)
+            out[CHANGE] += square_sum(after - before)
+        return out
+
+
+def watch_next_step(trainer: Trainer) -> HealthMonitor:
+    """Observe the next step. Copies the weights to host memory, which is the only wait for the device."""
+    model = trainer.config.model
+    rows = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
+    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.masters.items()}
+    sums = torch.zeros(len(rows), COLUMNS, dtype=torch.float64, device=trainer.device)
+    chosen = sums.new_zeros(len(rows), model.num_experts or 0)
+    logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=trainer.device)
+    monitor = HealthMonitor(trainer, {name: row for row, name in enumerate(rows)}, before, sums, logits, chosen)
+    monitor.begin()
+    return monitor
+
+
+def counted_samples(batch: MicroBatch) -> Tensor:
+    """Return fp64 ``[B]``: 1 for samples with an unmasked label, 0 for samples that pad the batch."""
+    return (batch.loss_mask.sum(1) > 0).double()
+
+
+def layer_name(name: str) -> str:
+    """Return the layer of a parameter or module: ``layers.3`` for ``layers.3.mlp.linear_fc1.weight``."""
+    first, *rest = name.split(".")
+    if first == "layers":
+        return f"layers.{rest[0]}"
+    return EMBEDDING if first == EMBEDDING else HEAD
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Return the sum of squares in fp64: rows are summed in at least fp32, then in fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide).double().square().sum()
+
+
+def summarize_health(
+    rows: list[str], sums: Tensor, logits: Tensor, metrics: StepMetrics
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return per-layer and total metrics from sums over all ranks. Waits for the device.
+
+    Args:
+        rows: layer of each row of ``sums`` and ``logits``.
+        sums: fp64 ``[layers, 8]``.
+        logits: fp64 ``[layers]``.
+        metrics: results of the step. The gradient buffers may still contain the loss scale and the clipping factor; the
+            ratio to the step's gradient norm removes this common factor.
+
+    """
+    whole = sums.sum(0)
+    buffer_norm = whole[GRADIENT].sqrt()
+    usable = buffer_norm.isfinite() & (buffer_norm > 0)
+    factor = torch.where(usable, metrics.grad_norm / buffer_norm, 1.0 / metrics.loss_scale)
+    table = torch.cat([sums, whole.unsqueeze(0)])
+    norms = (table[:, GRADIENT].sqrt() * factor).tolist()
+    changes = (table[:, CHANGE] / table[:, WEIGHT_BEFORE]).sqrt().tolist()
+    layers = {
+        "grad-norm": dict(zip(rows, norms)),
+        "zeros-share": dict(zip(rows, (sums[:, ZEROS] / sums[:, ELEMENTS]).tolist())),
+        "params-norm": dict(zip(rows, sums[:, WEIGHT].sqrt().tolist())),
+        "update-ratio": dict(zip(rows, changes)),
+        "activation-rms": dict(zip(rows[:-1], (sums[:, OUTPUT] / sums[:, OUTPUT_ELEMENTS]).sqrt().tolist())),
+        "attention-logit": dict(zip(rows[1:-1], logits[1:-1].tolist())),
+    }
+    totals = {
+        "health/grad-norm/total": norms[-1],
+        "health/update-ratio/total": changes[-1],
+        "params-norm": whole[WEIGHT].sqrt().item(),
+        "num-zeros": whole[ZEROS].item(),
+        "max_attention_logit": logits.max().item(),
+    }
+    return layers, totals
+
+
+ModuleOutputs = list[tuple[int, str, bool]]
+"""Stage, module name, and whether its whole output is finite."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
+
+
+@dataclass(frozen=True, order=True)
+class NonFiniteFinding:
+    """A non-finite output or gradient on one rank; findings are ordered by their time in the step."""
+
+    microbatch: int  # index among the rank's micro-batches
+    backward: bool  # True for a gradient
+    stage: int  # position of the pipeline stage in execution order; backward starts with the last stage
+    position: int  # of the module or parameter in execution order
+    text: str = field(compare=False)  # description for people
+
+
+def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
+    """Run a skipped step again and describe the first non-finite value and its ranks. Collective over all ranks.
+
+    Micro-batches run one by one, so that pipeline order is time order, and without the data-parallel reduction, which
+    would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
+    """
+    by_rank = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
+    found = [(finding, rank) for rank, finding in enumerate(by_rank) if isinstance(finding, NonFiniteFinding)]
+    step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
+    if not found:
+        return (
+            f"{step}, but all values before the sum over ranks were finite when the step was run again: "
+            "the sum overflows, or hardware is faulty"
+        )
+    first = min(finding for finding, _ in found)
+    ranks = [rank for finding, rank in found if finding == first]
+    return f"{step}; first on {format_ranks(ranks)}: {first.text}"
+
+
+def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFiniteFinding | None:
+    """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
+    first = None
+    grad_seed = trainer.scaler.scale / count_tokens(batches, trainer.mesh.replicas).clamp(min=1.0)
+    program = add_communication(sequential_schedule(trainer.mesh.placement))
+    trainer.buckets.start_step(len(batches))
+    with trainer.buckets.unreduced():
+        for i, batch in enumerate(batches):
+            with record_outputs(trainer.chunks) as outputs:
+                trainer.compute([batch], grad_seed, program)
+            if first is None:
+                first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
+    for chunk in trainer.chunks.values():
+        chunk.sums.take()
+    return first
+
+
+@contextmanager
+def record_outputs(chunks: Mapping[int, nn.Module]) -> Iterator[ModuleOutputs]:
+    """Record which module outputs of the chunks are finite, in execution order."""
+    outputs: ModuleOutputs = []
+
+    def make_hook(stage: int, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            finite = all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))
+            outputs.append((stage, name or f"stage {stage}", finite))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(make_hook(stage, name))
+        for stage, chunk in chunks.items()
+        for name, module in chunk.named_modules()
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_bad_output(outputs: ModuleOutputs, microbatch: int, batch: MicroBatch) -> NonFiniteFinding | None:
+    """Return the first module whose output is not finite."""
+    for position, (stage, name, finite) in enumerate(outputs):
+        if not finite:
+            text = f"output of {name}, micro-batch {microbatch}, samples {batch.sample_ids.tolist()}"
+            return NonFiniteFinding(microbatch, False, stage, position, text)
+    return None
+
+
+def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | None:
+    """Return the first parameter in backward order whose gradient on this rank is not finite."""
+    chunks = trainer.chunks
+    stage_of = {param: stage for stage in sorted(chunks, reverse=True) for param in chunks[stage].parameters()}
+    for position, name in enumerate(reversed(list(trainer.specs))):
+        if not trainer.buckets.target(name).isfinite().all():
+            stage = len(trainer.mesh.placement) - 1 - stage_of[trainer.params[name]]
+            return NonFiniteFinding(microbatch, True, stage, position, f"gradient of {name}, micro-batch {microbatch}")
+    return None
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format as ``rank 1``, or as ``ranks 0, 1, 2 and 5 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"
+
+
+HASH_BLOCK = 1 << 22
+"""Elements that are hashed at a time, to limit memory."""
+
+_WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STRIDE = 0x1E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class WeightCopy:
+    """One rank's copy of a part of a parameter."""
+
+    what: str  # layers.0.mlp.linear_fc1.weight, or "the master of" it
+    place: Box  # in the global parameter
+    digest: int  # of its bits
+
+
+def check_weight_copies(trainer: Trainer) -> None:
+    """Compare all copies of weights and main parameters. Collective over all ranks.
+
+    Raises:
+        UserError: on every rank if copies differ, with the step, the first parameter and the ranks.
+
+    """
+    by_rank = comm.all_gather_objects(find_differing_copies(trainer), trainer.mesh.world)
+    names = list(dict.fromkeys(copy.what for copies in by_rank for copy in copies))
+    if not names:
+        return
+    iteration = trainer.iteration
+    where = describe_difference(names[0], by_rank)
+    more = f"; copies of {len(names) - 1} more differ too" if len(names) > 1 else ""
+    sentence = f"copies of the weights differ after step {iteration}: {names[0]} {where}{more}"
+    last_check = max(0, iteration - (trainer.config.logging.check_weight_hash_across_dp_replicas_interval or 0))
+    fix = f"the same command with --ckpt-step N, N at most {last_check}, the step of the last check that passed"
+    raise UserError([Problem("E707", sentence, (fix,))])
+
+
+def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
+    """Return this rank's copies that differ from another rank's. Collective over all ranks."""
+    trainer.optimizer.weights.wait()
+    parts = []
+    part_digests = []
+    for what, piece, x, groups in _copied_parts(trainer):  # some main parameters are computed: hash them one by one
+        parts.append((what, piece, groups))
+        part_digests.append(bit_hash(x))
+    digests = torch.stack(part_digests)
+    parts_by_group: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
+    for i, (*_, groups) in enumerate(parts):
+        for group in groups:
+            parts_by_group.setdefault(group.ranks, (group, []))[1].append(i)
+    differing_parts: set[int] = set()
+    for _, (group, members) in sorted(parts_by_group.items(), key=lambda item: (-len(item[0]), item[0])):
+        indices = torch.tensor(members, device=digests.device)
+        mine = digests[indices]
+        copies = comm.all_gather(mine, group).view(group.size, -1)
+        differing_parts.update(indices[(copies != mine).any(0)].tolist())
+    return [
+        WeightCopy(what, piece.place, int(digests[i]))
+        for i, (what, piece, _) in enumerate(parts)
+        if i in differing_parts
+    ]
+
+
+def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, list[Group]]]:
+    """Yield this rank's parts of all weights and main parameters, with the groups whose ranks all hold a copy."""
+    mesh = trainer.mesh
+    for name, spec in trainer.specs.items():
+        weight = trainer.params[name].detach()
+        master = trainer.optimizer.masters.get(name)
+        tensors = [(name, weight, ParamShard(0, weight.numel()), mesh.group(*spec.reduce_axes))]
+        if master is not None and master.dtype != weight.dtype:
+            share = trainer.buckets.shares[name]
+            tensors.append((f"the master of {name}", master, share, mesh.copies(*spec.reduce_axes)))
+        for what, tensor, share, data_parallel in tensors:
+            for slot in shard_boxes(spec, share):
+                groups = [data_parallel, mesh.sharers(slot.piece.replicas), *([mesh.ends] if spec.tied else [])]
+                yield what, slot.piece, slot.of(tensor), [group for group in groups if group.size > 1]
+
+
+def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
+    """Describe on which ranks copies of a parameter differ from the majority, if there is a majority."""
+    ranks_by_place: dict[Box, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, copies in enumerate(by_rank):
+        for copy in copies:
+            if copy.what == what:
+                ranks_by_place[copy.place][copy.digest].append(rank)
+    odd: list[int] = []
+    for ranks_by_digest in ranks_by_place.values():
+        sizes = [len(ranks) for ranks in ranks_by_digest.values()]
+        tied = sizes.count(max(sizes)) > 1
+        odd += [rank for ranks in ranks_by_digest.values() if tied or len(ranks) < max(sizes) for rank in ranks]
+    holders = sorted(rank for rank, copies in enumerate(by_rank) if any(copy.what == what for copy in copies))
+    majority = [rank for rank in holders if rank not in odd]
+    minority = format_ranks(sorted(set(odd)))
+    if majority:
+        return f"on {minority} differs from {format_ranks(majority)}"
+    return f"is not the same on {minority}"
+
+
+@torch.no_grad()
+def bit_hash(x: Tensor) -> Tensor:
+    """Return a 64-bit hash of the bits of ``x``, an int64 scalar on its device.
+
+    The hash is the sum, modulo 2^64, of the elements times odd numbers that depend on their positions. A change of one
+    element always changes it, and the order of summation does not matter.
+    """
+    words = x.contiguous().flatten().view(_WORD_DTYPES[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, words.numel(), HASH_BLOCK):
+        block = words[start : start + HASH_BLOCK].long()
+        position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
+        total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
+    return total

@@ -1,0 +1,416 @@
+"""Profile selected or requested steps: Chrome traces, tables, GPU memory snapshots and pipeline timelines.
+
+Steps are selected with `--profile-step-start` and `--profile-step-end`, or requested from a running job with SIGUSR2
+or the file PROFILE in the run folder (`ProfileRequestListener`). In a trace, every step is a range that contains its
+phases, the layers and the communication of every mesh axis. Errors of the profiler are warnings and never end the
+run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron.arguments.validate import MAX_PROFILE_STEPS
+from megatron.config.run import ProfilingConfig
+from megatron.distributed.timing import profiler_range
+from megatron.pipeline.recorder import record_timeline
+from megatron.pipeline.simulate import Timeline
+from megatron.planner.timeline import write_trace
+from megatron.training.build import Trainer
+from megatron.training.callbacks.profile_report import (
+    STEP_PREFIX,
+    MemoryCurve,
+    TraceSummary,
+    compress_trace,
+    is_layer,
+    read_events,
+)
+from megatron.training.loggers.run_logger import print_line, print_warning
+
+REQUEST_SIGNAL = signal.SIGUSR2
+REQUEST_FILE = "PROFILE"
+PIPELINE_REQUEST = "pipeline"
+"""In the file, alone or before a number: request a timeline of the pipeline's actions instead of a profile."""
+
+DEFAULT_PROFILE_STEPS = 2
+"""Default number of steps."""
+
+FILE_CHECK_SECONDS = 1.0
+"""Interval between checks for the file, which may be slow on cluster file systems."""
+
+
+class ProfileRequest(NamedTuple):
+    """Number of following steps to record."""
+
+    profile: int = 0  # steps of a profile
+    pipeline: int = 0  # steps of a pipeline timeline
+
+
+NO_REQUEST = ProfileRequest()
+
+
+class ProfileRequestListener:
+    """Receives profile requests on this rank."""
+
+    def __init__(self, run_dir: str | None, rank: int, warn: Callable[[str], None]) -> None:
+        """Install the signal handler.
+
+        Args:
+            run_dir: the run folder; None disables profiles.
+            rank: this rank; only rank 0 checks for the file.
+            warn: prints a warning about a request that cannot be fulfilled.
+
+        """
+        self._has_run_dir = run_dir is not None
+        self._warn = warn
+        self._signalled = False
+        self._file = Path(run_dir) / REQUEST_FILE if run_dir is not None and rank == 0 else None
+        self._next_check = 0.0
+        self._previous = signal.signal(REQUEST_SIGNAL, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def take(self) -> ProfileRequest:
+        """Return the requests since the last call."""
+        signalled, self._signalled = self._signalled, False
+        if signalled and not self._has_run_dir:
+            self._warn(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
+            return NO_REQUEST
+        request = self._check_file()
+        return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile)) if signalled else request
+
+    def _check_file(self) -> ProfileRequest:
+        """Read and remove the request file, checking at most once per second."""
+        if self._file is None or time.monotonic() < self._next_check:
+            return NO_REQUEST
+        self._next_check = time.monotonic() + FILE_CHECK_SECONDS
+        if not self._file.exists():
+            return NO_REQUEST
+        try:
+            text = self._file.read_text(errors="replace").strip()
+            self._file.unlink()
+        except OSError as error:
+            self._warn(f"{self._file} is ignored from now on, because it cannot be removed: {error}")
+            self._file = None
+            return NO_REQUEST
+        number = text.removeprefix(PIPELINE_REQUEST).strip()
+        if not number or (number.isdecimal() and len(number) < 10 and 0 < int(number) <= MAX_PROFILE_STEPS):
+            steps = int(number or DEFAULT_PROFILE_STEPS)
+            return (
+                ProfileRequest(pipeline=steps) if text.startswith(PIPELINE_REQUEST) else ProfileRequest(profile=steps)
+            )
+        rule = (
+            f"{REQUEST_FILE} may be empty, for {DEFAULT_PROFILE_STEPS} steps, "
+            f"or contain a number of steps up to {MAX_PROFILE_STEPS}"
+        )
+        self._warn(f"no profile: {rule}, alone or after the word '{PIPELINE_REQUEST}'; it contains {text[:40]!r}")
+        return NO_REQUEST
+
+    def restore(self) -> None:
+        """Restore the previous signal handler."""
+        signal.signal(REQUEST_SIGNAL, self._previous)
+
+
+PROFILE_FOLDER = "profiles"
+"""Subfolder of the run folder."""
+
+
+class PipelineProfiler:
+    """Records selected steps. Errors of writing are warnings and never end the run."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        run_dir: str | None,
+        trainer: Trainer,
+        say: Callable[[str], None] = print_line,
+        warn: Callable[[str], None] = print_warning,
+    ) -> None:
+        """Set up without recording.
+
+        Args:
+            config: which steps to record.
+            run_dir: the run folder; None disables timelines.
+            trainer: owner of the pipeline.
+            say: prints a line.
+            warn: prints a warning.
+
+        """
+        self._pipeline = trainer.pipeline
+        self._group = trainer.mesh.pipeline
+        self._device = trainer.device
+        self._schedule = str(trainer.config.parallel.pipeline_schedule)
+        self._say = say
+        self._warn = warn
+        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and 0 in self._group.ranks else None
+        self._windows: list[range] = []
+        if config.profile_pipeline:
+            self._windows.append(range(config.profile_step_start, config.profile_step_end))
+
+    def ask(self, after: int, steps: int) -> None:
+        """Also record the ``steps`` steps after step ``after``."""
+        self._windows.append(range(after + 1, after + 1 + steps))
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Wrap step ``number``, counted from 1. A step that raises has no timeline: gathering is collective."""
+        if self._folder is None or not any(number in window for window in self._windows):
+            yield
+            return
+        with record_timeline(self._pipeline, self._group, self._device) as recorder:
+            yield
+        timeline = recorder.timeline(self._schedule)
+        if self._group.rank == 0:
+            self._write(timeline, self._folder / f"step_{number:06d}_pipeline.json", number)
+
+    def _write(self, timeline: Timeline, path: Path, number: int) -> None:
+        if not any(timeline.intervals):
+            self._warn(f"no timeline of step {number}: it was replayed as a CUDA graph, which has no separate actions")
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(timeline, path)
+        except OSError as error:
+            with suppress(OSError):  # remove an incomplete file
+                path.unlink(missing_ok=True)
+            self._warn(f"no timeline of step {number}, training continues: {error}")
+        else:
+            self._say(f"timeline of the pipeline in step {number}: {path}")
+
+
+PROFILE_SUFFIXES = (".json.tmp", ".json", ".json.gz", ".txt", "_memory.pickle")
+"""File suffixes of a profile. The first two are temporary; PyTorch creates the first one."""
+
+SNAPSHOT_ENTRIES = 1_000_000
+"""Maximum number of allocations in a GPU memory snapshot."""
+
+
+class Profiler:
+    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        run_dir: str | None,
+        rank: int,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        say: Callable[[str], None] = print_line,
+        warn: Callable[[str], None] = print_warning,
+        pipeline: PipelineProfiler | None = None,
+    ) -> None:
+        """Set up without recording.
+
+        Args:
+            config: which steps and ranks to profile, and what to record.
+            run_dir: the run folder; None disables profiles.
+            rank: this rank.
+            device: device of this rank.
+            models: model chunks of this rank; their layers become ranges.
+            say: prints a line.
+            warn: prints a warning.
+            pipeline: profiler of pipeline actions.
+
+        """
+        self.config = config
+        self.rank = rank
+        self.device = device
+        self.models = models
+        self._pipeline = pipeline
+        self._say = say
+        self._warn = warn
+        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and rank in config.profile_ranks else None
+        self._windows: list[range] = []
+        if self._folder is not None and (config.profile or config.profile_memory):
+            self._windows.append(range(config.profile_step_start, config.profile_step_end))
+        self._recording: ProfileRecording | None = None
+
+    def ask(self, after: int, request: ProfileRequest) -> None:
+        """Schedule a requested profile of the steps after step ``after``."""
+        if request.pipeline and self._pipeline is not None:
+            self._pipeline.ask(after, request.pipeline)
+        if not request.profile:
+            return
+        if self.rank == 0:
+            ranks = " ".join(map(str, self.config.profile_ranks))
+            steps = f"steps {after + 1} to {after + request.profile}"
+            self._say(f"profile requested of {steps}, recorded on --profile-ranks {ranks}")
+        if self._folder is not None:
+            self._windows.append(range(after + 1, after + 1 + request.profile))
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
+        if self._recording is None and self._is_selected(number):
+            self._start(number)
+        complete = False
+        try:
+            pipeline_step = self._pipeline.step(number) if self._pipeline is not None else nullcontext()
+            with profiler_range(f"{STEP_PREFIX}{number}"), pipeline_step:
+                yield
+            complete = True
+        finally:
+            if self._recording is not None:
+                next_step = number + 1
+                full = next_step - self._recording.first >= MAX_PROFILE_STEPS
+                if not complete or full or not self._is_selected(next_step):
+                    self._finish(number)
+
+    def close(self, number: int) -> None:
+        """Write an unfinished profile when the run ends after step ``number``."""
+        if self._recording is not None:
+            self._finish(number)
+
+    def _is_selected(self, number: int) -> bool:
+        return any(number in window for window in self._windows)
+
+    def _start(self, number: int) -> None:
+        try:
+            recording = ProfileRecording(number, self.config, self.device, self.models)
+            recording.start()
+        except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
+            self._give_up(error)
+        else:
+            self._recording = recording
+
+    def _finish(self, last: int) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None or self._folder is None:
+            return
+        self._windows = [window for window in self._windows if window.stop > last + 1]
+        stem = f"step_{recording.first:06d}-{last:06d}_rank_{self.rank}"
+        try:
+            recording.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            written = recording.write(self._folder / stem, last)
+        except Exception as error:
+            with suppress(OSError):  # remove an incomplete profile
+                for suffix in PROFILE_SUFFIXES:
+                    (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
+            self._give_up(error)
+        else:
+            self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
+        finally:
+            recording.release()
+
+    def _give_up(self, error: Exception) -> None:
+        self._windows = []
+        self._warn(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
+
+
+@dataclass
+class ProfileRecording:
+    """A profile that is being recorded."""
+
+    first: int  # first step
+    config: ProfilingConfig
+    device: torch.device
+    models: Sequence[nn.Module]  # their layers become ranges
+
+    def start(self) -> None:
+        """Start recording; on an error, stop everything that was started."""
+        config = self.config
+        cuda = self.device.type == "cuda"
+        self.snapshot = config.profile_memory and cuda
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        self.trace = profile(
+            activities=activities,
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            profile_memory=config.profile_memory,
+        )
+        self._synchronize()
+        with ExitStack() as undo:
+            undo.callback(self.release)
+            if self.snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+            self.trace.start()
+            undo.callback(self.trace.stop)
+            self._hooks = LayerRanges(self.models)
+            undo.pop_all()
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._hooks.remove()
+        self._synchronize()  # wait for the kernels of the last step
+        self.trace.stop()
+
+    def write(self, stem: Path, last: int) -> list[Path]:
+        """Write the trace, the table and, if requested, a snapshot of GPU memory.
+
+        Args:
+            stem: path of the files without suffix.
+            last: last step.
+
+        Returns:
+            Paths of the files.
+
+        """
+        name = str(stem)
+        written = []
+        if self.snapshot:
+            written.append(Path(f"{name}_memory.pickle"))
+            torch.cuda.memory._dump_snapshot(str(written[-1]))
+        raw, table, packed = (Path(f"{name}.{suffix}") for suffix in ("json", "txt", "json.gz"))
+        curve = MemoryCurve()
+        try:
+            self.trace.export_chrome_trace(str(raw))
+            if not raw.exists():  # PyTorch logs the error without raising it
+                raise OSError(f"{raw} could not be written; is the disk full?")
+            with_curve = self.config.profile_memory and not self.snapshot
+            summary = TraceSummary(curve.along(read_events(raw)) if with_curve else read_events(raw))
+            table.write_text(summary.table(last - self.first + 1, curve.peak if with_curve else None))
+            compress_trace(raw, packed, curve)
+        finally:
+            raw.unlink(missing_ok=True)
+        return [packed, table, *written]
+
+    def release(self) -> None:
+        """Stop recording GPU allocations."""
+        if self.snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class LayerRanges:
+    """Forward hooks that mark every numbered layer as a range, also when it is recomputed in backward."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        """Register the hooks."""
+        self._open: list[record_function] = []
+        self._handles = []
+        for name, module in (named for model in models for named in model.named_modules()):
+            if is_layer(name):
+                self._handles.append(module.register_forward_pre_hook(self._enter_hook(name)))
+                self._handles.append(module.register_forward_hook(self._exit_hook, always_call=True))
+
+    def _enter_hook(self, name: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            self._open.append(record_function(name))
+            self._open[-1].__enter__()
+
+        return enter
+
+    def _exit_hook(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()

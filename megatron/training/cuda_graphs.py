@@ -1,0 +1,208 @@
+"""Capture training steps as CUDA graphs, so that one launch replaces thousands.
+
+A graph replays the same kernels on the same memory. Values that change between steps must therefore live in that
+memory: the batch and the learning rate are copied into fixed buffers, and the optimizer and the loss scaler update
+their state in place. The first steps of every shape run eagerly and are normal steps of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.arguments.validate import NO_CUDA_GRAPH, no_gpu_problem
+from megatron.config.errors import Problem, UserError
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.operation import error_summary
+from megatron.optimizer.distributed_optimizer import UpdateResult
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.build import Trainer
+from megatron.training.metrics import StepMetrics
+from megatron.training.step import train_step
+
+WARM_UP_STEPS = 3
+"""Eager steps before a capture: they compile, tune and allocate persistent memory."""
+
+TENSOR_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("step", "boundaries"))
+"""Fields of a micro-batch that are tensors of fixed shape; options that need ``boundaries`` are refused (E910)."""
+
+Inputs = Sequence[Any]
+"""Tensors or None."""
+
+T = TypeVar("T")
+
+
+class GraphRecorder(Protocol):
+    """Captures the kernels that a function launches."""
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Run the work inside on the stream of the capture."""
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Capture ``work``; return its result, with tensors not computed yet, and a function that computes them."""
+
+
+class CudaGraphRecorder:
+    """Capture CUDA graphs on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run the work inside on the capture stream, ordered with the current stream."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Capture ``work``; thread-local, because NCCL's watchdog thread queries events at any time.
+
+        Raises:
+            UserError: if part of it cannot be captured, or memory runs out.
+
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError as error:
+            sentence = f"--cuda-graph could not capture the step: {error_summary(error)}"
+            raise UserError([Problem("E911", sentence, (NO_CUDA_GRAPH,))]) from error
+        return result, graph.replay
+
+
+class GraphedCallable(Generic[T]):
+    """A function of tensors that is captured after a few calls with the same shapes.
+
+    Only the latest graph is kept. Results are copied after every replay, so that the next one does not change them.
+    """
+
+    def __init__(self, work: Callable[[Any, Inputs], T], recorder: GraphRecorder) -> None:
+        """Wrap ``work``.
+
+        Args:
+            work: function of constants and tensors that returns a dataclass; its tensor fields are the results.
+            recorder: captures it on this device.
+
+        """
+        self._work = work
+        self._recorder = recorder
+        self._key: Hashable = None
+        self._eager_calls = 0
+        self._buffers: list[Tensor | None] = []
+        self._result: T | None = None
+        self._replay: Callable[[], None] | None = None
+
+    @property
+    def recorded(self) -> bool:
+        """True if the next call with the same shapes and constants is a replay."""
+        return self._replay is not None
+
+    def __call__(self, constants: Hashable, inputs: Inputs) -> T:
+        """Return ``work(constants, inputs)``, by replaying a graph if one exists for these shapes and constants."""
+        key = constants, tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
+        if key != self._key:
+            # free the memory of the old graph before another is captured
+            self._replay = None
+            self._result = None
+            self._buffers = []
+            self._eager_calls = 0
+            self._key = key
+        if self._eager_calls < WARM_UP_STEPS:
+            self._eager_calls += 1
+            with self._recorder.on_stream():
+                return self._work(constants, inputs)
+        if self._replay is None:
+            self._buffers = [None if t is None else t.clone() for t in inputs]
+            self._result, self._replay = self._recorder.record(lambda: self._work(constants, self._buffers))
+        for buffer, value in zip(self._buffers, inputs):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+        self._replay()
+        return _clone_tensors(self._result)
+
+
+def _clone_tensors(result: Any) -> Any:
+    """Return a copy of a dataclass with cloned tensors."""
+    tensors = {f.name: value.clone() for f in fields(result) if isinstance(value := getattr(result, f.name), Tensor)}
+    return replace(result, **tensors)
+
+
+class StepRunner:
+    """Take steps according to ``--cuda-graph``: eagerly, with a captured optimizer update, or captured as a whole.
+
+    On GPUs learning rates are always fp32 scalars in GPU memory, so captured steps equal eager ones to the bit.
+    """
+
+    def __init__(self, trainer: Trainer, recorder: GraphRecorder | None = None) -> None:
+        """Prepare for the configured mode.
+
+        Args:
+            trainer: takes the steps.
+            recorder: captures them; None for CUDA graphs.
+
+        Raises:
+            UserError: if a GPU is needed and this run has none.
+
+        """
+        self.trainer = trainer
+        self.mode = trainer.config.compute.cuda_graph
+        self.recording: GraphedCallable[Any] | None = None
+        if self.mode != "none":
+            if recorder is None:
+                if trainer.device.type != "cuda":
+                    raise UserError([no_gpu_problem(self.mode)])
+                recorder = CudaGraphRecorder(trainer.device)
+            self.recording = GraphedCallable({"optimizer": self._update, "step": self._step}[self.mode], recorder)
+
+    def __call__(self, batches: Sequence[MicroBatch], rates: Rates, eager: bool = False) -> StepMetrics:
+        """Run :func:`megatron.training.step.train_step`; ``eager`` if hooks observe modules, as for health reports."""
+        recording = self.recording
+        if recording is not None or self.trainer.device.type == "cuda":
+            rates = self._on_device(rates)
+        if recording is None or eager:
+            return train_step(self.trainer, batches, rates)
+        if self.mode == "step":
+            return recording(rates.weight_decay, [*_tensors(rates), *(x for b in batches for x in _columns(b))])
+
+        def update(rates: Rates, loss_scale: Tensor, loss: Tensor) -> UpdateResult:
+            return recording(rates.weight_decay, [*_tensors(rates), loss_scale, loss])
+
+        return train_step(self.trainer, batches, rates, update)
+
+    def _on_device(self, rates: Rates) -> Rates:
+        """Return the learning rates as device scalars, filled in by a kernel and so without synchronisation."""
+
+        def scalar(rate: float | Tensor) -> Tensor:
+            return torch.full((), float(rate), dtype=torch.float32, device=self.trainer.device)
+
+        decoupled_lr = None if rates.decoupled_lr is None else scalar(rates.decoupled_lr)
+        return replace(rates, lr=scalar(rates.lr), decoupled_lr=decoupled_lr)
+
+    def _step(self, weight_decay: float, inputs: Inputs) -> StepMetrics:
+        lr, decoupled_lr, *columns = inputs
+        width = len(TENSOR_FIELDS)
+        batches = [
+            MicroBatch(**dict(zip(TENSOR_FIELDS, columns[i : i + width]))) for i in range(0, len(columns), width)
+        ]
+        return train_step(self.trainer, batches, Rates(lr, weight_decay, decoupled_lr))
+
+    def _update(self, weight_decay: float, inputs: Inputs) -> UpdateResult:
+        lr, decoupled_lr, loss_scale, loss = inputs
+        return self.trainer.optimizer.update(Rates(lr, weight_decay, decoupled_lr), loss_scale, loss)
+
+
+def _tensors(rates: Rates) -> list[Any]:
+    return [rates.lr, rates.decoupled_lr]
+
+
+def _columns(batch: MicroBatch) -> list[Tensor | None]:
+    return [getattr(batch, name) for name in TENSOR_FIELDS]

@@ -1,0 +1,305 @@
+"""The run folder: configuration, command, environment, data, metrics and incidents of a run.
+
+`write_run_folder` writes what is known before the first step and renames files of an earlier start that differ.
+`JsonLinesLogger` appends metrics to `metrics.jsonl`, `IncidentLogger` appends starts, skipped updates, warnings and
+errors to `incidents.md`, and `read_history` reads the metrics back without steps that a restart discarded. The run
+ID, which identifies a run across restarts, comes from here too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from megatron.data.loader import DataSource
+from megatron.training.loggers.base import MetricValues
+from megatron.training.startup import start_phrase
+
+CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE, DIFF_FILE = (
+    "config.yaml",
+    "command.sh",
+    "environment.json",
+    "uncommitted.diff",
+)
+METRICS_FILE, LOSS_CURVE_FILE, HEALTH_FILE, DATA_FILE = "metrics.jsonl", "loss.png", "health.png", "data.json"
+PACKAGES = (
+    *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
+    *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
+)
+
+
+def write_run_folder(
+    folder: Path,
+    resolved_config: str,
+    device_name: str,
+    world_size: int,
+    data: Mapping[str, object] | None = None,
+) -> list[Path]:
+    """Create the folder and write config, command, environment, uncommitted changes and a summary of the data.
+
+    Returns:
+        New paths of an earlier start's files that were renamed because their content changed.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    commit, diff = git_state(Path(__file__).parent)
+    environment_facts = environment_info(device_name, world_size) | {
+        "git_commit": commit,
+        "git_uncommitted_changes": bool(diff),
+    }
+    texts = {
+        CONFIG_FILE: resolved_config,
+        COMMAND_FILE: restart_command(os.environ, sys.argv, world_size),
+        ENVIRONMENT_FILE: json.dumps(environment_facts, indent=2) + "\n",
+        DIFF_FILE: diff,
+        DATA_FILE: json.dumps(data, indent=2) + "\n" if data else "",
+    }
+    renamed = _rename_changed(folder, texts)
+    for name, text in texts.items():
+        if text:
+            (folder / name).write_text(text)
+    return renamed
+
+
+def _rename_changed(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Rename files with different content to ``name.1.ext``; those of the next start to ``name.2.ext``..."""
+    paths = [folder / name for name in texts]
+    number = 1
+    while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
+        number += 1
+    changed = [path for path in paths if path.exists() and path.read_bytes() != texts[path.name].encode()]
+    return [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
+
+
+def restart_command(variables: Mapping[str, str], argv: Sequence[str], world_size: int) -> str:
+    """Return a shell script that starts this run again. The launcher is guessed from the environment ``variables``."""
+    start = [Path(sys.executable).name]
+    hint = ""
+    if world_size > 1 and variables.get("LOCAL_WORLD_SIZE") == str(world_size):
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(world_size)]
+    elif world_size > 1:
+        hint = f"# on {world_size} processes, with the cluster's launcher (srun, or torchrun on every node)\n"
+    if path := variables.get("PYTHONPATH"):
+        start = ["env", f"PYTHONPATH={path}", *start]
+    return f"#!/bin/sh\n{hint}cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *argv])}\n"
+
+
+def environment_info(device_name: str, world_size: int) -> dict[str, object]:
+    """Return versions and hardware."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "device": device_name,
+        "world_size": world_size,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def data_summary(data: DataSource) -> dict[str, object]:
+    """Return the size, sources and fingerprint of the data of each split."""
+    summary: dict[str, object] = {}
+    for split, samples in data.used.items():
+        dataset = data.datasets[split]
+        tokens = samples * data.seq_length
+        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
+        summary[split] = {
+            "samples": samples,
+            "tokens": tokens,
+            "laid_out_for_samples": list(data.stretches[split]),
+            "fingerprint": data.fingerprints[split],
+            "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
+        }
+    return summary
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(source: Path) -> tuple[str | None, str]:
+    """Return the commit and the uncommitted changes of the checkout around ``source``; (None, "") outside of one."""
+    commit, diff = _git(source, "rev-parse", "HEAD"), _git(source, "diff", "HEAD")
+    return (commit.strip(), diff or "") if commit else (None, "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace", timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+INCIDENTS_FILE = "incidents.md"
+INCIDENT_EVENTS = ("warning", "error", "stop")
+
+
+class IncidentLogger:
+    """Writes one line of Markdown per incident, with its time (UTC) and step."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending."""
+        self._start = "started again" if path.exists() else "started"
+        self._iteration = 0
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # line buffered
+
+    def record(self, values: MetricValues) -> None:
+        """Log skipped updates."""
+        self._iteration = int(str(values["iteration"]))
+        skipped = values.get("skipped-iterations")
+        if isinstance(skipped, list) and skipped:
+            which = "update of step" if len(skipped) == 1 else "updates of steps"
+            self._write(values, f"skipped the {which} {', '.join(map(str, skipped))}")
+
+    def event(self, values: MetricValues) -> None:
+        """Log starts, warnings, errors and stops."""
+        kind = str(values["event"])
+        self._iteration = int(str(values["iteration"]))
+        if kind in ("start", "evaluation"):
+            began = self._start if kind == "start" else "an evaluation alone"
+            ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
+            run = f", run {values['run-id']}" if values["run-id"] else ""
+            which = f", {words}" if (words := start_phrase(values)) else ""
+            self._write(values, f"{began} on {ranks}{run}{which}")
+        elif kind in INCIDENT_EVENTS:
+            self._write(values, str(values["text"]) if kind == "stop" else f"{kind}: {values['text']}")
+
+    def flush(self) -> None:
+        """Do nothing: the file is line buffered."""
+
+    def close(self, failed: bool) -> None:
+        """Log the end, and close the file."""
+        self._write({"time": time.time()}, "ended by an error" if failed else "ended in good order")
+        self._file.close()
+
+    def _write(self, values: MetricValues, text: str) -> None:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(str(values["time"]))))
+        self._file.write(f"- {at} step {self._iteration}: {' '.join(text.split())}\n")
+
+
+EVALUATION_KINDS = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class TrainPoint:
+    """One log line of training."""
+
+    iteration: int
+    tokens: int  # consumed so far
+    last_step_from: float  # tokens consumed before the last step
+    loss: float
+    learning_rate: float
+    batch_size: int  # samples of the last step
+    skipped: tuple[float, ...]  # positions of the skipped updates, in consumed tokens
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """One evaluation."""
+
+    name: str  # validation, validation NAME or test
+    iteration: int
+    tokens: int
+    loss: float
+
+
+@dataclass
+class RunHistory:
+    """Log lines of a run, oldest first, without steps that a restart discarded."""
+
+    train: list[TrainPoint] = field(default_factory=list)
+    evaluations: list[EvaluationPoint] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)  # in consumed tokens
+    errors: list[int] = field(default_factory=list)  # in consumed tokens
+    unreadable: list[int] = field(default_factory=list)  # line numbers; a crash can cut a line off
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the next line of the file."""
+        if line.get("event") == "start":
+            self._restart(line["iteration"], line["consumed-tokens"])
+        elif line.get("event") == "error":
+            self.errors.append(int(line["consumed-tokens"]))
+        elif "lm loss" in line:
+            self.train.append(_train_point(line))
+        elif kind := next((kind for kind in EVALUATION_KINDS if f"lm loss {kind}" in line), None):
+            self._add_evaluation(_evaluation_point(kind, line))
+
+    def _add_evaluation(self, point: EvaluationPoint) -> None:
+        """Add an evaluation; after a restart it replaces the earlier one of the same step."""
+        same_step = list(takewhile(lambda p: p.iteration == point.iteration, reversed(self.evaluations)))
+        for earlier in (p for p in same_step if p.name == point.name):
+            self.evaluations.remove(earlier)
+        self.evaluations.append(point)
+
+    def _restart(self, iteration: int, tokens: int) -> None:
+        self.train = [point for point in self.train if point.iteration <= iteration]
+        self.evaluations = [point for point in self.evaluations if point.iteration <= iteration]
+        self.restarts = [at for at in self.restarts if at < tokens]
+        self.errors = [at for at in self.errors if at <= tokens]
+        if self.train:
+            self.restarts.append(tokens)
+
+
+def read_history(path: Path) -> RunHistory:
+    """Read a metrics.jsonl.
+
+    Raises:
+        ValueError: if the file is missing or has no log line of a training step.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: pass the folder given to the run as --run-dir")
+    history = RunHistory()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                history.add(json.loads(text))
+            except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError):
+                history.unreadable.append(number)
+    if not history.train:
+        count = len(history.unreadable)
+        unreadable = f" ({count} line{'' if count == 1 else 's'} could not be read)" if count else ""
+        raise ValueError(f"{path} holds no log line of a training step{unreadable}")
+    return history
+
+
+def _train_point(line: dict[str, Any]) -> TrainPoint:
+    iteration, tokens, batch_size = int(line["iteration"]), int(line["consumed-tokens"]), int(line["batch-size"])
+    tokens_per_step = batch_size * tokens / int(line["consumed-samples"])
+    return TrainPoint(
+        iteration=iteration,
+        tokens=tokens,
+        last_step_from=tokens - tokens_per_step,
+        loss=_number(line["lm loss"]),
+        learning_rate=_number(line["learning-rate"]),
+        batch_size=batch_size,
+        skipped=tuple(tokens - (iteration - step) * tokens_per_step for step in line["skipped-iterations"]),
+    )
+
+
+def _evaluation_point(kind: str, line: dict[str, Any]) -> EvaluationPoint:
+    name = f"{kind} {line.get('validation-set', '')}".strip()
+    return EvaluationPoint(name, int(line["iteration"]), int(line["consumed-tokens"]), _number(line[f"lm loss {kind}"]))
+
+
+def _number(value: float | None) -> float:
+    """Return NaN for null, which the log writes because JSON has no NaN."""
+    return math.nan if value is None else float(value)

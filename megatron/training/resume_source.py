@@ -1,0 +1,329 @@
+"""Find what a run starts from: its own newest checkpoint, another run's, a Hugging Face model, or nothing.
+
+Uses neither torch nor tensor data, so that ``--check-config`` can report it too (``preview_start``). A run resumes
+from its own checkpoints in ``save`` if there are any; ``load`` is for its first start. Changed options are compared
+with those stored in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.checks.training import schedule_problems
+from megatron.arguments.compatibility import compare_configs
+from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
+from megatron.checkpoint.folder import CHECKPOINT_NAME, CheckpointFolder
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.local_folder import LocalCheckpoint, is_local_checkpoint
+from megatron.checkpoint.object_store import Location, parse_location
+from megatron.checkpoint.publish import checkpoint_folder_of, is_complete, is_interrupted
+from megatron.config.errors import Problem, UserError
+from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
+
+BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size"}
+"""Options that determine the number of samples per step."""
+
+CheckpointCandidate = LocalCheckpoint | Location
+"""A checkpoint that may be loaded."""
+
+Position = tuple[int, int]
+"""Progress of a run: steps taken and samples consumed."""
+
+
+@dataclass(frozen=True)
+class ResumeSource:
+    """What a run starts from: checkpoints, a Hugging Face model, or, with none of these, nothing."""
+
+    paths: tuple[Location, ...] = ()  # checkpoints to try in this order; the manifest of the first is valid
+    hf: Path | None = None  # folder of a Hugging Face model
+    mode: str = "exact"  # how much of a checkpoint to load, a choice of ``resume_mode``
+    notes: tuple[str, ...] = ()  # which checkpoints were passed over, and why
+    local: tuple[LocalCheckpoint, ...] = ()  # checkpoints on the nodes' own disks to try, newest first
+
+    @property
+    def fresh(self) -> bool:
+        """True if the run starts from scratch."""
+        return not self.paths and not self.local and self.hf is None
+
+    @property
+    def candidates(self) -> tuple[CheckpointCandidate, ...]:
+        """Checkpoints in the order in which to try them: newest first, and of one step the durable one first."""
+        if not self.local:
+            return self.paths
+        return tuple(sorted((*self.paths, *self.local), key=_step, reverse=True))
+
+
+def _step(checkpoint: CheckpointCandidate) -> int:
+    """Return the step of one of the run's own checkpoints; -1 for a checkpoint with another name."""
+    if isinstance(checkpoint, LocalCheckpoint):
+        return checkpoint.iteration
+    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def find_resume_source(options: CheckpointConfig) -> ResumeSource:
+    """Find what a run starts from: checkpoints in ``save`` if there are any, otherwise ``load``.
+
+    Raises:
+        UserError: if there are checkpoints, or some are required, but none can be used.
+
+    """
+    try:
+        return _find(options)
+    except (NewerVersionError, UnreachableError) as error:  # not damaged: an older checkpoint would lose good steps
+        raise UserError([Problem("E811", str(error))]) from error
+    except OSError as error:
+        raise UserError([Problem("E811", f"cannot search for checkpoints: {error}")]) from error
+
+
+def _find(options: CheckpointConfig) -> ResumeSource:
+    save = options.save
+    load, step = _load_folder(options)
+    own = CheckpointFolder(parse_location(save)).named() if save is not None else []
+    for_own = applies_to_own_checkpoints(options)
+    if any(not is_interrupted(path) for _, path in own):
+        mode = options.resume_mode if for_own else "exact"
+        return _select(parse_location(str(save)), own, step if for_own else None, mode, continues=True)
+    unfinished = tuple(passed_over_note(path, _problem(path)) for _, path in own)
+    if for_own and (step is None or save is None):
+        return _from_scratch(options, unfinished)
+    if options.load is not None and options.load.startswith(HUGGING_FACE_PREFIX):
+        return ResumeSource(
+            hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=unfinished
+        )
+    folder = load or parse_location(str(save))
+    if is_complete(folder):  # one checkpoint under another name; if unreadable, keep the requested step for the error
+        manifest = _open(folder)
+        found = [(step or 0 if isinstance(manifest, str) else manifest.state.get("iteration", 0), folder)]
+    else:
+        found = CheckpointFolder(folder).named()
+    return _select(folder, found, step, options.resume_mode, unfinished)
+
+
+def applies_to_own_checkpoints(options: CheckpointConfig) -> bool:
+    """Return True if ``ckpt_step`` and ``resume_mode`` apply to the run's own checkpoints, not to those in ``load``."""
+    load, _ = _load_folder(options)
+    return options.load is None or (
+        options.save is not None and load is not None and load.resolve() == parse_location(options.save).resolve()
+    )
+
+
+def read_only_options(options: CheckpointConfig) -> CheckpointConfig:
+    """Return options that start from the same checkpoint but write nothing and hold no lease.
+
+    A run that is writing to the ``save`` folder meanwhile is not disturbed.
+    """
+    if applies_to_own_checkpoints(options):
+        options = replace(options, load=options.load or options.save)
+    elif holds_checkpoints(options.save):  # they take precedence over ``load``, to which mode and step apply
+        options = replace(options, load=options.save, resume_mode="exact", ckpt_step=None)
+    return replace(options, save=None, save_interval=None, local_save=None, local_save_interval=None)
+
+
+def newest_own_step(source: ResumeSource, options: CheckpointConfig) -> int:
+    """Return the step of the newest own checkpoint in ``source.paths``; -1 if there is none."""
+    return next((_step(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
+
+
+def _from_scratch(options: CheckpointConfig, notes: tuple[str, ...]) -> ResumeSource:
+    """Return an empty source, unless the options require a checkpoint."""
+    if options.ckpt_step is not None and options.save is None:
+        sentence = f"--ckpt-step {options.ckpt_step} needs a folder of checkpoints: neither --load nor --save is given"
+        raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
+    if options.save is None:
+        return ResumeSource()
+    if options.resume_mode != "exact":
+        sentence = f"--resume-mode {options.resume_mode}, but {options.save} holds no checkpoint to resume from"
+        raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
+    return ResumeSource(notes=(*notes, f"starts from scratch: {options.save} holds no checkpoint"))
+
+
+def _load_folder(options: CheckpointConfig) -> tuple[Location | None, int | None]:
+    """Return the folder named by ``load``, and the requested step.
+
+    If ``load`` is a single checkpoint ``FOLDER/iter_N``, these are its folder and N.
+    """
+    if options.load is None or options.load.startswith(HUGGING_FACE_PREFIX):
+        return None, options.ckpt_step
+    path = parse_location(options.load)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return (path.parent, int(match[1])) if match else (path, options.ckpt_step)
+
+
+def _select(
+    folder: Location,
+    named: Sequence[tuple[int, Location]],
+    step: int | None,
+    mode: str,
+    notes: tuple[str, ...] = (),
+    continues: bool = False,
+) -> ResumeSource:
+    """Return the newest usable checkpoint of ``named`` and the ones before it.
+
+    ``continues`` is True if the run will save into the same folder.
+
+    Raises:
+        UserError: if none is usable, or newer ones would take precedence at the next start.
+    """
+    wanted = [path for iteration, path in named if step in (None, iteration)]
+    newer = [path for iteration, path in named if step is not None and iteration > step and is_complete(path)]
+    for i, path in enumerate(wanted):
+        problem = _problem(path)
+        if problem is not None:
+            notes += (passed_over_note(path, problem),)
+        elif continues and newer:
+            sentence = (
+                f"{folder} holds newer checkpoints than step {step} ({newer[0].name}): "
+                "the next start would resume from them"
+            )
+            raise UserError([Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",))])
+        else:
+            return ResumeSource(tuple(wanted[i:]), mode=mode, notes=notes)
+    raise UserError([_none_usable(folder, named, wanted, step, "--save ANOTHER" if continues else "--load ANOTHER")])
+
+
+def _problem(path: Location) -> str | None:
+    """Return why a checkpoint cannot be used, as far as its manifest shows; None if it can."""
+    manifest = _open(path)
+    return manifest if isinstance(manifest, str) else None
+
+
+def _open(path: Location) -> Manifest | str:
+    """Return a checkpoint's manifest, or why it is damaged."""
+    try:
+        return Manifest.open(path)
+    except DamagedCheckpointError as error:
+        return str(error)
+
+
+def passed_over_note(path: Location, problem: object) -> str:
+    """Return a note on a checkpoint that was passed over."""
+    return f"passed over {path}: {strip_folder(path, problem)}"
+
+
+def _none_usable(
+    folder: Location,
+    named: Sequence[tuple[int, Location]],
+    wanted: Sequence[Location],
+    step: int | None,
+    elsewhere: str,
+) -> Problem:
+    usable = [str(iteration) for iteration, path in named if _problem(path) is None]
+    damaged = [path for path in wanted if not is_interrupted(path)]
+    instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
+    if damaged:
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        reasons = "".join(f"\n  {path.name}: {strip_folder(path, _problem(path))}" for path in damaged)
+        return Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))
+    if step is not None:
+        sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
+        return Problem("E812", sentence, instead)
+    return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
+
+
+@dataclass(frozen=True)
+class ResumeChanges:
+    """Differences between a run and the checkpoint that it starts from."""
+
+    lines: tuple[str, ...]  # to be logged
+    batches_since: Position  # position at which the current batch size options took effect
+
+
+def position_of(manifest: Manifest, name: str = "") -> Position:
+    """Return the position of a checkpoint, or the one stored in its state under ``name``."""
+    position = manifest.state.get(name, manifest.state)
+    return position.get("iteration", 0), position.get("consumed_samples", 0)
+
+
+def compare_with_checkpoint(
+    manifest: Manifest, config: RunConfig, world_size: int, mode: str, notes: Sequence[str] = ()
+) -> ResumeChanges:
+    """Compare a run with the checkpoint that it is about to start from.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        config: configuration of the run, resolved.
+        world_size: number of ranks of the run.
+        mode: how much of the checkpoint to load.
+        notes: why this checkpoint was chosen; part of an error.
+
+    Raises:
+        UserError: if the changes do not allow starting from it.
+
+    """
+    own = is_own_checkpoint(manifest.path, config.checkpoint)
+    if mode != "weights-only" and "optimizer" not in manifest.state:
+        save = config.checkpoint.save
+        folders = f"--load {save} --save {save}-new " if own and save is not None else ""
+        sentence = f"{manifest.path} holds weights, but not the state of a run"
+        raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
+    batches_since = position_of(manifest, "batches_since")
+    changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)
+    if mode == "weights-only":
+        batches_since = (0, 0)
+    elif BATCH_OPTIONS & changes.changed:
+        batches_since = position_of(manifest)
+    dp = config.parallel.data_parallel_size(world_size)
+    problems = [*changes.problems, *schedule_problems(config, dp, batches_since)]
+    if problems:
+        which = "; ".join([f"the checkpoint is {manifest.path}", *notes])
+        raise UserError([replace(problems[0], sentence=f"{problems[0].sentence} ({which})"), *problems[1:]])
+    lines = changes.lines
+    layout = manifest.state.get("written_by", {}).get("layout", {})
+    saved_ranks = prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
+    if layout and saved_ranks != world_size:
+        lines = (f"ranks: checkpoint {saved_ranks} -> now {world_size}", *lines)
+    return ResumeChanges((*lines,), batches_since)
+
+
+def is_own_checkpoint(path: Location, options: CheckpointConfig) -> bool:
+    """Return True if a checkpoint is the run's own: in its ``save`` folder, or in a node's ``local_save`` folder."""
+    if options.local_save is not None and isinstance(path, Path) and is_local_checkpoint(path, options.local_save):
+        return True
+    return options.save is not None and checkpoint_folder_of(path).resolve() == parse_location(options.save).resolve()
+
+
+@dataclass(frozen=True)
+class StartPreview:
+    """Notes and position of a start that has not been made."""
+
+    notes: tuple[str, ...] = ()  # one line each
+    iteration: int = 0  # steps already taken
+    consumed_samples: int = 0
+
+
+def stored_config(options: CheckpointConfig) -> Mapping[str, Any] | None:
+    """Return the configuration stored in the checkpoint that a run starts from; None without a checkpoint.
+
+    Raises:
+        UserError: if a checkpoint is required and none can be read.
+    """
+    source = find_resume_source(options)
+    return Manifest.open(source.paths[0]).config if source.paths else None
+
+
+def preview_start(config: RunConfig, world_size: int) -> StartPreview:
+    """Return the notes and the position with which the run would start.
+
+    Args:
+        config: resolved configuration, vocabulary size included.
+        world_size: number of ranks.
+
+    Raises:
+        UserError: if a required checkpoint is missing, or the run must not resume from it.
+
+    """
+    source = find_resume_source(config.checkpoint)
+    if source.hf is not None:
+        return StartPreview((*source.notes, f"checkpoint: {HUGGING_FACE_PREFIX}{source.hf}, its tensors not read"))
+    if source.fresh:
+        return StartPreview(source.notes)
+    manifest = Manifest.open(source.paths[0])
+    changes = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
+    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
+    return StartPreview(notes, *((0, 0) if source.mode == "weights-only" else position_of(manifest)))

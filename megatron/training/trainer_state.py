@@ -1,0 +1,298 @@
+"""Map a trainer to the tensors and values of a checkpoint, and back.
+
+Tensors are global and carry no layout; the values are the step, the position in the data and the identity of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.arguments.compatibility import Role, resume_mode_fixes
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.data_paths import train_data_flag
+from megatron.config.errors import Problem, UserError
+from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.convert.saved_model import EMA_PREFIX
+from megatron.data.dataset import split_label
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.param_layout import ShardBox, shard_boxes
+from megatron.optimizer.main_params import accum_dtype
+from megatron.training.build import DIGEST_MODULUS, Trainer
+from megatron.training.resume_source import Position, is_own_checkpoint, position_of
+from megatron.training.startup import JOB_FACTS, StartFacts
+
+RUN_ID_LETTERS = string.ascii_lowercase + string.digits
+RUN_ID_LENGTH = 8
+
+
+def new_run_id(world: Group, given: str = "") -> str:
+    """Return a new random run ID, or the one ``given`` on rank 0; equal on every rank. Collective.
+
+    The ID does not depend on the run's seed: two runs with one seed have two IDs.
+    """
+    return comm.broadcast_object(given or "".join(secrets.choice(RUN_ID_LETTERS) for _ in range(RUN_ID_LENGTH)), world)
+
+
+def previous_run_id(metrics: Path, facts: StartFacts) -> str:
+    """Return the run ID of the previous start if it belongs to the same job, else an empty string.
+
+    The metrics file is the only record of the ID before the first checkpoint.
+
+    Args:
+        metrics: the run folder's ``metrics.jsonl``.
+        facts: job and start numbers of this start.
+
+    """
+    last: dict[str, Any] = {}
+    with suppress(OSError):  # the first start
+        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            if '"start"' in line:
+                with suppress(ValueError):  # a line cut off by a crash
+                    record = json.loads(line)
+                    last = record if record.get("event") == "start" else last
+    same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
+    return str(last.get("run-id", "")) if same_job else ""
+
+
+def saved_run_id(saved: Mapping[str, Any], own: bool) -> str:
+    """Return the run ID stored in a checkpoint if this run continues it, else an empty string.
+
+    Args:
+        saved: state of the checkpoint; old checkpoints have no run ID.
+        own: whether the checkpoint lies in the run's own ``--save`` folder.
+
+    """
+    return str(saved.get("run_id", "")) if own else ""
+
+
+def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
+    """Resume exactly where the run that wrote the checkpoint was; collective.
+
+    Args:
+        trainer: built without initial weights.
+        manifest: manifest of the checkpoint.
+        batches_since: steps and samples at which the current batch size options took effect.
+
+    Returns:
+        Notes on the data.
+
+    Raises:
+        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
+        UserError: if the training data are not those that the run was reading.
+
+    """
+    saved = manifest.state
+    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
+    trainer.evaluated = _evaluated(saved)
+    own = is_own_checkpoint(
+        manifest.path, trainer.config.checkpoint
+    )  # otherwise this is a fork, with a run id of its own
+    notes = _check_data(trainer, saved["data"], own)
+    notes += _read_tensors(trainer, manifest)
+    trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
+    if saved["loss_scaler"]:  # empty if the run that saved had a constant scale
+        trainer.scaler.load_state_dict(saved["loss_scaler"])
+    if trainer.optimizer.spikes is not None and saved.get("spikes"):
+        trainer.optimizer.spikes.load_state_dict(saved["spikes"])
+    trainer.run_id = saved_run_id(saved, own)
+    if own and "goodput" in saved:
+        trainer.goodput.load_state_dict(saved["goodput"])
+    return notes
+
+
+def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Read weights, moments and averages; return a note if the checkpoint has no averages."""
+    optimizer = trainer.optimizer
+    wanted = local_tensors(trainer)
+    averaged = any(name.startswith(EMA_PREFIX) for name in manifest.tensors)
+    if not averaged:
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(EMA_PREFIX)}
+    load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
+    optimizer.masters.put({name: wanted[name] for name in optimizer.masters})
+    if averaged or not optimizer.average:
+        optimizer.publish()
+        return []
+    optimizer.begin()
+    return ["the checkpoint has no average of the weights: it starts from the weights"]
+
+
+def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
+    """Start a new run with the weights of a checkpoint; collective.
+
+    Raises:
+        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
+
+    """
+    trainer.start_at(0, 0)
+    masters = dict(trainer.optimizer.masters)
+    load_sharded(manifest, tensors_to_load(trainer, masters), trainer.mesh.world)
+    trainer.optimizer.masters.put(masters)
+    trainer.optimizer.begin()
+
+
+def restore_from_source(trainer: Trainer, source: WeightSource) -> None:
+    """Start a new run with weights from another source; each rank reads its own parts.
+
+    Raises:
+        DataError: if the data cannot be opened.
+
+    """
+    trainer.start_at(0, 0)
+    masters = dict(trainer.optimizer.masters)
+    fill_weights(trainer.specs, masters, source, trainer.buckets.shares)
+    trainer.optimizer.masters.put(masters)
+    trainer.optimizer.begin()
+
+
+def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return this rank's shards of all tensors of a checkpoint, by name."""
+    shards = dict(trainer.optimizer.masters)
+    for kind, tensors in trainer.optimizer.extra_state().items():
+        shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
+    return shards
+
+
+def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
+    """Return the parts of each tensor that this rank writes, balanced over the ranks like the gradient buckets.
+
+    Main parameters that are stored as remainders are computed only when written, so never all at once.
+    """
+    optimizer = trainer.optimizer
+    main_params = optimizer.masters
+    readers: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
+        name: (accum_dtype(weight.dtype), partial(main_params.__getitem__, name))
+        for name, weight in main_params.weights.items()
+    }
+    for kind, tensors in optimizer.extra_state().items():
+        for name, tensor in tensors.items():
+            readers[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
+    counted = trainer.buckets.counted()
+    entries = {}
+    for name, (dtype, whole) in readers.items():
+        parameter = parameter_name(name)
+        spec = trainer.specs[parameter]
+        updated = trainer.buckets.shares[parameter]
+        share = counted.get(parameter)
+        if share is not None:
+            mine = slice(share.start - updated.start, share.stop - updated.start)
+            boxes = shard_boxes(spec, share, spec.owned)
+            parts = tuple(TensorPart(box.piece.place, partial(_elements, whole, mine, box)) for box in boxes)
+            entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
+    return entries
+
+
+def _elements(whole: Callable[[], Tensor], mine: slice, slot: ShardBox) -> Tensor:
+    written: Tensor = slot.of(whole().view(-1)[mine])
+    return written
+
+
+def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
+    """Return the parts of each tensor that this rank reads: all that it holds, replicated parts included."""
+    entries = {}
+    for name, tensor in tensors.items():
+        parameter = parameter_name(name)
+        spec = trainer.specs[parameter]
+        boxes = shard_boxes(spec, trainer.buckets.shares[parameter])
+        parts = tuple(TensorPart(box.piece.place, box.of(tensor.detach())) for box in boxes)
+        entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
+    return entries
+
+
+def parameter_name(name: str) -> str:
+    """Return the parameter that a tensor of a checkpoint belongs to: ``X`` for ``optim.exp_avg.X``."""
+    return name.split(".", 2)[2] if name.startswith("optim.") else name
+
+
+def run_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the progress of the run as plain numbers; collective.
+
+    Raises:
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
+
+    """
+    iteration, consumed_samples = trainer.batches_since
+    spikes = trainer.optimizer.spikes
+    return {
+        "iteration": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
+        "evaluated": dict(trainer.evaluated),
+        "optimizer": {"steps": trainer.optimizer.steps_applied()},
+        "loss_scaler": trainer.scaler.state_dict(),
+        "spikes": {} if spikes is None else spikes.state_dict(),
+        "goodput": trainer.goodput.state_dict(),
+        "run_id": trainer.run_id,
+        "data": {
+            "stretches": {split: list(counts) for split, counts in trainer.data.stretches.items()},
+            "fingerprints": dict(trainer.data.fingerprints),
+            "digest": f"{consumed_digest(trainer):016x}",
+        },
+        "written_by": {"layout": dict(trainer.mesh.layout.sizes), "torch": torch.__version__},
+    }
+
+
+def consumed_digest(trainer: Trainer) -> int:
+    """Return the digest of all samples that the ranks have read for the run's steps; collective.
+
+    Each call adds the samples since the last one, so its cost does not grow with the run.
+
+    Raises:
+        RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
+
+    """
+    read_by_rank = comm.all_gather_objects(trainer.digest_read, trainer.mesh.replicas)
+    read = sum(read_by_rank) % DIGEST_MODULUS
+    if read != trainer.data.digest("train", trainer.digested_samples, trainer.consumed_samples):
+        raise RuntimeError(f"the samples read up to step {trainer.iteration} are not those of the sample stream")
+    trainer.digest = (trainer.digest + read) % DIGEST_MODULUS
+    trainer.digested_samples = trainer.consumed_samples
+    trainer.digest_read = 0
+    return trainer.digest
+
+
+def _evaluated(saved: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps taken before the last evaluation of each split; old checkpoints have a single number."""
+    steps = saved.get("evaluated", {})
+    return dict(steps) if isinstance(steps, Mapping) else {"valid": steps}
+
+
+def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
+    """Compare the data with the checkpoint's, and set the digest; return notes on changed evaluation data.
+
+    ``own`` is True for a checkpoint in the run's own ``save`` folder.
+
+    Raises:
+        UserError: if the training samples, consumed or still to come, are not those of the run that saved.
+
+    """
+    fingerprints = trainer.data.fingerprints
+    changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
+    trainer.digest = trainer.data.digest("train", 0, trainer.consumed_samples)
+    if f"{trainer.digest:016x}" != saved["digest"] and "train" not in changed:
+        changed = ["train", *changed]
+    data = f"{' and '.join(map(split_label, changed))} data"
+    if "train" in changed:
+        flag = train_data_flag(trainer.config.data)
+        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
+        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
+        raise UserError(
+            [Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, trainer.config.checkpoint, own)))]
+        )
+    if not changed:
+        return []
+    return [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]

@@ -1,0 +1,217 @@
+"""The roles of options against the objects that they make: shapes of tensors, and the losses of a run."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.arguments.compatibility import ROLE_OF_FIELD, Role, compare_configs
+from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import to_dict
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.settings import SETTINGS
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers.build import BuildContext
+from megatron.model.gpt import build_gpt
+from megatron.training.build import build_trainer
+from megatron.training.step import train_step
+from tests.runs import tiny_run
+from tests.solo import one_rank_mesh, tiny
+
+BASES = {
+    "learned": tiny(ffn_hidden_size=64),
+    "rope": tiny(
+        ffn_hidden_size=64,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+    ),
+}
+OTHER_SIZES = {"hidden_size": 64, "num_query_groups": 2, "vocab_size": 110, "yarn_original_max_position_embeddings": 8}
+
+
+def other_values(name: str, value: Any) -> list[Any]:
+    setting = SETTINGS[name]
+    if setting.option.choices:
+        return [choice for choice in setting.option.choices if choice != value]
+    if setting.kind.scalar is bool:
+        return [not value]
+    return [OTHER_SIZES.get(name, (value or 0.5) / 2 if setting.kind.scalar is float else 2 * (value or 8))]
+
+
+@cache
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), device=torch.device("meta"))
+    return {name: spec.view for name, spec in build_gpt(model, TrainingConfig(), context).specs.items()}
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
+@pytest.mark.parametrize("base", BASES)
+def test_a_change_of_shape_is_refused_for_any_use_of_the_weights(base: str, name: str) -> None:
+    before = replace(BASES[base], yarn_original_max_position_embeddings=16)
+    saved = to_dict(resolve(RunConfig(model=before), 1))
+    for value in other_values(name, getattr(before, name)):
+        after = replace(before, **{name: value})
+        refused = compare_configs(saved, resolve(RunConfig(model=after), 1), "weights-only").problems != ()
+        assert refused == (shapes(before) != shapes(after)), (base, name, value)
+
+
+ROPE = "--position-embedding-type rope --rotary-base 10"  # waves of 6 to 35 tokens, in samples of 8
+SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 16"
+YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2"
+CONTEXT = {
+    "rotary_scaling": YARN,
+    "rotary": ROPE,
+    "use_rope": ROPE,
+    "rope": SCALED,
+    "yarn": f"{YARN} --rotary-scaling-factor 4",
+    "lr_wsd": "--lr-decay-style WSD --lr-wsd-decay-iters 4",
+    "lr_warmup_init": "--lr-warmup-iters 3",
+    "weight_decay_incr": "--start-weight-decay 0.5 --end-weight-decay 1 --weight-decay-incr-style linear",
+    "start_weight": "--weight-decay-incr-style linear --start-weight-decay 0.5 --end-weight-decay 1",
+    "end_weight": "--weight-decay-incr-style linear --start-weight-decay 0.5 --end-weight-decay 1",
+    "sgd": "--optimizer sgd",
+    "lion": "--optimizer lion",
+    "muon": "--optimizer muon",
+    "moe": "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5",
+    "decoupled_min": "--decoupled-lr 1e-3",
+    "spike_window": "--skip-spikes 0.01 --spike-window 4",
+    "recompute_method": "--recompute-granularity full",
+    "recompute_num": "--recompute-granularity full",
+    "recompute_modules": "--recompute-granularity selective",
+    "eval": "--eval-iters 1 --eval-interval 2",
+}
+"""What makes options whose names start so do anything."""
+
+CHANGED = {
+    "rotary_base": "100",
+    "rotary_percent": "0.5",
+    "use_rope_scaling": "--rope-original-max-position 16",
+    "rope_scaling_factor": "2",
+    "rope_original_max_position": "4",
+    "rope_low_freq_factor": "2",
+    "rope_high_freq_factor": "2",
+    "rotary_scaling_factor": "4",
+    "yarn_original_max_position_embeddings": "2",
+    "yarn_beta_fast": "1.2",
+    "yarn_beta_slow": "0.5",
+    "window_size": "3",
+    "norm_epsilon": "0.1",
+    "seq_length": "4",
+    "seed": "5",
+    "optimizer": "sgd",
+    "global_batch_size": "8",
+    "rampup_batch_size": "2 2 8",
+    "train_iters": "9",
+    "train_samples": "40 --set train_iters=null",
+    "min_lr": "1e-3",
+    "lr": "2e-2",
+    "lr_decay_style": "cosine",
+    "lr_wsd_decay_style": "linear",
+    "lr_decay_iters": "4",
+    "lr_decay_samples": "16",
+    "lr_wsd_decay_iters": "5",
+    "lr_wsd_decay_samples": "20 --set lr_wsd_decay_iters=null",
+    "lr_warmup_fraction": "0.4",
+    "lr_warmup_iters": "2",
+    "lr_warmup_samples": "9",
+    "lr_warmup_init": "1e-3",
+    "weight_decay": "3",
+    "weight_decay_incr_style": "cosine",
+    "start_weight_decay": "3",
+    "end_weight_decay": "5",
+    "clip_grad": "0.01",
+    "adam_beta1": "0.5",
+    "adam_beta2": "0.5",
+    "adam_eps": "0.1",
+    "sgd_momentum": "0.5",
+    "lion_beta1": "0.1",
+    "lion_beta2": "0.1",
+    "muon_momentum": "0.5",
+    "muon_num_ns_steps": "2",
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_extra_scale_factor": "0.5",
+    "moe_router_topk": "1",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": "0.1",
+    "moe_z_loss_coeff": "0.5",
+    "decoupled_lr": "1e-3",
+    "decoupled_min_lr": "1e-4",
+    "lr_factors": "layers.0.*=0.5",
+    "weight_decay_factors": "*norm*=1",
+    "ema_decay": "0.9",
+    "skip_spikes": "0.01 --spike-window 2",
+    "spike_window": "8",
+    "hidden_dropout": "0.5",
+    "attention_dropout": "0.5",
+    "z_loss_coeff": "0.5",
+    "micro_batch_size": "2",
+    "make_vocab_size_divisible_by": "7",
+    "ddp_bucket_size": "1000",
+    "on_nonfinite": "skip",
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": "2",
+    "recompute_modules": "mlp core_attn",
+    "cross_entropy_chunk_size": "5",
+    "eval_interval": "3",
+    "eval_iters": "2",
+    "log_interval": "7",
+}
+LEFT_OUT = {
+    "they need several ranks, as the tests of layouts have": """
+        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+        num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
+        microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        expert_model_parallel_size expert_tensor_parallel_size
+        use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
+        overlap_param_gather grad_reduce_in_bf16
+        distributed_backend distributed_timeout_minutes device""",
+    "rounding may change": """
+        params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
+        loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
+    "it needs a GPU": "cuda_graph",
+    "they need files": """
+        data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
+        multiple_validation_sets validation_set_names
+        reset_position_ids reset_attention_mask eod_mask_loss eod_id
+        tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
+    "it is over before the first checkpoint": "init_method_std",
+}
+UNTRIED = {name for names in LEFT_OUT.values() for name in names.split()}
+TRIED = sorted(
+    name for name, role in ROLE_OF_FIELD.items() if role not in (Role.SHAPE, Role.START) and name not in UNTRIED
+)
+
+
+@cache
+def losses(flags: str) -> tuple[float, ...]:
+    """Of the first four steps, and the sum of all weights after them, of their average where there is one."""
+    trainer = build_trainer(tiny_run(Path("unused"), f"--fp64 {flags}"), 0, 1)
+    found = []
+    for _ in range(4):
+        schedule, consumed = trainer.schedule, trainer.consumed_samples
+        size, batches = trainer.next_batch_size, trainer.next_batches()
+        found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
+        trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
+    held = [*trainer.params.values(), *trainer.optimizer.average.values()]
+    return (*found, sum(p.abs().sum().item() for p in held))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_option_changes_the_losses_unless_it_is_free(name: str) -> None:
+    setting = SETTINGS[name]
+    context = next((flags for prefix, flags in CONTEXT.items() if name.startswith(prefix)), "")
+    changed = f"{setting.flag} {CHANGED[name]}" if name in CHANGED else setting.spell(not setting.default)
+    before, after = losses(context), losses(f"{context} {changed}")
+    same = all(abs(a - b) <= 1e-10 * abs(a) for a, b in zip(before, after))
+    assert same == (ROLE_OF_FIELD[name] is Role.FREE), (before, after)

@@ -1,0 +1,110 @@
+"""A folder is held by one process at a time, and by none that is dead."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.durable_files import CheckpointError, StorageError
+from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.lease import LEASE_FILE
+
+HOLDER = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.folder import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        for _ in range(2):  # a refusal does not take the lock away
+            with pytest.raises(CheckpointError) as caught, acquire_lease(tmp_path):
+                pass
+            seen = f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()} since 20"
+            assert str(caught.value).startswith(seen)
+            assert str(caught.value).endswith(" UTC\n  fix: --save ANOTHER")
+        with acquire_lease(tmp_path / "else"):
+            pass
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    with acquire_lease(tmp_path) as claim:
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".epoch-2", "else"]
+        said = json.loads((tmp_path / ".epoch-2" / LEASE_FILE).read_text())
+        assert (claim.epoch, said["epoch"], said["pid"], said["host"]) == (2, 2, os.getpid(), socket.gethostname())
+
+
+def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    for _ in range(2):
+        with acquire_lease(folder), pytest.raises(CheckpointError, match="is in use by process"), acquire_lease(folder):
+            pass
+    with pytest.raises(ZeroDivisionError), acquire_lease(folder):
+        raise ZeroDivisionError
+    with acquire_lease(folder):
+        assert CheckpointFolder(folder).candidates() == []
+
+
+def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real").mkdir()
+    with (
+        acquire_lease(tmp_path / "real"),
+        pytest.raises(CheckpointError, match="in use"),
+        acquire_lease(tmp_path / "link"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with acquire_lease(tmp_path), acquire_lease(tmp_path):
+        pass
+
+
+def test_a_lock_that_fails_for_another_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match="Input/output error; no checkpoint"), acquire_lease(tmp_path):
+        pass
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sentence = r"Not a directory; no checkpoint can be written to .*\n  fix: --save"
+    with pytest.raises(StorageError, match=sentence), acquire_lease(tmp_path / "file" / "runs"):
+        pass
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(StorageError, match="No space left on device"), acquire_lease(tmp_path):
+        pass
+    monkeypatch.undo()
+    with acquire_lease(tmp_path):
+        pass

@@ -1,0 +1,70 @@
+"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` says what the test wants."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.save import disk_space_problem, local_bytes
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from tests.unit.checkpoint.samples import save, small
+
+
+def with_free(free: Callable[[], int], folder: Path, size: int) -> object:
+    """What is told where ``free`` says how many bytes there are."""
+    with patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=free())):
+        return disk_space_problem(folder, size)
+
+
+def test_the_bytes_of_a_rank() -> None:
+    part = TensorPart(whole_box((2, 3)), lambda: torch.zeros(2, 3))
+    tensors = {
+        "a": GlobalTensor((4, 3), (4, 3), torch.float64, (part, part)),
+        "b": GlobalTensor((1,), (1,), torch.int8, ()),
+    }
+    assert local_bytes(tensors) == 2 * 6 * 8
+
+
+def test_where_there_is_room_nothing_is_told(tmp_path: Path) -> None:
+    assert with_free(lambda: 100, tmp_path, 100) is None
+
+
+def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
+    problem = with_free(lambda: 3 << 20, tmp_path / "not/made/yet", 4 << 20)
+    assert str(problem) == (
+        f"E816 {tmp_path}/not/made/yet: a checkpoint takes 4.00 MiB, and its disk has 3.00 MiB left\n"
+        "  fix: free some space | --save A_FOLDER_ELSEWHERE"
+    )
+
+
+def test_a_run_that_can_go_on_elsewhere_is_told_from_what(tmp_path: Path) -> None:
+    save(tmp_path / "iter_0000002", small())
+    assert f"--load {tmp_path} --save A_FOLDER_ELSEWHERE" in str(with_free(lambda: 1, tmp_path, 2))
+
+
+def test_what_a_save_that_was_cut_off_has_left_is_no_loss(tmp_path: Path) -> None:
+    save(tmp_path / "iter_0000002", small())
+    left = tmp_path / "iter_0000004.tmp"
+    left.mkdir()
+    (left / "tensors_00000.safetensors").write_bytes(bytes(100))
+    assert with_free(lambda: 0 if left.exists() else 100, tmp_path, 100) is None
+    assert [path for _, path in CheckpointFolder(tmp_path).named()] == [tmp_path / "iter_0000002"]
+
+
+def test_a_disk_that_does_not_tell_has_room(tmp_path: Path) -> None:
+    with patch.object(shutil, "disk_usage", side_effect=OSError("not here")):
+        assert disk_space_problem(tmp_path, 1 << 60) is None
+
+
+def test_the_disk_itself_is_asked(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    assert disk_space_problem(tmp_path, 1) is None
+    assert disk_space_problem(tmp_path, 2 * free.f_blocks * free.f_frsize) is not None

@@ -1,0 +1,382 @@
+"""Token files of a corpus, against a plain loop that shares no code with the pipeline."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+
+import pytest
+import tokenizers
+import zstandard
+
+from megatron.data.errors import DataError
+from megatron.data.preprocess import run as run_module
+from megatron.data.preprocess.corpus import TextDocument, find_text_files
+from megatron.data.preprocess.run import PreprocessOptions, PreprocessTotals, output_prefix, write_dataset
+from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
+from megatron.data.tokenizers.train import save_tokenizer, train_bpe
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "stream",
+    "token",
+    "naïve",
+    "Zürich",
+    "東京",
+    "ещё",
+    "123",
+    "4567",
+    "it's",
+    "<|endoftext|>",
+]
+WORDS += ["\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
+BYTES = TokenizerOptions("ByteTokenizer")
+
+
+class Heard:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.updates = 0
+
+    def update(self, totals: PreprocessTotals) -> None:
+        self.updates += 1
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def run(plan: PreprocessOptions) -> tuple[PreprocessTotals, list[str]]:
+    heard = Heard()
+    totals, _ = write_dataset(plan, build_tokenizer(plan.choice), heard)
+    return totals, heard.said
+
+
+def some_texts(seed: int, count: int) -> list[str]:
+    draw = Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.choice((0, 1, 5, 60)))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE."""
+    folder = tmp_path_factory.mktemp("model") / "bpe"
+    documents = [TextDocument((text,), "", 0) for text in some_texts(0, 200)]
+    save_tokenizer(train_bpe(documents, 400).files, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, str]]:
+    return [{"title": a, "text": b} for a, b in zip(some_texts(1, 400), some_texts(2, 400))]
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]]) -> Path:
+    """The records in five files, one of each compression, with blank lines, in two ways to write JSON."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for part, (suffix, compress) in enumerate(COMPRESS.items()):
+        lines = [json.dumps(r, ensure_ascii=i % 2 == 0) for i, r in enumerate(records[80 * part : 80 * part + 80])]
+        content = "\n".join(lines).replace("\n", "\n \n", part).encode() + b"\n" * (part % 2)
+        (folder / f"{part}.jsonl{suffix}").write_bytes(compress(content))
+    return folder
+
+
+def independent(texts: Sequence[str], model: Path) -> tuple[bytes, bytes]:
+    """.bin and .idx of the texts, document by document, with an end after every one that is not empty."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # what is spelled out is text
+    end = tokenizer.token_to_id("<|endoftext|>")
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    ids = [[*one, end] if one else [] for one in ids]
+    lengths = [len(one) for one in ids if one]
+    starts = [2 * start for start in accumulate(lengths, initial=0)][:-1]
+    boundaries = list(accumulate((bool(one) for one in ids), initial=0))
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(boundaries))
+    index += struct.pack(f"<{len(lengths)}i{len(starts)}q{len(boundaries)}q", *lengths, *starts, *boundaries)
+    return b"".join(struct.pack(f"<{len(one)}H", *one) for one in ids), index
+
+
+def pair(prefix: str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("workers", "engine", "block_bytes"),
+    [(1, "hf", 1), (1, "gigatoken", 1 << 20), (2, "gigatoken", 700), (2, "hf", 9000), (4, "auto", 2000), (4, "hf", 40)],
+)
+def test_the_bytes_are_those_of_a_plain_loop(
+    corpus: Path,
+    records: list[dict[str, str]],
+    model: Path,
+    tmp_path: Path,
+    workers: int,
+    engine: str,
+    block_bytes: int,
+) -> None:
+    files = find_text_files([str(corpus)], [".jsonl"], [])
+    choice = TokenizerOptions("HuggingFaceTokenizer", str(model))
+    plan = PreprocessOptions(
+        files, ("text", "title"), str(tmp_path / "out"), choice, True, engine, workers, False, block_bytes
+    )
+    totals, said = run(plan)
+    assert said[0].startswith("engine: tokenizers" if engine == "hf" else "engine: gigatoken")
+    tokens = 0
+    for key in plan.keys:
+        expected = independent([record[key] for record in records], model)
+        assert pair(output_prefix(plan.prefix, key)) == expected
+        tokens += len(expected[0]) // 2
+    texts = [text for record in records for text in record.values()]
+    assert totals == PreprocessTotals(
+        stored_bytes=sum(file.stat().st_size for file in files),
+        documents=400,
+        empty=texts.count(""),
+        text_bytes=sum(len(text.encode()) for text in texts),
+        tokens=tokens,
+        bad=0,
+    )
+    tokenizer = load_recorded_tokenizer(output_prefix(plan.prefix, "title"))
+    assert tokenizer is not None
+    assert tokenizer.fingerprint == build_tokenizer(choice).fingerprint
+
+
+def test_plain_files_among_lines_keep_their_place(tmp_path: Path) -> None:
+    contents = {
+        "a.txt": b"A",
+        "b.jsonl": b'{"text": "B"}\n{"text": "C"}',
+        "c.txt.gz": gzip.compress(b"D"),
+        "d.txt": b"",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = find_text_files([str(tmp_path / "d.txt"), str(tmp_path)], [".jsonl", ".txt"], ["d.txt"])
+    totals, _ = run(PreprocessOptions(files, ("text",), str(tmp_path / "out"), BYTES))
+    assert pair(str(tmp_path / "out_text_document"))[0].decode("utf-16-le") == "ABCD"
+    assert (totals.documents, totals.empty) == (5, 1)
+
+
+# --- bad documents ---
+
+BAD = {
+    "not JSON": b'{"text": "cut',
+    "no object": b'["text"]',
+    "no such key": b'{"txt": "a"}',
+    "no string": b'{"text": 7, "title": "t"}',
+    "a bad title": b'{"text": "a", "title": null}',
+    "half a pair": b'{"text": "\\ud83d", "title": "t"}',
+    "NUL": b'{"text": "a\\u0000", "title": "t"}',
+    "not UTF-8": b'{"text": "caf\xe9", "title": "t"}',
+}
+
+
+def write_bad(folder: Path) -> Path:
+    """Good lines, and between them each of the bad ones; then a file without an end and one without a document."""
+    good = b'{"text": "good", "title": "t"}\n'
+    (folder / "a.jsonl").write_bytes(good + b"".join(line + b"\n" + good for line in BAD.values()))
+    lines = b"".join(b'{"text": "%d", "title": "t"}\n' % (i * i) for i in range(3000))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-9])
+    (folder / "c.jsonl").write_bytes(b"\n\n")
+    return folder
+
+
+@pytest.mark.parametrize(("workers", "block_bytes"), [(1, 1 << 20), (1, 50), (2, 300)])
+def test_bad_documents_are_passed_over_under_all_keys_named_and_counted(
+    tmp_path: Path, workers: int, block_bytes: int
+) -> None:
+    folder = write_bad(tmp_path)
+    files = find_text_files([str(folder)], [".jsonl"], [])
+    plan = PreprocessOptions(
+        files, ("text", "title"), str(tmp_path / "out"), BYTES, False, "auto", workers, True, block_bytes
+    )
+    totals, said = run(plan)
+    told = [sentence.removeprefix("passed over: ") for sentence in said[1:]]
+    assert [sentence.split(" ")[0].rstrip(":") for sentence in told[:8]] == [f"{files[0]}:{n}" for n in range(2, 18, 2)]
+    assert told[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
+    assert told[9] == f"{files[2]} has no documents"
+    assert len(told) == totals.bad == 10
+    assert totals.documents == 9 + 3000
+    texts = "good" * 9 + "".join(str(i * i) for i in range(3000))
+    assert pair(f"{plan.prefix}_text_document")[0].decode("utf-16-le") == texts
+    assert pair(f"{plan.prefix}_title_document")[0].decode("utf-16-le") == "t" * 3009
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_bad_document_ends_the_run(tmp_path: Path, workers: int) -> None:
+    folder = write_bad(tmp_path)
+    files = find_text_files([str(folder)], [".jsonl"], [])
+    plan = PreprocessOptions(files, ("text",), str(tmp_path / "out"), BYTES, workers=workers, block_bytes=50)
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON.*\n  fix: .* \| --on-bad-line skip"):
+        run(plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "c.jsonl"]
+
+
+def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"{\n" * 1000 + b'{"text": "a"}\n')
+    plan = PreprocessOptions(
+        [tmp_path / "x.jsonl"], ("text",), str(tmp_path / "out"), BYTES, skip_bad=True, block_bytes=20
+    )
+    totals, said = run(plan)
+    assert (totals.bad, totals.documents) == (1000, 1)
+    assert len(said) == 1 + run_module.MAX_REPORTED + 1
+    assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
+    assert said[-1] == "passed over: further ones are only counted"
+
+
+@pytest.mark.parametrize(
+    ("files", "skip", "message"),
+    [
+        ({"a.jsonl": b""}, False, r"a\.jsonl has no documents"),
+        ({"a.jsonl": b'{"text": ""}\n' * 3}, False, r"the documents of the input are all empty \(3\)"),
+        ({"a.txt": b"", "b.txt": b""}, False, r"the documents of the input are all empty \(2\)"),
+        ({"a.jsonl": b"{\n"}, True, r"the documents of the input are all empty \(0\)"),
+        ({"a.jsonl": b'{"text": "caf\xe9"}'}, False, r"a\.jsonl:1 is not UTF-8 text"),
+        ({"a.txt": b"PK\3\4\0"}, False, r"a\.txt is not text: byte 4 is NUL"),
+        ({"a.txt.gz": b"PK"}, False, r"a\.txt\.gz is not valid \.gz from here on|ends in the middle"),
+    ],
+)
+def test_an_input_without_text_leaves_nothing(
+    tmp_path: Path, files: dict[str, bytes], skip: bool, message: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    plan = PreprocessOptions(
+        [tmp_path / name for name in files], ("text",), str(tmp_path / "out"), BYTES, skip_bad=skip
+    )
+    with pytest.raises(DataError, match=message):
+        run(plan)
+    assert {path.name for path in tmp_path.iterdir()} == set(files)
+
+
+def test_keys_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+    with pytest.raises(DataError, match="a key is given twice: text, text"):
+        run(PreprocessOptions([tmp_path / "a.txt"], ("text", "text"), str(tmp_path / "out"), BYTES))
+    with pytest.raises(DataError, match="plain text without the keys text, url"):
+        run(PreprocessOptions([tmp_path / "a.txt"], ("text", "url"), str(tmp_path / "out"), BYTES))
+
+
+def test_a_key_that_cannot_be_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a/b": "x"}')
+    with pytest.raises(DataError, match=r"--json-keys a/b: .* cannot contain '/'"):
+        run(PreprocessOptions([tmp_path / "a.jsonl"], ("a/b",), str(tmp_path / "out"), BYTES))
+
+
+def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -> None:
+    corpus = tmp_path / "a.jsonl"
+    plan = PreprocessOptions([corpus], ("title", "text"), str(tmp_path / "out"), BYTES)
+    corpus.write_bytes(b'{"title": "a", "text": "b"}\n')
+    run(plan)
+    (tmp_path / "out_text_document.tokens.json").unlink()
+    (tmp_path / "out_text_document.tokens.json").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()}
+    corpus.write_bytes(b'{"title": "new", "text": "new"}\n')
+    with pytest.raises(DataError, match="is a folder, but a file must be written there"):
+        run(plan)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
+
+
+def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
+    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
+    monkeypatch.setattr(run_module, "SAMPLE_SEARCH_BYTES", 1000)
+    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
+
+
+@pytest.mark.parametrize("engine", ["hf", "auto"])
+def test_where_nothing_is_to_be_proven_no_text_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def searched(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
+        raise AssertionError("the input was searched")
+
+    monkeypatch.setattr(run_module, "read_sample", searched)
+    (tmp_path / "a.txt").write_bytes(b"a")
+    totals, _ = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES, engine=engine))
+    assert totals.tokens == 1
+
+
+def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "a.jsonl"
+    corpus.write_bytes(b'{"text": "a"}\n')
+
+    def grow() -> None:
+        with corpus.open("ab") as file:
+            file.write(b'{"text": "more"}\n')
+
+    plan = PreprocessOptions([corpus], ("text",), str(tmp_path / "out"), BYTES)
+    with pytest.raises(DataError, match=r"a\.jsonl was changed while it was read"):
+        write_dataset(plan, build_tokenizer(BYTES), Heard(), grow)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_what_a_check_raises_after_the_last_block_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+
+    class Ended(BaseException):
+        pass
+
+    def end_at(last: int) -> Callable[[], None]:
+        calls = iter(range(9))
+
+        def check() -> None:
+            if next(calls) == last:
+                raise Ended
+
+        return check
+
+    for last in (0, 1):
+        plan = PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES)
+        with pytest.raises(Ended):
+            write_dataset(plan, build_tokenizer(BYTES), Heard(), end_at(last))
+        assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+    left = tmp_path / "out_text_document.bin.1234567.part"
+    left.write_bytes(b"half")
+    _, said = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
+    assert f"removed {left}, left by a run that was killed" in said
+    assert not left.exists()
+
+
+def test_the_sample_is_the_beginning_of_what_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{\n{"text": "first"}\n\n{"text": "second", "b": "x"}\n')
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "c.txt").write_bytes(b"y" * (2 << 20))
+    files = sorted(tmp_path.iterdir())
+    first, second, third = run_module.read_sample(files, ["text"])
+    assert (first, second) == ("first", "second")
+    assert third == "y" * (run_module.SAMPLE_BYTES - len("firstsecond"))
+
+
+def test_without_gigatoken_the_own_library_is_used_and_said(
+    corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    choice = TokenizerOptions("HuggingFaceTokenizer", str(model))
+    _, said = run(PreprocessOptions([corpus / "0.jsonl"], ("text",), str(tmp_path / "out"), choice))
+    assert said[0].startswith("engine: tokenizers")
+    assert "pip install gigatoken" in said[0]

@@ -1,0 +1,198 @@
+"""Blends against what Megatron-LM's helper gave, and against its rule followed step by step."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.data_paths import MAX_BLEND_DATASETS
+from megatron.data import blended_dataset
+from megatron.data.blended_dataset import BlendedDataset, BlendIndex, build_blend_index, build_exhaustive_index
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset, build_sample_order
+from megatron.data.indexed_dataset import IndexedDataset
+from tests.unit.data import megatron_order
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+BLENDS = json.loads((GOLDEN / "cases.json").read_text())["blends"]
+
+
+def pairs(index: BlendIndex) -> list[tuple[int, int]]:
+    datasets, samples = index
+    assert (datasets.dtype, samples.dtype) == (np.int16, np.int64)
+    return list(zip(datasets.tolist(), samples.tolist()))
+
+
+@pytest.mark.parametrize("golden", BLENDS, ids=lambda golden: str(golden["weights"]))
+def test_blends_of_megatron(golden: dict[str, Any]) -> None:
+    expected = list(zip(golden["dataset_index"], golden["dataset_sample_index"]))
+    assert pairs(build_blend_index(golden["weights"], golden["size"])) == expected
+
+
+def test_blends_by_hand() -> None:
+    assert build_blend_index([0.7, 0.3], 10)[0].tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert build_blend_index([5, 3, 2], 20)[0].tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+    assert build_exhaustive_index([1, 2, 4])[0].tolist() == [2, 1, 0, 2, 2, 1, 2]
+
+
+def compiled(worth: int) -> AbstractContextManager[object]:
+    """Blends of ``worth`` comparisons or more are compiled."""
+    return patch.object(blended_dataset, "COMPILE_ABOVE", worth)
+
+
+WEIGHTS = st.one_of(
+    st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
+    st.lists(st.integers(1, 6).map(float), min_size=1, max_size=40),  # many ties
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(WEIGHTS, st.integers(1, 4000))
+def test_a_blend_equals_the_rule(weights: list[float], size: int) -> None:
+    expected = megatron_order.interleaved(megatron_order.normalised(weights), size)
+    for worth in (0, 10**9):
+        with compiled(worth):
+            assert pairs(build_blend_index(weights, size)) == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
+def test_an_exhaustive_blend_equals_the_rule_and_gives_everything_once(sizes: list[int]) -> None:
+    for worth in (0, 10**9):
+        with compiled(worth):
+            found = pairs(build_exhaustive_index(sizes))
+        assert found == megatron_order.exhausted(sizes)
+    assert sorted(found) == [(k, j) for k, size in enumerate(sizes) for j in range(size)]
+
+
+def test_a_blend_of_many_sources() -> None:
+    weights = np.random.RandomState(3).random_sample(700) + 1e-3
+    found = pairs(build_blend_index(weights, 5000))
+    assert found == megatron_order.interleaved(megatron_order.normalised(weights.tolist()), 5000)
+    datasets, _ = build_blend_index(np.ones(MAX_BLEND_DATASETS), 5000)
+    assert np.array_equal(datasets, np.arange(5000))
+
+
+def test_every_stretch_of_a_blend_has_the_weights() -> None:
+    """No dataset ever lags or leads by more than a handful of samples."""
+    weights = np.array([0.6, 0.25, 0.1, 0.05])
+    datasets, _ = build_blend_index(weights, 10_000)
+    for k, weight in enumerate(weights):
+        taken = np.cumsum(datasets == k)
+        assert np.abs(taken - weight * np.arange(1, 10_001)).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ([], "a blend has 1 to 32,766 sources, not 0"),
+        ([1.0] * (MAX_BLEND_DATASETS + 1), "not 32,767"),
+        ([1.0, 0.0], "weight 2 of a blend is 0.0, not a number above 0"),
+        ([-1.0, 1.0], "weight 1 of a blend is -1.0"),
+        ([1.0, float("nan")], "weight 2 of a blend is nan"),
+        ([float("inf"), 1.0], "weight 1 of a blend is inf"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: list[float], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        build_blend_index(weights, 10)
+
+
+def test_without_numba_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "numba":
+            raise ImportError(name)
+        return importing(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    blended_dataset._compiled.cache_clear()
+    assert len(build_blend_index([1, 2], 1000)[0]) == 1000
+    with pytest.raises(DataError, match="numba is needed for blends") as caught:
+        build_blend_index([1, 2], 500_000)
+    assert "pip install numba" in str(caught.value)
+
+
+# --- samples ---
+
+
+def blended(weights: list[float], size: int) -> tuple[BlendedDataset, list[GPTDataset]]:
+    files = [IndexedDataset(GOLDEN / f"case{i}") for i in (0, 1)]
+    parts = [GPTDataset(f, build_sample_order(f.lengths, range(len(f)), size, 16, 7)) for f in files]
+    return BlendedDataset(parts, *build_blend_index(weights, size), weights), parts
+
+
+def test_samples_come_from_their_datasets() -> None:
+    dataset, parts = blended([0.7, 0.3], 50)
+    expected = megatron_order.interleaved([0.7, 0.3], 50)
+    assert len(dataset) == 50
+    for i, (k, j) in enumerate(expected):
+        assert dataset[i].tokens.tolist() == parts[k][j].tokens.tolist()
+        assert dataset[i].labels.tolist() == parts[k][j].labels.tolist()
+    for i in (-1, 50):
+        with pytest.raises(IndexError, match=f"sample {i} of a blend of 50"):
+            dataset[i]
+
+
+def test_readings_count_each_source() -> None:
+    dataset, parts = blended([0.7, 0.3], 50)
+    one, other = dataset.readings(10)
+    assert (one.tokens, other.tokens) == (7 * 16, 3 * 16)
+    assert (one.source, one.once) == (parts[0].source, parts[0].order.tokens)
+    assert dataset.epochs(10) == max(7 * 16 / one.once, 3 * 16 / other.once)
+    lines = dataset.describe(160).splitlines()
+    assert lines == [part.describe(n * 16) for part, n in zip(parts, (7, 3))]
+
+
+def test_identities_tell_samples_and_datasets_apart() -> None:
+    dataset, _ = blended([0.7, 0.3], 500)
+    places = np.arange(500)
+    found = dataset.identities(places)
+    assert len(set(found.tolist())) == 500
+    mixed = np.random.RandomState(0).permutation(500)
+    assert np.array_equal(dataset.identities(mixed), found[mixed])
+    assert dataset.identities(places[:0]).shape == (0,)
+    twice = blended([0.7, 0.3], 500)[0]
+    assert np.array_equal(twice.identities(places), found)
+    other, _ = blended([0.6, 0.4], 500)
+    assert not np.array_equal(other.identities(places), found)
+
+
+def test_the_same_files_twice_are_two_datasets() -> None:
+    _, (part, _) = blended([1, 1], 50)
+    dataset = BlendedDataset([part, part], *build_blend_index([1, 1], 50))
+    assert dataset[0].tokens.tolist() == dataset[1].tokens.tolist()
+    assert len(set(dataset.identities(np.arange(50)).tolist())) == 50
+
+
+def test_the_fingerprint_is_of_datasets_order_and_weights() -> None:
+    dataset, parts = blended([0.7, 0.3], 50)
+    longer, _ = blended([0.7, 0.3], 60)
+    assert dataset.fingerprint == longer.fingerprint
+    index = build_blend_index([0.7, 0.3], 50)
+    others = {
+        BlendedDataset(parts[::-1], *index, [0.7, 0.3]).fingerprint,
+        BlendedDataset(parts, *index, [0.6, 0.4]).fingerprint,
+        BlendedDataset(parts, *index).fingerprint,
+        parts[0].fingerprint,
+        dataset.fingerprint,
+    }
+    assert len(others) == 5
+
+
+def test_a_dataset_asked_for_more_than_it_has_is_refused() -> None:
+    files = IndexedDataset(GOLDEN / "case0")
+    part = GPTDataset(files, build_sample_order(files.lengths, range(3), 2, 32, 7))
+    size = len(part) + 1
+    with pytest.raises(ValueError, match=f"{size} samples of {part.source}, which holds {size - 1}"):
+        BlendedDataset([part], *build_blend_index([1.0], size))

@@ -1,0 +1,198 @@
+"""The data lines of ``--check-config``, for files written here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import pytest
+
+from megatron.arguments.cli import parse
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.loader import DataSource, build_data
+from megatron.data.preview import MAX_DATASETS_SHOWN, DatasetSize, dataset_size, preview_data
+
+ROOT = Path(__file__).parents[3]
+RUN = ["--vocab-size", "300", "--train-iters", "10", "--global-batch-size", "4", "--seq-length", "25"]  # 1,000 tokens
+
+
+def write(prefix: Path, documents: int, tokens: int = 10) -> str:
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for _ in range(documents):
+            writer.add_document([7] * tokens)
+        writer.end_document()  # an empty one
+    return str(prefix)
+
+
+def told(*argv: str) -> list[str]:
+    return preview_data(parse([*RUN, *argv], {}).config, 1)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_dataset_is_measured_without_reading_it() -> None:
+    prefix = write(Path("a"), 1234)
+    whole = IndexedDataset(prefix)
+    assert dataset_size(prefix) == (len(whole.documents) - 1, whole.num_tokens, len(whole)) == (1235, 12340, 1234)
+
+
+@pytest.mark.parametrize("harm", ["empty", "cut", "longer", "magic", "gone"])
+def test_what_is_no_dataset_is_refused_as_at_the_start(harm: str) -> None:
+    index = Path(write(Path("a"), 5) + ".idx")
+    content = index.read_bytes()
+    wrong = {"empty": b"", "cut": content[:-1], "longer": content + b"0", "magic": b"x" + content[1:], "gone": b""}
+    index.write_bytes(wrong[harm])
+    if harm == "gone":
+        index.unlink()
+    with pytest.raises(DataError, match=r"a\.idx"):
+        dataset_size("a")
+
+
+def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
+    write(Path("a"), 100), write(Path("b"), 10)  # 1,000 and 100 tokens
+    shares = "data       of each dataset train 90%, valid 10%"
+    one = "           a: 101 documents, 1,000 tokens, 1.1 epochs"  # 1,000 of 900
+    assert told("--data-path", "a", "--split", "9,1") == [shares, one]
+    weighted = told("--data-path", "30", "a", "10", "b", "--split", "9,1")
+    assert weighted == [
+        shares,
+        "           75% a: 101 documents, 1,000 tokens, 0.83 epochs",
+        "           25% b: 11 documents, 100 tokens, 2.8 epochs",
+    ]
+    by_size = told("--train-data-path", "a", "b", "--valid-data-path", "b")
+    assert by_size == [
+        "train      90.9% a: 101 documents, 1,000 tokens, 0.91 epochs",
+        "           9.09% b: 11 documents, 100 tokens, 0.91 epochs",
+        "valid      b: 11 documents, 100 tokens",
+    ]
+
+
+def test_validation_sets_are_named() -> None:
+    write(Path("a"), 100), write(Path("b"), 10)
+    sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
+    assert (
+        told("--data-path", "a", "b", *sets, "--split", "8,1,1")[-1] == "valid      each by itself: wiki, encyclopedia"
+    )
+    whole = told("--train-data-path", "a", "--valid-data-path", "a", "b", *sets)
+    assert whole[1] == "valid      wiki: a: 101 documents, 1,000 tokens"
+    assert whole[2] == "valid      encyclopedia: b: 11 documents, 100 tokens"
+
+
+def test_generated_tokens_have_no_files() -> None:
+    assert told("--mock-data") == []
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
+def test_only_a_few_of_many_datasets_are_listed(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = DatasetSize(1000, 50_000, 1000)
+    monkeypatch.setattr("megatron.data.preview.dataset_size", lambda prefix: size)
+    names = [f"x{i}" for i in range(500)]
+    for name in names:
+        Path(f"{name}.idx").touch(), Path(f"{name}.bin").touch()
+    rows = told(flag, *names, "--eval-iters", "0")
+    assert len(rows) <= MAX_DATASETS_SHOWN + 2
+    assert rows[-1].strip() == "and 492 more"
+    rows = told("--train-data-path", "x0", "--valid-data-path", *names, "--multiple-validation-sets")
+    assert rows[-1].strip().endswith("valid:x14 and 485 more")
+
+
+# --- what the start would refuse ---
+
+
+def at_the_start(*argv: str) -> DataSource:
+    config = parse([*RUN, *argv], {}).config
+    return build_data(config.data, config.training, config.model.vocab, 1)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--data-path", "a", "--split", "999,1,0"),
+        ("--data-path", "a", "--split", "50,30,20"),
+        ("--data-path", "tiny"),
+        ("--data-path", "1", "a", "1", "tiny"),
+        ("--data-path", "tiny", "--split", "4,1,0"),
+        ("--train-data-path", "a", "--valid-data-path", "none"),
+        ("--data-path", "a", "tiny", "--multiple-validation-sets", "--split", "99,1,0"),
+    ],
+    ids=" ".join,
+)
+def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -> None:
+    write(Path("a"), 100), write(Path("tiny"), 5), write(Path("none"), 0)
+    argv = (*argv, "--eval-iters", "1")
+    try:
+        at_the_start(*argv)
+        expected = None
+    except DataError as error:
+        expected = str(error)
+    try:
+        told(*argv)
+        said = None
+    except DataError as error:
+        said = str(error)
+    assert said == expected
+
+
+def test_splits_that_the_start_leaves_out_are_noted() -> None:
+    write(Path("a"), 100)
+    argv = ("--data-path", "a", "--eval-iters", "1")
+    (note,) = [row for row in told(*argv) if row.startswith("note ")]
+    assert note in at_the_start(*argv).summary()
+    assert note.startswith("note       no test data: the default --split")
+    assert len(told("--data-path", "a", "--eval-iters", "0")) == 2
+
+
+def test_large_parts_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Path("a"), 1000)
+    monkeypatch.setattr("megatron.data.preview.file_segment_builders", pytest.fail)
+    assert len(told("--data-path", "a", "--split", "8,1,1", "--eval-iters", "1")) == 2
+
+
+def test_document_masks_are_described_as_at_the_start() -> None:
+    write(Path("a"), 100)
+    argv = ("--data-path", "a", "--split", "8,1,1", "--reset-attention-mask", "--eod-mask-loss")
+    (row,) = [row for row in told(*argv, "--eod-id", "7") if row.startswith("documents ")]
+    assert row in at_the_start(*argv, "--eod-id", "7").summary()
+    with pytest.raises(DataError, match="--reset-attention-mask needs the id that ends a document"):
+        told(*argv)
+
+
+def test_names_of_sets_do_not_break_the_columns() -> None:
+    write(Path("a"), 100), write(Path("b"), 100)
+    sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
+    argv = ("--train-data-path", "a", "--valid-data-path", "a", "b", *sets, "--eval-iters", "1")
+    for rows in (told(*argv), at_the_start(*argv).summary()):
+        assert [row[:11].strip() for row in rows] == ["train", "valid", "valid"]
+        assert [row[11:].split(":")[0] for row in rows[1:]] == ["wiki", "encyclopedia"]
+
+
+def test_it_is_printed_fast_and_without_torch() -> None:
+    write(Path("a"), 100_000, 1)
+    command = [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), "--check-config", *RUN]
+    before = getrusage(RUSAGE_CHILDREN)
+    done = subprocess.run([*command, "--data-path", "a"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    after = getrusage(RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("           a: 100,001 documents, 100,000 tokens, 0.01 epochs\nconfig ok\n")
+    assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1, "seconds, whoever else computes"
+
+
+@pytest.mark.parametrize("split", [(), ("--split", "1,0,0")])
+def test_many_epochs_are_noted_as_at_the_start(split: tuple[str, ...]) -> None:
+    for name, documents, reads in (("a", 10, 10), ("b", 20, 5), ("c", 25, 0)):
+        write(Path(name), documents)
+        argv = ("--data-path" if split else "--train-data-path", name, *split)
+        notes = [row for row in told(*argv) if row.startswith("note ")]
+        assert notes == [row for row in at_the_start(*argv).summary() if row.startswith("note ")]
+        assert [note.partition(";")[0] for note in notes] == [f"note       training reads {name} {reads}.0 times"][
+            :reads
+        ]

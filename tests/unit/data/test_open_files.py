@@ -1,0 +1,67 @@
+"""Blends of more sources than a process may have files open, as most systems start one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data import indexed_dataset
+from megatron.data.errors import DataError
+from megatron.data.loader import build_data
+from tests.unit.data.pairs import write
+
+ROOT = Path(__file__).parents[3]
+SOURCES = 40
+OPENED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from tests.unit.data.test_open_files import notes
+print(notes(sys.argv[3]))
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def notes(folder: str) -> list[str]:
+    """What is said of a blend of all pairs in a folder, with a cache; each source takes two files and three tables."""
+    prefixes = tuple(word for number in range(SOURCES) for word in ("1", f"{folder}/{number}"))
+    data = DataConfig(data_path=prefixes, split="1", data_cache_path=f"{folder}/cache")
+    training = TrainingConfig(seq_length=8, global_batch_size=4, train_iters=10, eval_iters=0)
+    try:
+        return list(build_data(data, training, 50, 1).notes)
+    except DataError as error:
+        return [str(error)]
+
+
+def told(folder: Path, soft: int, hard: int) -> list[str]:
+    """What a process says that may have ``soft`` files open, and ask for ``hard``; and what it may have then."""
+    command = [sys.executable, "-c", OPENED, str(soft), str(hard), str(folder)]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(SOURCES):
+        write(tmp_path / str(number), [[number] * 9] * 4)
+    return tmp_path
+
+
+def test_what_the_system_allows_is_asked_for(folder: Path) -> None:
+    assert told(folder, 50, 1024) == ["[]", "(1024, 1024)"]
+
+
+@pytest.mark.parametrize("hard", [50, 150], ids=["for the files", "for the cache"])
+def test_where_that_does_not_do_the_remedy_is_told(folder: Path, hard: int) -> None:
+    (said, limits) = told(folder, 50, hard)
+    assert "Too many open files" in said
+    assert "ulimit -n 65536" in said
+    assert limits == f"({hard}, {hard})"
+
+
+def test_without_limits_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    indexed_dataset.raise_open_file_limit()

@@ -1,0 +1,392 @@
+"""Every split of every way to say where data come from, read through the loader; and what a longer run appends."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data.blended_dataset import BlendedDataset, ConcatDataset, build_blend_index
+from megatron.data.build import build_split
+from megatron.data.dataset import Dataset, MockDataset
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset, build_sample_order, split_ranges
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.loader import DataSource, build_data, find_source
+
+ROOT = Path(__file__).parents[3]
+TRAINING = TrainingConfig(
+    seq_length=16, micro_batch_size=2, global_batch_size=8, train_iters=10, eval_interval=5, eval_iters=1, seed=5
+)
+SEQ = TRAINING.seq_length
+SIZES = {"wiki": 60, "code": 45, "tiny": 5}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Prefixes of datasets whose ids say which one they are from: 100.., 200.., 300.."""
+    folder, random, prefixes = tmp_path_factory.mktemp("corpora"), np.random.default_rng(1), {}
+    for number, (name, documents) in enumerate(SIZES.items(), start=1):
+        prefixes[name] = str(folder / name)
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for length in random.integers(1, 50, documents):
+                writer.add_document(random.integers(0, 100, length) + 100 * number)
+    return prefixes
+
+
+def build(data: DataConfig, stretches: dict[str, tuple[int, ...]] | None = None, **changes: object) -> DataSource:
+    return build_data(data, replace(TRAINING, **changes), 500, 1, stretches=stretches)
+
+
+def texts(dataset: Dataset, count: int) -> list[list[int]]:
+    return [dataset[i].tokens.tolist() for i in range(count)]
+
+
+def read(source: DataSource, split: str, count: int) -> list[list[int]]:
+    """The first samples of a split, as the model gets them."""
+    return source.micro_batch(split, range(count), step=0).tokens.tolist()
+
+
+def plain(prefix: str, samples: int | None, number: int = 0, split: str = "1", part: int = 0) -> GPTDataset:
+    """The samples of one dataset, made without the loader."""
+    indexed = IndexedDataset(prefix)
+    sequences = split_ranges(split, len(indexed))[part]
+    return GPTDataset(indexed, build_sample_order(indexed.lengths, sequences, samples, SEQ, TRAINING.seed + number))
+
+
+def blended(prefixes: list[str], weights: list[float], samples: int, split: str, part: int) -> list[list[int]]:
+    """The blend of the rule, sample by sample."""
+    shares = np.array(weights) / np.sum(weights)
+    targets = [ceil(samples * share) for share in shares.tolist()]
+    sources = [plain(p, ceil(n * 1.005), 0, split, part) for p, n in zip(prefixes, targets)]
+    which, sample = build_blend_index(shares, sum(targets))
+    return [sources[k][j].tokens.tolist() for k, j in zip(which.tolist(), sample.tolist())]
+
+
+# --- where each split comes from ---
+
+
+def test_a_blend_is_cut_source_by_source(corpora: dict[str, str]) -> None:
+    prefixes, weights = [corpora["wiki"], corpora["code"]], [0.7, 0.3]
+    source = build(DataConfig(data_path=("0.7", prefixes[0], "0.3", prefixes[1]), split="8,1,1"))
+    assert list(source.used.items()) == [("train", 80), ("valid", 8), ("test", 8)]
+    for part, (split, requested) in enumerate({"train": 80, "valid": 24, "test": 8}.items()):
+        wanted = blended(prefixes, weights, requested, "8,1,1", part)
+        assert texts(source.datasets[split], len(wanted)) == wanted
+        assert len(source.datasets[split]) == len(wanted)
+    train = [text[0] // 100 for text in read(source, "train", 80)]
+    assert (train.count(1), train.count(2)) == (56, 24)
+
+
+def test_without_weights_every_source_is_read_once_and_then_anew(corpora: dict[str, str]) -> None:
+    names = list(corpora)
+    source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=30, eval_iters=0)
+    sizes = [len(plain(corpora[name], None)) for name in names]
+    first, second = 240, 240 - sum(sizes)
+    assert sum(sizes) < 240 < 2 * sum(sizes)
+    assert source.stretches == {"train": (first, second)}
+    wanted = []
+    for number, count in enumerate((sum(sizes), second)):
+        epoch = [plain(corpora[name], None, number) for name in names]
+        which, sample = build_blend_index(sizes, count)
+        wanted += [epoch[k][j].tokens.tolist() for k, j in zip(which.tolist(), sample.tolist())]
+    assert read(source, "train", 240) == wanted
+    assert source.notes == (), "nobody resumed, so nothing was used up"
+    again = build(DataConfig(train_data_path=tuple(corpora.values())), source.stretches, train_iters=30, eval_iters=0)
+    assert read(again, "train", 240) == wanted
+
+
+def test_paths_of_their_own_are_read_whole(corpora: dict[str, str]) -> None:
+    wiki, code, tiny = corpora.values()
+    data = DataConfig(train_data_path=("3", wiki, "1", code), valid_data_path=("0.5", tiny), test_data_path=(code,))
+    source = build(data)
+    assert read(source, "train", 80) == blended([wiki, code], [3, 1], 80, "1", 0)[:80]
+    assert read(source, "valid", 8) == texts(plain(tiny, 24), 8), "a single prefix is no blend, whatever its weight"
+    assert read(source, "test", 8) == texts(plain(code, 8), 8)
+
+
+def test_the_source_of_an_id_beyond_the_vocabulary_is_named(corpora: dict[str, str]) -> None:
+    wiki, code, _ = corpora.values()
+    source = build_data(DataConfig(data_path=("1", wiki, "9", code), split="8,1,1"), TRAINING, 200, 1)
+    wrong = next(i for i in range(80) if source.datasets["train"][i].tokens[0] >= 200)
+    with pytest.raises(DataError, match=rf"sample {wrong} holds id 2\d\d, but the vocabulary .*; it is from {code}\n"):
+        source.micro_batch("train", range(wrong, wrong + 1), step=0)
+    right = next(i for i in range(80) if source.datasets["train"][i].tokens[0] < 200)
+    assert (find_source(source.datasets["train"], right), find_source(MockDataset(9, 4, 5, 0), 0)) == (wiki, None)
+
+
+def test_one_pair_is_a_blend_of_one(corpora: dict[str, str]) -> None:
+    source = build(DataConfig(data_path=("1", corpora["wiki"]), split="1"), eval_iters=0)
+    (stretch,) = source.datasets["train"].stretches
+    assert isinstance(stretch, BlendedDataset)
+    assert read(source, "train", 80) == texts(plain(corpora["wiki"], ceil(80 * 1.005)), 80)
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b")])
+def test_several_validation_sets_each_get_all_samples(corpora: dict[str, str], names: tuple[str, ...]) -> None:
+    wiki, code, tiny = corpora.values()
+    several = {"multiple_validation_sets": True, "validation_set_names": names}
+    cut = build(DataConfig(data_path=("0.7", wiki, "0.3", code), split="8,2", **several))
+    whole = build(DataConfig(train_data_path=(tiny,), valid_data_path=(wiki, code), **several))
+    first, second = (f"valid:{name}" for name in names or ("wiki", "code"))
+    for source in (cut, whole):
+        assert [*source.used.items()][1:] == [(first, 8), (second, 8)]
+        assert source.stretches[first] == source.stretches[second] == (24,)
+    assert read(cut, second, 8) == texts(plain(code, 24, 0, "8,2", 1), 8)
+    assert read(whole, second, 8) == texts(plain(code, 24), 8)
+    with pytest.raises(
+        DataError, match=rf"there are no validation samples in this run: it has .* and validation \({second[6:]}\)"
+    ):
+        cut.share("valid", 0, 8, 0, 1)
+
+
+def test_files_are_opened_once(corpora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def opening(prefix: str) -> IndexedDataset:
+        opened.append(prefix)
+        return IndexedDataset(prefix)
+
+    monkeypatch.setattr("megatron.data.build.IndexedDataset", opening)
+    wiki, code, _ = corpora.values()
+    build(DataConfig(data_path=("1", wiki, "1", code, "2", wiki), split="8,1,1"))
+    assert sorted(opened) == sorted([wiki, code])
+
+
+def test_generated_samples_have_every_split() -> None:
+    source = build(DataConfig(mock_data=True))
+    assert source.used == {"train": 80, "valid": 8, "test": 8}
+    for stream, split in enumerate(source.used):
+        assert read(source, split, 8) == texts(MockDataset(500, SEQ, 8, TRAINING.seed, stream), 8)
+    longer = build(DataConfig(mock_data=True), source.stretches, train_iters=20)
+    assert longer.stretches["train"] == (80, 80)
+    assert read(longer, "train", 160) == texts(MockDataset(500, SEQ, 160, TRAINING.seed), 160), "as made in one piece"
+
+
+def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:
+    wiki, code, _ = corpora.values()
+    source = build(DataConfig(data_path=("3", wiki, "7", code), split="8,1,1", eod_id=3, eod_mask_loss=True))
+    once = [int(plain(prefix, None, 0, "8,1,1").order.tokens) for prefix in (wiki, code)]
+    assert source.summary()[:3] == [
+        "train      80 samples of 2 sources",
+        f"             {56 * SEQ:,} tokens = {56 * SEQ / once[1]:.2f} epochs of {once[1]:,} in {code}",
+        f"             {24 * SEQ:,} tokens = {24 * SEQ / once[0]:.2f} epochs of {once[0]:,} in {wiki}",
+    ]
+    assert source.summary()[3].startswith("valid      8 samples of 2 sources")
+    assert "documents  end with id 3: no loss on the first token of each" in source.summary()
+
+
+def test_the_summary_of_many_sources_is_short(corpora: dict[str, str]) -> None:
+    source = build(DataConfig(train_data_path=tuple(corpora.values()) * 5), eval_iters=0)
+    lines = source.summary()
+    assert lines[0] == "train      80 samples of 15 sources"
+    assert len(lines) == 12
+    tokens = [int(line.split()[0].replace(",", "")) for line in lines[1:]]
+    assert sum(tokens) == 80 * SEQ
+    assert lines[-1] == f"             {tokens[-1]:,} tokens of 5 others"
+
+
+# --- splits that round to nothing ---
+
+
+@pytest.mark.parametrize("blend", [True, False])
+def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str, str], blend: bool) -> None:
+    wiki, _, tiny = corpora.values()
+    data = DataConfig(data_path=("1", wiki, "1", tiny) if blend else (tiny,), split="48,1,1")
+    sentence = f"--split '48,1,1' leaves no validation data of the 5 sequences in {tiny}, but 8 samples are needed"
+    with pytest.raises(DataError, match=sentence) as told:
+        build(data)
+    others = f"leave out {tiny} | " if blend else ""
+    assert f"fix: --split 3,1,1 | {others}a dataset of more documents than 5" in str(told.value)
+    assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
+
+
+def test_test_data_that_nobody_asked_for_may_be_missing(corpora: dict[str, str]) -> None:
+    """With the default split; then it is told, and a split that is written out must give what it says."""
+    wiki, code, tiny = corpora.values()
+    data = DataConfig(data_path=("1", wiki, "1", code))
+    source = build(data)
+    assert list(source.used) == ["train", "valid"]
+    seen = f"no test data: the default --split '969, 30, 1' leaves none of the 60 sequences in {wiki}"
+    assert f"{seen}; --split 43,1,1 leaves some" in source.notes
+    assert list(build(replace(data, split="43,1,1")).used) == ["train", "valid", "test"]
+    with pytest.raises(DataError, match="--split '969, 30, 1' leaves no test data of the 60 sequences"):
+        build(replace(data, split="969, 30, 1"))
+    with pytest.raises(
+        DataError, match=r"the default --split '969, 30, 1' leaves no validation data of the 5 .*\n  fix"
+    ):
+        build(DataConfig(data_path=(tiny,)))
+    assert build(data, eval_iters=0).notes == (), "no evaluation needs any"
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> list[str]:
+    """Prefixes of which the default split leaves 12 sequences, one and 2 to validate on, of 10 tokens each."""
+    prefixes = [str(tmp_path / name) for name in ("large", "short", "small")]
+    for prefix, documents in zip(prefixes, (400, 40, 70)):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for number in range(documents):
+                writer.add_document([number] * 10)
+    return prefixes
+
+
+def test_a_source_too_short_for_a_sample_is_named_and_the_fixes_work(uneven: list[str], tmp_path: Path) -> None:
+    data = DataConfig(data_path=tuple(uneven))
+    with pytest.raises(DataError) as told:
+        build(data)
+    sentence, fixes = str(told.value).split("\n  fix: ")
+    assert sentence == (
+        "the default --split '969, 30, 1' leaves validation data of 10 tokens, no sample of 16 + 1 "
+        f"(1 of the 40 sequences in {uneven[1]}), but 8 samples are needed"
+    )
+    split, leave_out, merge, _ = fixes.split(" | ")
+    assert list(build(replace(data, split=split.removeprefix("--split "))).used) == ["train", "valid"]
+    rest = tuple(prefix for prefix in uneven if prefix not in leave_out.removeprefix("leave out ").split())
+    assert list(build(DataConfig(data_path=rest)).used) == ["train", "valid"]
+    script, *flags = merge.removeprefix("python ").removesuffix(" and read merged instead").split()
+    flags[-1] = str(tmp_path / flags[-1])
+    assert runpy.run_path(str(ROOT / script))["main"](flags) == 0
+    assert list(build(DataConfig(data_path=(flags[-1],))).used) == ["train", "valid", "test"]
+
+
+def test_test_data_too_short_for_a_sample_may_be_missing_too(tmp_path: Path) -> None:
+    prefixes = (str(tmp_path / "one"), str(tmp_path / "other"))
+    for prefix in prefixes:
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for number in range(1200):
+                writer.add_document([number % 500] * 10)
+    source = build(DataConfig(data_path=prefixes))
+    assert list(source.used) == ["train", "valid"]
+    assert [note for note in source.notes if note.startswith("no test data")] == [
+        "no test data: the default --split '969, 30, 1' leaves 10 tokens, no sample of 16 + 1 "
+        f"(1 of the 1,200 sequences in {prefixes[0]}); --split 1196,2,2 leaves some"
+    ]
+    assert list(build(DataConfig(data_path=prefixes, split="1196,2,2")).used) == ["train", "valid", "test"]
+
+
+def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
+        writer.add_document([1] * 10)
+    with pytest.raises(DataError) as told:
+        build(DataConfig(train_data_path=(uneven[0], str(tmp_path / "tiny"))), eval_iters=0)
+    sentence, fixes = str(told.value).split("\n  fix: ")
+    assert sentence.startswith(f"{tmp_path}/tiny holds 10 tokens, no sample of 16 + 1 (1 sequences), but 80 training")
+    assert fixes.startswith(f"leave out {tmp_path}/tiny | python tools/merge_datasets.py --input {uneven[0]}")
+    build(DataConfig(train_data_path=("1", uneven[0], "1", str(tmp_path / "tiny"))), eval_iters=0)
+
+
+@pytest.mark.parametrize("size", range(2, 40))
+def test_the_split_that_is_offered_leaves_something_of_everything(size: int) -> None:
+    """Of the smallest source and of every larger one, by the rounding of Megatron-LM."""
+    weights = f"{size - 2},1,1" if size > 2 else "1,1,0"
+    for larger in range(size, 300):
+        lengths = [len(part) for part in split_ranges(weights, larger)]
+        assert all(lengths[: 3 if size > 2 else 2])
+
+
+def test_what_no_split_can_mend(corpora: dict[str, str], tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "one", np.uint16) as writer:
+        writer.add_document([1] * 100)
+    with pytest.raises(DataError, match=r"leaves no training data of the 1 sequences.*\n  fix: a dataset of more"):
+        build(DataConfig(data_path=(str(tmp_path / "one"),), split="1,1,0"))
+    with IndexedDatasetWriter(tmp_path / "none", np.uint16):
+        pass
+    with pytest.raises(DataError, match=f"{tmp_path}/none holds no sequence, but 8 validation samples are needed"):
+        build(DataConfig(train_data_path=(corpora["wiki"],), valid_data_path=(str(tmp_path / "none"),)))
+    with pytest.raises(DataError, match="there are no validation data\n  fix: --valid-data-path PREFIX"):
+        build(DataConfig(train_data_path=(corpora["wiki"],)))
+
+
+# --- a run that goes on ---
+
+
+@pytest.mark.parametrize("weights", [("0.7", "0.3"), None])
+def test_a_longer_run_keeps_the_samples_of_a_blend(corpora: dict[str, str], weights: tuple[str, str] | None) -> None:
+    wiki, code, _ = corpora.values()
+    data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="8,1,1")
+    source = build(data)
+    longer = build(data, source.stretches, train_iters=25)
+    held = len(source.datasets["train"])
+    assert longer.stretches["train"][: len(source.stretches["train"])] == source.stretches["train"]
+    assert read(longer, "train", 80) == read(source, "train", 80)
+    assert longer.digest("train", 0, 80) == source.digest("train", 0, 80)
+    assert longer.fingerprints == source.fingerprints
+    assert sum(note.endswith(" more follow") for note in longer.notes) == 1
+    assert held >= 80
+    assert longer.stretches["train"] == (80, 200 - held)
+    assert len(longer.datasets["train"]) == 200
+    again = build(data, longer.stretches, train_iters=25)
+    assert read(again, "train", 200) == read(longer, "train", 200)
+
+
+@pytest.mark.parametrize("weights", [("0.5", "0.5"), None])
+def test_a_longer_run_reads_what_a_blend_left_over_first(
+    corpora: dict[str, str], weights: tuple[str, str] | None
+) -> None:
+    """A fifth of the data, then as much again: nothing twice."""
+    wiki, code, _ = corpora.values()
+    data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="1")
+    short = {"eval_iters": 0, "global_batch_size": 1, "micro_batch_size": 1}
+    source = build(data, train_iters=20, **short)
+    longer = build(data, source.stretches, train_iters=100, **short)
+    assert longer.datasets["train"].epochs(100) < 1
+    places = longer.datasets["train"].identities(np.arange(100))
+    assert len(set(places.tolist())) == 100
+
+
+def test_without_weights_there_are_never_more_than_two_stretches(corpora: dict[str, str]) -> None:
+    source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=5000, eval_iters=0)
+    sizes = [len(plain(prefix, None)) for prefix in corpora.values()]
+    assert source.stretches == {"train": (40_000, 40_000 - sum(sizes))}
+    read_of = [reading.tokens / SEQ for reading in source.datasets["train"].readings(40_000)]
+    assert read_of == pytest.approx([40_000 * size / sum(sizes) for size in sizes], abs=2)
+
+
+def test_what_a_blend_is_made_of_is_in_its_fingerprint(corpora: dict[str, str]) -> None:
+    wiki, code, tiny = corpora.values()
+    blends = [
+        ("7", wiki, "3", code),
+        ("7", wiki, "4", code),
+        ("3", code, "7", wiki),
+        ("7", wiki, "3", tiny),
+        (wiki, code),
+    ]
+    sources = [build(DataConfig(data_path=blend, split="3,1,1")) for blend in blends]
+    assert len({source.fingerprints["train"] for source in sources}) == len(blends)
+    assert len({source.digest("train", 0, 8) for source in sources}) == len(blends)
+    scaled = build(DataConfig(data_path=("70", wiki, "30", code), split="3,1,1"))
+    assert scaled.fingerprints == sources[0].fingerprints, "weights are shares"
+
+
+def test_stretches_lie_end_to_end() -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def make(samples: int, before: Sequence[Dataset]) -> Dataset:
+        asked.append((samples, [len(stretch) for stretch in before]))
+        return MockDataset(9, 4, min(samples, 30), 0, 0, sum(map(len, before)))
+
+    dataset, counts = build_split("train", make, (10, 100), 75)
+    assert isinstance(dataset, ConcatDataset)
+    assert counts == (10, 100, 35, 5)
+    assert asked == [(10, []), (100, [10]), (35, [10, 30]), (5, [10, 30, 30])]
+    assert texts(dataset, 75) == texts(MockDataset(9, 4, 75, 0), 75)
+    with pytest.raises(DataError, match="the training data hold no sample"):
+        build_split("train", lambda samples, before: MockDataset(9, 4, 0, 0), (10,), 10)
+
+
+def test_a_cache_changes_no_sample(corpora: dict[str, str], tmp_path: Path) -> None:
+    wiki, code, _ = corpora.values()
+    data = DataConfig(data_path=("7", wiki, "3", code), split="8,1,1")
+    bare = build(data)
+    for _ in ("built", "found"):
+        cached = build(replace(data, data_cache_path=str(tmp_path / "cache")))
+        assert read(cached, "train", 80) == read(bare, "train", 80)
+        assert cached.digest("train", 0, 80) == bare.digest("train", 0, 80)
+    assert any((tmp_path / "cache").iterdir())

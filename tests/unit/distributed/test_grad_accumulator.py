@@ -1,0 +1,143 @@
+"""The gradient sink: now or later, the same numbers; and nothing gets lost unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from tests.solo import Solo, random_batch, tiny
+
+CONFIG = tiny(num_query_groups=2, activation="swiglu", normalization="RMSNorm", ffn_hidden_size=48)
+LINEARS = 4 * CONFIG.num_layers
+BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
+
+
+def input_gradients(solo: Solo) -> None:
+    """The I actions of both micro-batches."""
+    solo.buckets.start_step(len(BATCHES))
+    for index, batch in enumerate(BATCHES):
+        loss, _ = solo.chunk(None, batch)
+        with solo.sink.deferring(0, index):
+            (loss / sum(b.loss_mask.sum() for b in BATCHES)).backward()
+
+
+def test_deferred_weight_gradients_are_the_same_bits() -> None:
+    immediate, deferred = Solo.build(CONFIG), Solo.build(CONFIG)
+    immediate.backward(BATCHES)
+    input_gradients(deferred)
+    assert deferred.sink.queued == len(BATCHES) * LINEARS
+    weight = "layers.0.mlp.linear_fc1.weight"
+    assert not deferred.buckets.grads[weight].any(), "a deferred gradient was computed at once"
+    for index in range(len(BATCHES)):
+        deferred.sink.run(0, index)
+        assert deferred.sink.queued == (len(BATCHES) - 1 - index) * LINEARS
+    deferred.buckets.finish()
+    for name, grad in immediate.buckets.grads.items():
+        assert torch.equal(grad, deferred.buckets.grads[name]), name
+
+
+@pytest.mark.parametrize("dropped", range(len(BATCHES)))
+def test_a_dropped_w_is_noticed(dropped: int) -> None:
+    solo = Solo.build(CONFIG)
+    input_gradients(solo)
+    solo.sink.run(0, 1 - dropped)
+    with pytest.raises(RuntimeError, match="misses"):
+        solo.buckets.finish()
+
+
+def test_backward_outside_deferring_is_immediate_again() -> None:
+    solo = Solo.build(CONFIG)
+    input_gradients(solo)
+    solo.backward(BATCHES[:1])
+    assert solo.sink.queued == len(BATCHES) * LINEARS, "only what was deferred is queued"
+
+
+def test_parameters_have_no_grad() -> None:
+    solo = Solo.build(CONFIG)
+    solo.backward(BATCHES)
+    assert [name for name, p in solo.params.items() if p.grad is not None] == []
+    assert [name for name, grad in solo.buckets.grads.items() if not grad.any()] == []
+
+
+def bound(**targets: torch.Tensor) -> tuple[GradAccumulator, list[str]]:
+    """A sink, and the list of contributions it reports."""
+    sink, contributions = GradAccumulator(), []
+    sink.bind(targets.__getitem__, contributions.append)
+    return sink, contributions
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_add_accumulates_the_outer_product(dtype: torch.dtype) -> None:
+    target = torch.ones(5, 3, dtype=torch.promote_types(dtype, torch.float32))
+    sink, contributions = bound(w=target)
+    x, dy = torch.randn(4, 2, 3, dtype=dtype), torch.randn(4, 2, 5, dtype=dtype)
+    for _ in range(2):
+        sink.add("w", sink.recall(x, None), WgradOperand(dy))
+    expected = 1 + 2 * torch.einsum("sbi,sbo->oi", x.double(), dy.double())
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
+    torch.testing.assert_close(target.double(), expected, rtol=0, atol=tolerance)
+    assert contributions == ["w", "w"]
+
+
+def test_small_contributions_survive_in_bf16() -> None:
+    """The sum is kept in fp32: a bf16 sum would stop growing at 256."""
+    target = torch.zeros(1, 1)
+    sink, _ = bound(w=target)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    for _ in range(300):
+        sink.add("w", WgradOperand(one), WgradOperand(one))
+    assert target.item() == 300
+
+
+def test_add_rows_adds_repeated_indices() -> None:
+    target = torch.zeros(4, 2)
+    sink, contributions = bound(w=target)
+    sink.accumulate_rows("w", torch.tensor([1, 3, 1, 1]), torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]).bfloat16())
+    assert target.tolist() == [[0, 0], [13, 16], [0, 0], [3, 4]]
+    assert contributions == ["w"]
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.5, torch.tensor(3.0, dtype=torch.float64)], ids=str)
+def test_accumulate_scales(scale: torch.Tensor | float) -> None:
+    target = torch.full((3,), 10.0)
+    sink, contributions = bound(b=target)
+    sink.accumulate("b", torch.tensor([1.0, 2, 3], dtype=torch.bfloat16), scale)
+    assert target.tolist() == [10 + i * float(scale) for i in (1, 2, 3)]
+    assert contributions == ["b"]
+
+
+def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a column linear's input and of a row linear's output gradient, in turns."""
+    group, events = Group((0, 1), 0), list[str]()
+    alive, shards = list[int](), list[StorageWeakRef]()
+
+    def gather(x: torch.Tensor, group: Group) -> Pending:
+        events.append(f"gather {int(x[0, 0])}")
+        return Pending(torch.cat((x, x)))
+
+    def multiply(target: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+        events.append(f"multiply {int(max(x[0, 0], dy[0, 0]))}")
+        alive.append(sum(not storage.expired() for storage in shards))
+
+    monkeypatch.setattr(comm, "start_all_gather", gather)
+    sink = GradAccumulator(multiply)
+    sink.bind({"w": torch.zeros(3, 3)}.__getitem__, lambda name: None)
+    with sink.deferring(0, 0):
+        for i in (1, 2, 3, 4):
+            shard, whole = torch.full((2, 3), float(i)), torch.zeros(4, 3)
+            shards.append(StorageWeakRef(shard.untyped_storage()))
+            x, dy = (
+                (WgradOperand(shard, group), WgradOperand(whole))
+                if i % 2
+                else (WgradOperand(whole), WgradOperand(shard, group))
+            )
+            sink.add("w", x, dy)
+            del shard, x, dy
+    sink.run(0, 0)
+    turns = [("gather 1", "gather 2", "multiply 1"), ("gather 3", "multiply 2"), ("gather 4", "multiply 3")]
+    assert events == [event for turn in turns for event in turn] + ["multiply 4"]
+    assert alive == [4, 3, 2, 1]

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megatron.distributed import timing
+from megatron.distributed.timing import NO_SPAN, Stopwatch
+
+
+def test_spans_of_the_host_add_up_by_name() -> None:
+    watch = Stopwatch(["tp", "dp"])
+    for _ in range(3):
+        with watch.span("tp", cuda=False):
+            time.sleep(0.002)
+    taken = watch.take()
+    assert 0.006 <= taken["tp"] < 0.1
+    assert taken["dp"] == 0.0
+    assert watch.take() == {"tp": 0.0, "dp": 0.0}
+
+
+def test_a_name_appears_with_its_first_span() -> None:
+    watch = Stopwatch()
+    with watch.span("world", cuda=False):
+        pass
+    assert watch.names == ("world",)
+    assert watch.take()["world"] > 0
+
+
+def test_pauses_count_nothing_and_nest() -> None:
+    watch = Stopwatch(["tp"])
+    with watch.paused():
+        with watch.paused():
+            assert watch.span("tp", cuda=False) is NO_SPAN
+        assert watch.span("tp", cuda=True) is NO_SPAN
+    with watch.span("tp", cuda=False):
+        pass
+    assert watch.take()["tp"] > 0
+
+
+def test_a_span_that_ends_in_an_error_is_counted() -> None:
+    watch = Stopwatch()
+    with pytest.raises(KeyError), watch.span("tp", cuda=False):
+        raise KeyError
+    assert watch.take()["tp"] > 0
+
+
+@dataclass
+class Gpu:
+    """A stream that is some milliseconds long; the device has worked it off up to ``done``."""
+
+    length: float = 0.0
+    done: float = 0.0
+    capturing: bool = False
+    events: list[Event] = field(default_factory=list)
+    waits: int = 0
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    gpu: Gpu
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.gpu.events.append(self)
+
+    def record(self) -> None:
+        self.at = self.gpu.length
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.done
+
+    def synchronize(self) -> None:
+        self.gpu.waits += 1
+        self.gpu.done = max(self.gpu.done, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "torch raises when an event has not happened"
+        return end.at - self.at
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(Event, "gpu", gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    return gpu
+
+
+def test_spans_of_a_gpu_are_those_of_its_stream(gpu: Gpu) -> None:
+    """However fast the host is: what counts is what lies between the events."""
+    watch = Stopwatch()
+    for name, milliseconds in (("tp", 3.0), ("dp", 5.0), ("tp", 4.0)):
+        gpu.length += 10.0  # other work
+        with watch.span(name, cuda=True):
+            gpu.length += milliseconds
+    assert gpu.waits == 0
+    assert watch.take() == pytest.approx({"tp": 0.007, "dp": 0.005})
+
+
+def test_a_long_window_needs_few_events_and_never_waits(gpu: Gpu) -> None:
+    """The device is 50 ms behind the host throughout."""
+    watch = Stopwatch()
+    for _ in range(20 * timing.MAX_UNREAD_SPANS):
+        with watch.span("tp", cuda=True):
+            gpu.length += 1.0
+        gpu.done = gpu.length - 50.0
+    assert gpu.waits == 0
+    assert len(gpu.events) <= 2 * timing.MAX_UNREAD_SPANS + 4
+    assert watch.take()["tp"] == pytest.approx(20 * timing.MAX_UNREAD_SPANS / 1e3)
+
+
+def test_a_stream_that_is_captured_is_left_alone(gpu: Gpu) -> None:
+    watch, gpu.capturing = Stopwatch(), True
+    with watch.span("tp", cuda=True):
+        pass
+    assert (gpu.events, watch.take()) == ([], {})

@@ -1,0 +1,223 @@
+"""Compiled regions compute what eager ones do, and are compiled once. Compiling takes seconds, so the rest is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import KERNEL_CANDIDATES, TrainingConfig
+from megatron.kernels.activation import ACTIVATIONS
+from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.kernels.dropout import dropout
+from megatron.kernels.operation import check_kernel
+from megatron.kernels.registry import OPERATIONS, Kernels
+from megatron.layers.recompute import recompute_producer
+from tests.solo import Solo, random_batch, tiny
+
+CPU = torch.device("cpu")
+COMPILED = [name for name, candidates in KERNEL_CANDIDATES.items() if "compiled" in candidates]
+
+
+@cache
+def compiled_kernels() -> Kernels:
+    return Kernels(**{name: OPERATIONS[name].candidates["compiled"].make() for name in COMPILED})
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def train(
+    kernels: Kernels, config: ModelConfig, training: TrainingConfig
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of steps on other data, samples and step numbers."""
+    solo = Solo.build(config, torch.float32, training, kernels=kernels)
+    for step in range(3):
+        batches = [random_batch(config, samples=3, seed=2 * step + i) for i in range(2)]
+        yield solo.step(batches)[0], solo.snapshot()
+
+
+def check_training(kernels: Kernels, config: ModelConfig, training: TrainingConfig) -> None:
+    """Compiled against eager, and no graph is added after the first step."""
+    at_work = []
+    steps = zip(train(kernels, config, training), train(Kernels(), config, training), strict=True)
+    for (loss, grads), (eager_loss, eager_grads) in steps:
+        at_work.append(graphs())
+        assert loss.item() == pytest.approx(eager_loss.item(), rel=1e-6)
+        whole = torch.cat([grad.flatten() for grad in eager_grads.values()]).norm()
+        for name, grad in eager_grads.items():
+            assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6 * whole, name
+    assert at_work[0] > 0
+    assert at_work == at_work[:1] * 3, "a shape or a number was compiled anew"
+
+
+def test_a_compiled_model_trains_like_an_eager_one() -> None:
+    """Sum and norm, activation and loss; 48 tokens in chunks of 16."""
+    kernels = replace(compiled_kernels(), norm=Kernels().norm)  # the same once more, and slow
+    check_training(kernels, tiny(num_layers=1), TrainingConfig(cross_entropy_chunk_size=16))
+
+
+LLAMA = tiny(
+    normalization="RMSNorm",
+    activation="swiglu",
+    position_embedding_type="rope",
+    num_query_groups=2,
+    qk_layernorm=True,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    z_loss_coeff=1e-3,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["nothing", "selective", "full"])
+def test_every_region_and_recomputation(recompute: str) -> None:
+    """With a last chunk of the loss that is shorter, and parts that backward computes again."""
+    modules = ("layernorm", "activation", "core_attn")
+    training = {
+        "nothing": TrainingConfig(cross_entropy_chunk_size=20),
+        "selective": TrainingConfig(recompute_granularity="selective", recompute_modules=modules),
+        "full": TrainingConfig(recompute_granularity="full"),
+    }[recompute]
+    check_training(compiled_kernels(), LLAMA, training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drop", [False, True])
+def test_what_recomputation_drops_is_dropped(drop: bool) -> None:
+    """A compiled activation keeps nothing between it and what it feeds."""
+    made = []
+
+    def consume(y: Tensor) -> Tensor:
+        made.append(StorageWeakRef(y.untyped_storage()))
+        return y.matmul(weight)
+
+    x, weight = torch.randn(48, 64, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+    out = recompute_producer(lambda t: compiled_kernels().activation(t, "swiglu"), x, consume, drop)
+    assert made[0].expired() is drop
+    out.sum().backward()
+    expected = Kernels().activation(x, "swiglu").t() @ torch.ones(48, 8)
+    torch.testing.assert_close(weight.grad, expected.detach())
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", COMPILED)
+def test_what_is_to_be_compiled_proves_to_be_torch(
+    monkeypatch: pytest.MonkeyPatch, operation: str, dtype: torch.dtype
+) -> None:
+    """As one graph, which is then run eagerly: quick."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    made, before = OPERATIONS[operation].candidates["compiled"].make(), graphs()
+    assert check_kernel(OPERATIONS[operation], made, CPU, dtype) is None
+    assert graphs() > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", COMPILED)
+def test_compiled_proves_to_be_torch(operation: str, dtype: torch.dtype) -> None:
+    assert check_kernel(OPERATIONS[operation], getattr(compiled_kernels(), operation), CPU, dtype) is None
+
+
+def test_compiled_dropout_drops_the_same() -> None:
+    """To the bit, for every key with one graph."""
+    ours = compiled(dropout)()
+    x, samples = torch.ones(7, 2, 33), torch.tensor([5, 2**40 + 1])
+    seen, before = [], graphs()
+    for key in (0, 1, 2**62 + 12345, 2**63 - 1):
+        out = ours(x, 0.3, torch.tensor(key), samples, 3)
+        assert torch.equal(out, dropout(x, 0.3, torch.tensor(key), samples, 3))
+        seen.append(out)
+    assert graphs() == before + 1
+    assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:]))
+
+
+def peak(kernel: CrossEntropyKernel) -> float:
+    """Most bytes per logit that the passes over bf16 logits hold at a time, the logits themselves apart."""
+    tokens, rows = 64, 8192
+    kept = torch.randn(tokens, rows, generator=torch.Generator().manual_seed(0)).bfloat16()
+    row, mine = torch.arange(tokens), torch.ones(tokens, dtype=torch.bool)
+
+    def run(logits: Tensor) -> None:
+        work, top = kernel.top(logits, rows - 5)
+        kernel.sums(work, top, row, mine, rows - 5)
+        kernel.gradient(work, top, top, top, row, mine, rows - 5, torch.bfloat16)
+
+    run(kept.clone())  # compiles
+    logits = kept.clone()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run(logits)
+    held = most = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most / (tokens * rows)
+
+
+def test_the_compiled_loss_stores_logits_once_and_in_the_format_of_the_product() -> None:
+    """Eager holds them in fp32 beside that, and then the gradient."""
+    assert peak(EAGER_CROSS_ENTROPY) >= 6.0
+    assert peak(compiled_kernels().cross_entropy) <= 0.1
+
+
+def test_no_thread_runs_out_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, which may compute a region again, has a thread of its own on GPUs; torch would stop after 8 shapes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    double = compiled(lambda x: 2 * x)()
+
+    def call() -> list[int]:
+        return [len(double(torch.zeros(n))) for n in range(2, 20)]
+
+    before = graphs()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(call).result() == list(range(2, 20))
+    assert graphs() == before + 18
+    assert call() == list(range(2, 20))
+    assert graphs() == before + 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(name: str) -> None:
+    x = torch.randn(6, 2, 32, requires_grad=True)
+    ours, eager = (f.activation(x, name) for f in (compiled_kernels(), Kernels()))
+    torch.testing.assert_close(ours, eager)
+    seed = torch.randn_like(eager)
+    torch.testing.assert_close(torch.autograd.grad(ours, x, seed), torch.autograd.grad(eager, x, seed))
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiler_missing(CPU, torch.float32) == "torch.compile needs a C++ compiler; there is no no-such-compiler"
+    assert "triton" in str(compiler_missing(torch.device("cuda"), torch.float32))
+
+
+def test_every_run_of_a_process_is_as_deterministic_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that follows a run that was not."""
+    import torch._inductor.config as inductor
+
+    seen: list[bool] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda: seen.append(inductor.deterministic))
+    run = compiled(lambda: None)()
+    try:
+        for wanted in (False, True, False):
+            torch.use_deterministic_algorithms(wanted)
+            run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True, False]

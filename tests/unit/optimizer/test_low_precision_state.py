@@ -1,0 +1,329 @@
+"""Moments in bf16: rounding that is right in the mean, and the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.config.run import OptimizerConfig
+from megatron.distributed.param_layout import ParamShard
+from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
+from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
+from megatron.kernels.dropout import MASK, mix, random_bits
+from megatron.optimizer import low_precision_state
+from megatron.optimizer.low_precision_state import GlobalIndices, build_rule, stochastic_round
+from megatron.optimizer.main_params import MainParams
+from megatron.optimizer.param_groups import ParamGroup
+from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
+from tests.solo import Allocations, Solo, random_batch, tiny
+
+BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+GO, SKIP = torch.zeros(()), torch.ones(())
+INIT = Init()
+
+
+def made(
+    masters: dict[str, Tensor],
+    specs: dict[str, ShardSpec],
+    config: OptimizerConfig,
+    seed: int,
+    kernel: AdamKernel = adam,
+) -> UpdateRule:
+    """The rule of all parameters, which this rank updates whole."""
+    group = ParamGroup(tuple(specs), config.optimizer, decoupled=False, lr_factor=1.0, weight_decay_factor=1.0)
+    shares = {name: ParamShard(0, prod(spec.local_shape)) for name, spec in specs.items()}
+    return build_rule(group, MainParams(masters, config.store_param_remainders), specs, shares, config, seed, kernel)
+
+
+def neighbours(value: float) -> tuple[float, float]:
+    """The bf16 values on both sides of an fp32 value, by cutting off bits and by the next pattern."""
+    low = torch.tensor(value).view(torch.int32).item() >> 16
+    patterns = torch.tensor([low, low + (value != _float(low << 16))], dtype=torch.int64) << 16
+    first, second = patterns.to(torch.int32).view(torch.float32).tolist()
+    return first, second
+
+
+def _float(pattern: int) -> float:
+    return torch.tensor([pattern], dtype=torch.int64).to(torch.int32).view(torch.float32).item()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.floats(-(2.0**100), 2.0**100, width=32))
+def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value: float) -> None:
+    """Over all 2^16 draws the mean is the value itself, exactly."""
+    bits = torch.arange(1 << 16, dtype=torch.int32) + (5 << 16)  # what is above the lowest 16 does not count
+    rounded = stochastic_round(torch.full(bits.shape, value), bits)
+    assert rounded.dtype == torch.bfloat16
+    assert set(rounded.double().tolist()) <= set(neighbours(value))
+    torch.testing.assert_close(rounded.double().mean().item(), value, rtol=1e-9, atol=1e-44)
+
+
+def test_what_bf16_has_is_never_rounded() -> None:
+    values = torch.randn(1000).bfloat16().float()
+    values[:4] = torch.tensor([0.0, -0.0, float("inf"), 1e-40]).bfloat16().float()
+    for bits in (0, 0xFFFF):
+        assert torch.equal(stochastic_round(values, torch.full((1000,), bits, dtype=torch.int32)).float(), values)
+
+
+ROWS, COLUMNS = torch.arange(1 << 8) + (1 << 40) - (1 << 7), torch.arange(1 << 8)
+
+
+def test_bits_are_even_and_differ_from_step_to_step_and_from_place_to_place() -> None:
+    """Each of 32 bits is set half of the time, and no two draws, of neighbours too, agree more often than that."""
+    step = torch.tensor(5)
+    draws = [random_bits(7, torch.tensor(at), ROWS, COLUMNS) for at in (5, 6, 7)]
+    draws += [random_bits(8, step, ROWS, COLUMNS), random_bits(7, step, ROWS + 1, COLUMNS)]
+    draws += [random_bits(7, step, ROWS, COLUMNS + 1), random_bits(7, step, ROWS + (1 << 32), COLUMNS)]
+    deviation = 0.5 * (1 << 16) ** -0.5
+    for i, draw in enumerate(draws):
+        for shift in range(32):
+            bit = draw >> shift & 1
+            others = [(other >> shift & 1) == bit for other in draws[:i]]
+            for share in (bit, *others):
+                assert share.double().mean().item() == pytest.approx(0.5, abs=5 * deviation)
+
+
+def test_products_that_wrap_around_are_those_of_wide_numbers() -> None:
+    """A row's bits are ``mix`` of its own hash and the column, computed in 64 bits."""
+    bits = random_bits(7, torch.tensor(5), ROWS, COLUMNS).long() & MASK
+    low = mix(torch.tensor(5 ^ 7))
+    heads = mix(mix((ROWS & MASK) ^ low) ^ (ROWS >> 32) ^ mix(low))
+    assert torch.equal(bits, mix(heads.unsqueeze(1) ^ COLUMNS))
+
+
+def specs_of(shard: DenseSharding) -> dict[str, ShardSpec]:
+    """Every way in which a tensor is cut."""
+    return {
+        "rows": shard.split((8, 6), 0, INIT),
+        "columns": shard.split((6, 8), 1, INIT),
+        "gate_up": shard.split((16, 4), 1, INIT, view=(2, 8, 4)),
+        "norm": shard.replicate((16,), INIT, partial=True),
+        "words": shard.vocabulary(13, 4, 8, INIT),
+        "qkv": shard.qkv(2, 4, (2, 8), INIT),
+        "qkv_bias": shard.qkv(2, 4, (2,), INIT),
+        "bias": shard.split((16,), 0, INIT),
+    }
+
+
+def part(spec: ShardSpec, whole: Tensor) -> Tensor:
+    """What a rank holds of a global tensor; padding is 0."""
+    local = torch.zeros(spec.local_view, dtype=whole.dtype)
+    for piece in spec.pieces:
+        local[piece.local.slices] = whole.view(spec.view)[piece.place.slices]
+    return local.view(spec.local_shape)
+
+
+def whole_of(spec: ShardSpec, local: Tensor) -> Tensor:
+    """The global tensor, of a rank that is alone."""
+    (piece,) = spec.pieces
+    return local.view(spec.local_view)[piece.local.slices].reshape(spec.shape)
+
+
+def held(spec: ShardSpec) -> Tensor:
+    """Which elements of a rank's tensor are some of the global one."""
+    return part(spec, torch.ones(spec.shape, dtype=torch.bool))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from(("adam", "lion")), st.booleans(), st.integers(0, 1), st.data())
+def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank: int, data: st.DataObject) -> None:
+    """A flat range of a rank's part, to the bit: weights, masters and moments."""
+    config = OptimizerConfig(
+        optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=remainders
+    )
+    specs = specs_of(DenseSharding(rank, 2))
+    whole_shares = {name: ParamShard(0, prod(spec.local_shape)) for name, spec in specs.items()}
+    starts = {name: data.draw(st.integers(0, share.stop - 1)) for name, share in whole_shares.items()}
+    shares = {n: ParamShard(starts[n], data.draw(st.integers(starts[n] + 1, s.stop))) for n, s in whole_shares.items()}
+    group = ParamGroup(tuple(specs), optimizer, decoupled=False, lr_factor=1.0, weight_decay_factor=1.0)
+    results = []
+    for held_shares in (whole_shares, shares):
+        weights = {n: part(spec, normal(spec, len(n))).flatten().bfloat16() for n, spec in specs.items()}
+        weights = {name: weights[name][s.start : s.stop].clone() for name, s in held_shares.items()}
+        masters = MainParams(weights, remainders)
+        rule = build_rule(group, masters, specs, held_shares, config, 5, plain_adam)
+        for step in range(3):
+            grads = {name: part(spec, normal(spec, 100 * step + 1)).flatten() for name, spec in specs.items()}
+            rule.update([grads[name][s.start : s.stop] for name, s in held_shares.items()], 0.1, 0.05, GO)
+        masters.publish()
+        found = {f"weight {name}": weight for name, weight in weights.items()} | dict(masters)
+        for kind, moments in rule.state.items():
+            found |= {f"{kind} {name}": moment for name, moment in zip(specs, moments)}
+        results.append(found)
+    whole, cut = results
+    for key, got in cut.items():
+        share = shares[key.split()[-1]]
+        assert torch.equal(got, whole[key][share.start : share.stop]), key
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_bits_of_a_part_are_a_part_of_those_of_the_whole(tp: int) -> None:
+    step = torch.tensor(3)
+    for rank in range(tp):
+        for name, spec in specs_of(DenseSharding(rank, tp)).items():
+            width = spec.shape[1] if len(spec.shape) > 1 else 1
+            whole = random_bits(9, step, torch.arange(spec.shape[0]), torch.arange(width)).view(spec.shape)
+            expected, real = part(spec, whole).flatten(), held(spec).flatten()
+            places, count = GlobalIndices.of(spec, torch.device("cpu")), expected.numel()
+            cuts = [0, count // 3, count // 3 + 1, count]
+            found = torch.cat([places.bits(9, step, a, b) for a, b in zip(cuts, cuts[1:])])
+            assert torch.equal(found[real], expected[real]), (name, rank)
+
+
+def plain_adam(
+    state: AdamState, grads: Sequence[Tensor], numbers: AdamSettings, lr: float | Tensor, decay: float, skip: Tensor
+) -> None:
+    """Sums, products and roots only: torch's fused kernel rounds elements at the end of a tensor otherwise."""
+    torch._foreach_add_(state.step_counts, 1.0 - skip)
+    everything = zip(state.params, grads, state.exp_avgs, state.exp_avg_sqs, state.step_counts)
+    for p, g, m, v, count in everything if skip == 0 else ():
+        m.mul_(numbers.beta1).add_(g * (1 - numbers.beta1))
+        v.mul_(numbers.beta2).add_(g * g * (1 - numbers.beta2))
+        root = (v / (1 - numbers.beta2 ** count.item())).sqrt() + numbers.eps
+        p.mul_(1 - lr * decay).sub_(m / (1 - numbers.beta1 ** count.item()) / root * lr)
+
+
+def trained(
+    specs: dict[str, ShardSpec], config: OptimizerConfig, seed: int = 3
+) -> tuple[UpdateRule, dict[str, Tensor]]:
+    """A rule on a rank's parts after five steps, one of them skipped; and the parts."""
+    masters = {name: part(spec, normal(spec, len(name))) for name, spec in specs.items()}
+    rule = made(masters, specs, config, seed, plain_adam)
+    for step in range(5):
+        grads = [part(spec, normal(spec, 100 * step + 1)) for spec in specs.values()]
+        rule.update(grads, 0.1, 0.05, SKIP if step == 2 else GO)
+    return rule, masters
+
+
+def normal(spec: ShardSpec, seed: int) -> Tensor:
+    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_layout_rounds_alike(optimizer: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, copies on several ranks too; and wherever blocks are cut."""
+    config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    alone = specs_of(DenseSharding(0, 1))
+    whole, masters = trained(alone, config)
+    monkeypatch.setattr(low_precision_state, "iterate_blocks", lambda tensors: iterate_blocks(tensors, 16))
+    for rank in range(tp):
+        specs = specs_of(DenseSharding(rank, tp))
+        cut, parts = trained(specs, config)
+        for i, (name, spec) in enumerate(specs.items()):
+            assert torch.equal(parts[name], part(spec, whole_of(alone[name], masters[name]))), (name, rank)
+            for kind in whole.state:
+                expected = part(spec, whole_of(alone[name], whole.state[kind][i]))
+                assert expected.dtype == torch.bfloat16
+                assert torch.equal(cut.state[kind][i], expected), (kind, name, rank)
+
+
+def test_seed_name_and_step_draw_anew() -> None:
+    spec = DenseSharding(0, 1).split((64, 64), 0, INIT)
+    ones = torch.ones(64, 64)
+
+    def moment(name: str, seed: int, steps: int) -> Tensor:
+        rule = made({name: ones.clone()}, {name: spec}, BF16, seed)
+        for _ in range(steps):
+            rule.state["exp_avg"][0].zero_()
+            rule.update([ones.clone()], 0.0, 0.0, GO)
+        return rule.state["exp_avg"][0]
+
+    first = moment("a", 1, 1)
+    assert torch.equal(first, moment("a", 1, 1))
+    for other in (moment("b", 1, 1), moment("a", 2, 1), moment("a", 1, 2)):
+        assert 0.2 < (first == other).double().mean() < 0.8
+
+
+def test_the_two_moments_of_an_element_are_rounded_independently() -> None:
+    spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    rule.update([torch.full((100, 100), 1.01)], 0.0, 0.0, GO)
+    (first,), (second,) = rule.state.values()
+    up, also = first > first.min(), second > second.min()
+    both, chance = (up & also).double().mean(), up.double().mean() * also.double().mean()
+    assert 0.1 < chance < 0.9
+    assert both.item() == pytest.approx(chance.item(), abs=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
+    specs = specs_of(DenseSharding(0, 1))
+    config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    rule, _ = trained(specs, config)
+    before = [t.clone() for kind in rule.state.values() for t in kind] + [t.clone() for t in rule.params]
+    counts = [count.item() for count in rule.step_counts]
+    rule.update([torch.full_like(p, float("nan")) for p in rule.params], 0.1, 0.1, SKIP)
+    after = [t for kind in rule.state.values() for t in kind] + rule.params
+    assert all(map(torch.equal, before, after))
+    assert [count.item() for count in rule.step_counts] == counts == [4.0]
+
+
+def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> None:
+    """The mean of squares moves by a thousandth of the gap in each step, a quarter of a bf16 step."""
+    spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    moment = rule.state["exp_avg_sq"][0].fill_(1.0)
+    grads = [torch.full((100, 100), 2.0**0.5)]
+    for _ in range(500):
+        rule.update(grads, 0.0, 0.0, GO)
+    exact = 2.0 - 0.999**500
+    assert moment.double().mean().item() == pytest.approx(exact, rel=1.5e-3)
+    assert torch.tensor(1.001).bfloat16() == 1.0, "to the nearest it would still be 1"
+
+
+@pytest.mark.parametrize("kinds", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    """An update is made with moments before they are rounded; those that are wide stay exactly so."""
+    formats = {f"{kind}_dtype": "bf16" for kind in kinds}
+    specs = specs_of(DenseSharding(0, 1))
+    config = OptimizerConfig(**formats)
+    ours, theirs = ([normal(s, 1).to(dtype) for s in specs.values()] for _ in range(2))
+    rule = made(dict(zip(specs, ours)), specs, config, 0)
+    wide = RULES["adam"](theirs, config)
+    grads = [normal(s, 2).to(dtype) for s in specs.values()]
+    for r in (rule, wide):
+        r.update(grads, 0.1, 0.05, GO)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    for kind, moments in rule.state.items():
+        narrow_kind = kind in kinds
+        assert {m.dtype for m in moments} == {torch.bfloat16 if narrow_kind else dtype}
+        for a, b in zip(moments, wide.state[kind]):
+            torch.testing.assert_close(a.to(dtype), b, rtol=2**-7 if narrow_kind else tolerance, atol=1e-12)
+
+
+def test_what_an_update_needs_besides_does_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_precision_state, "iterate_blocks", lambda tensors: iterate_blocks(tensors, 100))
+    spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    grads = [torch.ones(100, 100)]
+    with Allocations() as seen:
+        rule.update(grads, 0.1, 0.1, GO)
+    assert seen.largest <= 100 * 8
+
+
+def final_loss(make: Callable[[], OptimizerConfig], model_dtype: torch.dtype) -> float:
+    config = tiny(num_query_groups=2)
+    solo = Solo.build(config, model_dtype, optimizer=make())
+    batches = [random_batch(config, seed=seed) for seed in (1, 2)]
+    for _ in range(30):
+        loss, _ = solo.step(batches, lr=3e-3)
+    return loss.item()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_training_is_close_to_that_with_wide_moments(optimizer: str) -> None:
+    wide = final_loss(lambda: OptimizerConfig(optimizer=optimizer), torch.float32)
+    formats = {"exp_avg_dtype": "bf16"} | ({"exp_avg_sq_dtype": "bf16"} if optimizer == "adam" else {})
+    rough = final_loss(lambda: OptimizerConfig(optimizer=optimizer, **formats), torch.float32)
+    assert rough == pytest.approx(wide, rel=0.03)
+    assert rough != wide

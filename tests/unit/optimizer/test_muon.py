@@ -1,0 +1,319 @@
+"""Muon: against torch's, against singular values, and against whole matrices where ranks have parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.arguments.cli import parse
+from megatron.config.errors import UserError
+from megatron.config.run import OptimizerConfig
+from megatron.distributed.comm import Group
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
+from megatron.optimizer.muon import (
+    NEWTON_SCHULZ_COEFFICIENTS,
+    MatrixShard,
+    Muon,
+    is_muon_param,
+    matrix_shards,
+    orthogonalize,
+    update_scale,
+)
+from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+
+INIT = Init()
+GO, SKIP = torch.zeros(()), torch.ones(())
+H, D = 24, 3
+"""Width of the hidden state, and of a head."""
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def single(rows: int, columns: int, config: OptimizerConfig, dtype: torch.dtype) -> Muon:
+    specs = {"layers.0.w": DenseSharding(0, 1).split((rows, columns), 0, INIT)}
+    return Muon([draw(rows, columns, dtype=dtype)], ["layers.0.w"], specs, one_rank_mesh(), config)
+
+
+def by_singular_values(x: Tensor, steps: int = 5) -> Tensor:
+    """What the iteration does to each singular value by itself: ``s <- a s + b s^3 + c s^5``, the largest sum first."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / (s.square().sum().sqrt() + 1e-7)
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ v
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 5), (5, 24), (1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_iteration_is_a_polynomial_of_singular_values(shape: tuple[int, int], steps: int) -> None:
+    x = draw(3, *shape)
+    out = orthogonalize(x, MatrixShard((), shape, 3, None), Group(), steps)
+    for matrix, got in zip(x, out):
+        torch.testing.assert_close(got, by_singular_values(matrix, steps), rtol=1e-10, atol=1e-12)
+    if steps == 5:
+        values = torch.linalg.svdvals(out)
+        assert values.min() > 0.4
+        assert values.max() < 1.4
+
+
+def test_no_gradient_moves_nothing() -> None:
+    x = torch.zeros(1, 4, 6)
+    assert torch.equal(orthogonalize(x, MatrixShard((), (4, 6), 1, None), Group(), 5), x)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize(("mode", "adjust"), [("shape_scaling", "original"), ("spectral", "match_rms_adamw")])
+def test_moves_like_torchs(shape: tuple[int, int], nesterov: bool, mode: str, adjust: str) -> None:
+    """Up to bf16, in which torch iterates; its other scale has a factor of 0.2 besides."""
+    extra = 0.2 if adjust == "match_rms_adamw" else 1.0
+    config = OptimizerConfig(
+        muon_momentum=0.95, muon_nesterov=nesterov, muon_scale_mode=mode, muon_extra_scale_factor=extra
+    )
+    ours = single(*shape, config, torch.float32)
+    theirs = torch.nn.Parameter(ours.params[0].clone())
+    reference = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn=adjust
+    )
+    before = ours.params[0].clone()
+    for step in range(3):
+        grad = draw(*shape, seed=step + 1, dtype=torch.float32)
+        theirs.grad = grad.clone()
+        reference.step()
+        ours.update([grad], 0.02, 0.1, GO)
+        assert torch.equal(ours.state["exp_avg"][0], reference.state[theirs]["momentum_buffer"])
+    moved = (theirs.detach() - before).norm()
+    assert (ours.params[0] - theirs.detach()).norm() < 0.02 * moved
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 9), (9, 4), (5, 5)])
+def test_scales(m: int, n: int) -> None:
+    """Spectral: a root mean square of the update that does not depend on the shape; the others as defined."""
+    assert update_scale((m, n), "spectral") == pytest.approx(sqrt(max(m, n)))
+    assert update_scale((m, n), "unit_rms_norm") == pytest.approx(sqrt(m / n))
+    assert update_scale((m, n), "shape_scaling") == pytest.approx(sqrt(max(1, m / n)))
+    orthogonal = torch.linalg.qr(draw(max(m, n), min(m, n)))[0]
+    rms = orthogonal.square().mean().sqrt().item()
+    assert rms * update_scale((m, n), "spectral") == pytest.approx(1)
+
+
+def test_is_muons() -> None:
+    solo = Solo.build(tiny(untie_embeddings_and_output_weights=True))
+    moved = {name for name, spec in solo.chunk.specs.items() if is_muon_param(name, spec)}
+    linears = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
+    assert moved == {f"layers.{i}.{linear}.weight" for i in range(2) for linear in linears}
+
+
+def fused(groups: int, queries: int) -> Callable[[DenseSharding], ShardSpec]:
+    return lambda shard: shard.qkv(groups, queries, (D, H), INIT)
+
+
+def qkv_rows(groups: int, queries: int, *which: range) -> list[int]:
+    """Rows of the stored tensor that belong to one matrix, group by group; which of a group's heads it has."""
+    width = queries + 2
+    return [(g * width + i) * D + d for g in range(groups) for heads in which for i in heads for d in range(D)]
+
+
+def gated(shard: DenseSharding) -> ShardSpec:
+    return replace(shard.split((16, H), 1, INIT, (2, 8, H)), matrices=1)
+
+
+def plain(dim: int) -> Callable[[DenseSharding], ShardSpec]:
+    return lambda shard: shard.split((16, H), dim, INIT)
+
+
+def logical(groups: int, queries: int, split: bool) -> list[list[int]]:
+    q, k, v = range(queries), range(queries, queries + 1), range(queries + 1, queries + 2)
+    wanted = ((q,), (k,), (v,)) if split else ((q, k, v),)
+    return [qkv_rows(groups, queries, *which) for which in wanted]
+
+
+LOGICAL: dict[str, tuple[Callable[[DenseSharding], ShardSpec], bool, list[list[int]]]] = {
+    "columns": (plain(0), True, [list(range(16))]),
+    "rows": (plain(1), True, [list(range(16))]),
+    "gate and up": (gated, True, [list(range(8)), list(range(8, 16))]),
+    **{
+        f"{groups} groups of {queries}, {'split' if split else 'fused'}": (
+            fused(groups, queries),
+            split,
+            logical(groups, queries, split),
+        )
+        for groups, queries in ((4, 1), (4, 2), (2, 2), (1, 4))
+        for split in (True, False)
+    },
+}
+"""A factory of specs, whether queries, keys and values are apart, and the rows of each matrix in the stored tensor."""
+
+
+def held(spec: ShardSpec, stored: Tensor) -> Tensor:
+    """A rank's tensor, piece by piece out of the whole one."""
+    local = torch.zeros(spec.local_view, dtype=stored.dtype)
+    for piece in spec.pieces:
+        local[piece.local.slices] = stored.view(spec.view)[piece.place.slices]
+    return local.view(spec.local_shape)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", LOGICAL)
+def test_parts_of_all_ranks_are_the_matrices(name: str, tp: int) -> None:
+    """The Gram matrix summed over ranks is that of the whole matrix, of which each row counts once."""
+    factory, split, matrices = LOGICAL[name]
+    specs = [factory(DenseSharding(rank, tp)) for rank in range(tp)]
+    stored = draw(*specs[0].shape)
+    cuts = [[(part, i) for part in matrix_shards(spec, split) for i in range(part.count)] for spec in specs]
+    assert {len(parts) for parts in cuts} == {len(matrices)}
+    for number, rows in enumerate(matrices):
+        matrix = stored[rows]
+        gram, over_rows = torch.zeros(()), False
+        for spec, parts in zip(specs, cuts):
+            part, i = parts[number]
+            assert part.shape == matrix.shape
+            x = part.of(held(spec, stored), spec)
+            over_rows = part.sharded_dim == 0
+            here = part.once(x).mT @ x if over_rows else x @ x.mT
+            gram = gram + here[i] / (tp if part.sharded_dim is None else 1)
+        expected = matrix.mT @ matrix if over_rows else matrix @ matrix.mT
+        torch.testing.assert_close(gram, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (2, 2), (4, 1), (1, 2)])
+def test_every_expert_has_its_own_matrices(ep: int, etp: int) -> None:
+    for view, dim in (((4, 2, 8, H), 2), ((4, H, 8), 2)):
+        spec = ExpertSharding(1 % ep, ep, 1 % etp, etp).split(view, dim, INIT)
+        (part,) = matrix_shards(spec, split=True)
+        assert part.count == (8 if len(view) == 4 else 4) // ep
+        assert part.shape == view[-2:]
+        assert part.sharded_dim == (None if etp == 1 else 0 if dim < len(view) - 1 else 1)
+
+
+def matrices_of(name: str, weight: Tensor, queries: int, experts: int) -> list[Tensor]:
+    """The logical matrices of a whole stored weight, views of it, by the words of docs/formats.md."""
+    h = weight.shape[-1]
+    if "linear_qkv" in name:
+        view = weight.view(-1, queries + 2, 8, h)
+        return [view[:, :queries], view[:, queries], view[:, queries + 1]]
+    if "experts.linear_fc1" in name and "shared" not in name:
+        return list(weight.view(experts * 2, -1, h))
+    if "experts.linear_fc2" in name and "shared" not in name:
+        return list(weight.view(experts, -1, h))
+    if "linear_fc1" in name:
+        return list(weight.view(2, -1, h))
+    return [weight]
+
+
+MODELS = {
+    "dense": tiny(num_query_groups=2, activation="swiglu", add_bias_linear=False),
+    "experts": tiny(
+        num_query_groups=2,
+        activation="swiglu",
+        add_bias_linear=False,
+        num_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_moves_matrix_by_matrix(model: str, mode: str, nesterov: bool) -> None:
+    """Every logical matrix of a block by its singular values, and what is no matrix of a block as Adam does."""
+    config = MODELS[model]
+    chosen = OptimizerConfig(
+        optimizer="muon", muon_scale_mode=mode, muon_nesterov=nesterov, muon_extra_scale_factor=0.3, clip_grad=0.0
+    )
+    solo, adam = Solo.build(config, optimizer=chosen), Solo.build(config, optimizer=OptimizerConfig(clip_grad=0.0))
+    momenta = {n: torch.zeros_like(p) for n, p in solo.params.items()}
+    lr, decay = 0.02, 0.1
+    for step in range(2):
+        before = {name: p.detach().clone() for name, p in solo.params.items()}
+        batches = [random_batch(config, seed=step)]
+        solo.step(batches, lr, decay)
+        grads = solo.snapshot()
+        for name, old in before.items():
+            got = solo.params[name].detach()
+            if not is_muon_param(name, solo.chunk.specs[name]):
+                continue
+            momentum = momenta[name].mul_(0.9).add_(grads[name], alpha=0.1)
+            direction = 0.9 * momentum + 0.1 * grads[name] if nesterov else momentum
+            new = old * (1 - lr * decay)
+            queries, experts = config.num_attention_heads // config.kv_groups, config.num_experts or 1
+            pairs = zip(*(matrices_of(name, x, queries, experts) for x in (new, direction)), strict=True)
+            for target, given in pairs:
+                matrix = given.reshape(-1, given.shape[-1])
+                scale = lr * 0.3 * update_scale(tuple(matrix.shape), mode)
+                target -= scale * by_singular_values(matrix).view(target.shape)
+            torch.testing.assert_close(got, new, rtol=1e-9, atol=1e-11, msg=name)
+        if step == 0:
+            adam.step(batches, lr, decay)
+            for name, spec in solo.chunk.specs.items():
+                assert torch.equal(solo.params[name], adam.params[name]) != is_muon_param(name, spec), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_skipped_step_leaves_everything(bad: float) -> None:
+    muon = single(6, 4, OptimizerConfig(muon_nesterov=True), torch.float64)
+    muon.update([draw(6, 4, seed=1)], 0.1, 0.1, GO)
+    weight, momentum = muon.params[0].clone(), muon.state["exp_avg"][0].clone()
+    muon.update([torch.full((6, 4), bad, dtype=torch.float64)], 0.1, 0.1, SKIP)
+    assert torch.equal(muon.params[0], weight)
+    assert torch.equal(muon.state["exp_avg"][0], momentum)
+
+
+def test_a_rate_on_the_device_is_as_good() -> None:
+    numbers, tensors = (single(6, 4, OptimizerConfig(), torch.float64) for _ in range(2))
+    numbers.update([draw(6, 4, seed=1)], 0.1, 0.1, GO)
+    tensors.update([draw(6, 4, seed=1)], torch.tensor(0.1, dtype=torch.float64), 0.1, GO)
+    torch.testing.assert_close(numbers.params[0], tensors.params[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_it_keeps_one_momentum_in_the_format_of_masters(dtype: torch.dtype) -> None:
+    solo = Solo.build(MODELS["dense"], dtype, optimizer=OptimizerConfig(optimizer="muon"))
+    moments, specs = solo.optimizer.moments(), solo.chunk.specs
+    assert moments["exp_avg"].keys() == specs.keys()
+    assert moments["exp_avg_sq"].keys() == {name for name, spec in specs.items() if not is_muon_param(name, spec)}
+    wide = torch.promote_types(dtype, torch.float32)
+    assert {moment.dtype for kind in moments.values() for moment in kind.values()} == {wide}
+    loss, _ = solo.step([random_batch(MODELS["dense"])])
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16", "--bf16 --store-param-remainders"]
+)
+def test_formats_that_it_does_not_have_are_refused(flags: str) -> None:
+    run = "--mock-data --vocab-size 257 --train-iters 100 --optimizer muon"
+    with pytest.raises(UserError) as caught:
+        parse(f"{run} {flags}".split(), {})
+    assert [problem.code for problem in caught.value.problems] == ["E601"]
+
+
+def test_what_an_update_needs_besides_does_not_grow_with_the_number_of_matrices() -> None:
+    names = [f"layers.{i}.w" for i in range(8)]
+    specs = {name: DenseSharding(0, 1).split((40, 60), 0, INIT) for name in names}
+    params = [draw(40, 60, seed=i, dtype=torch.float32) for i in range(8)]
+    muon = Muon(params, names, specs, one_rank_mesh(), OptimizerConfig())
+    with Allocations() as seen:
+        muon.update([torch.ones(40, 60)] * 8, 0.1, 0.1, GO)
+    assert seen.largest == 40 * 60 * 4
+    assert seen.alive == 0
+
+
+def test_loss_falls() -> None:
+    config = MODELS["experts"]
+    solo = Solo.build(config, torch.float32, optimizer=OptimizerConfig(optimizer="muon", muon_extra_scale_factor=0.2))
+    batches = [random_batch(config, seed=seed) for seed in (1, 2)]
+    first, _ = solo.step(batches, lr=1e-2)
+    for _ in range(20):
+        last, _ = solo.step(batches, lr=1e-2)
+    assert last < 0.5 * first

@@ -1,0 +1,320 @@
+"""Finishing a step: norm, clipping, decay, masters, skips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer, GradNorm
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.rules import RULES
+from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+
+CONFIG = tiny(num_query_groups=2)
+RATES = Rates(1e-3, 0.1)
+BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
+
+
+def buckets_of(
+    specs: dict[str, ShardSpec], dtype: torch.dtype = torch.float32, uncut: Collection[str] = (), **changes: Any
+) -> GradBuffer:
+    dtypes, config = dict.fromkeys(specs, dtype), ParallelConfig(**changes)
+    return GradBuffer(specs, dtypes, one_rank_mesh(), GradAccumulator(), torch.device("cpu"), config, uncut)
+
+
+def state(solo: Solo) -> dict[str, Tensor]:
+    """Copies of weights, masters, moments and step counts."""
+    out = {f"weight {n}": p for n, p in solo.params.items()}
+    out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
+    for group, rule in solo.optimizer.groups:
+        out |= {f"{kind} {group.names[i]}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
+    out |= {f"average {n}": a for n, a in solo.optimizer.average.items()}
+    return {name: t.detach().clone() for name, t in out.items()}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -> None:
+    solo = Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    reference = [nn.Parameter(torch.zeros_like(g)) for g in solo.buckets.grads.values()]
+    for param, grad in zip(reference, solo.snapshot().values()):
+        param.grad = grad
+    norm = nn.utils.clip_grad_norm_(reference, clip if clip else float("inf"))
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    solo.optimizer.finish()
+    outcome = solo.optimizer.update(Rates(1e-3, 0.0), torch.ones(()))
+    assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
+    assert outcome.grad_norm.dtype == torch.float64
+    assert outcome.skipped.item() == 0
+    for param, (name, grad) in zip(reference, solo.buckets.grads.items()):
+        assert param.grad is not None
+        torch.testing.assert_close(grad, param.grad, rtol=10 * tolerance, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_norm_counts_what_this_rank_owns() -> None:
+    """Copies count on their first holder only, vocabulary padding nowhere."""
+    init, squares = Init(), []
+    for rank in range(2):
+        shard = DenseSharding(rank, 2)
+        specs = {
+            "norm": shard.replicate((6,), init, partial=False),
+            "split": shard.split((8, 3), 0, init),
+            "vocabulary": shard.vocabulary(5, 3, 4, init),  # 4 rows and 1, of 4 each
+            "qkv": shard.qkv(1, 2, (2, 3), init),
+        }
+        buckets = buckets_of(specs)
+        for gradient in buckets.grads.values():
+            gradient.fill_(3.0)
+        squares.append(GradNorm(specs, buckets, one_rank_mesh()).compute().square().item())
+    elements = 6 + 8 * 3 + 5 * 3 + (2 + 2) * 2 * 3
+    assert sum(squares) == pytest.approx(9 * elements)
+    assert squares[1] == pytest.approx(9 * (12 + 3 + 6)), "rank 1 owns half of the split, one row, one query head"
+
+
+@pytest.mark.parametrize("fill", [torch.ones, torch.randn], ids=["ones", "normal"])
+def test_the_norm_of_a_large_gradient_is_accurate_in_fp32(fill: Callable[[int], Tensor]) -> None:
+    """Adding up ten million squares in one fp32 number would lose the fourth digit, and another one in each layout."""
+    elements = 10_000_000
+    torch.manual_seed(0)
+    grad = fill(elements).view(-1, 1000)
+    specs = {"w": DenseSharding(0, 1).split(tuple(grad.shape), 0, Init())}
+    buckets = buckets_of(specs)
+    buckets.grads["w"].copy_(grad)
+    norm = GradNorm(specs, buckets, one_rank_mesh()).compute()
+    assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_skipped_step_leaves_the_bad_gradient_where_it_was(clip: float) -> None:
+    solo = Solo.build(CONFIG, torch.float32, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    bad = "layers.0.mlp.linear_fc1.weight"
+    solo.buckets.grads[bad][0, 0] = float("nan")
+    solo.optimizer.finish()
+    solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
+    assert [name for name, grad in solo.buckets.grads.items() if not grad.isfinite().all()] == [bad]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_not_finite_skips_the_step(dtype: torch.dtype, bad: float) -> None:
+    solo = Solo.build(CONFIG, dtype)
+    solo.step(BATCHES)
+    before = state(solo)
+    solo.backward(BATCHES)
+    solo.buckets.grads["layers.1.mlp.linear_fc2.bias"][3] = bad
+    solo.optimizer.finish()
+    outcome = solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
+    assert outcome.skipped.item() == 1
+    assert not outcome.grad_norm.isfinite()
+    after = state(solo)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    _, outcome = solo.step(BATCHES)
+    assert outcome.skipped.item() == 0
+    assert all(t.isfinite().all() for t in state(solo).values())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_the_loss_scale_is_taken_out(scale: float) -> None:
+    solo, scaled = Solo.build(CONFIG), Solo.build(CONFIG)
+    for _ in range(3):
+        solo.step(BATCHES)
+        scaled.backward(BATCHES)
+        for bucket in scaled.buckets.buckets:
+            bucket.own.mul_(scale)
+        scaled.optimizer.finish()
+        outcome = scaled.optimizer.update(Rates(1e-3, 0.1), torch.tensor(scale))
+        assert outcome.skipped.item() == 0
+    for name, value in state(solo).items():
+        torch.testing.assert_close(state(scaled)[name], value, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_decay_shrinks_matrices_only(name: str) -> None:
+    """With zero gradients nothing else moves a weight."""
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(optimizer=name))
+    before = {n: p.detach().clone() for n, p in solo.params.items()}
+    solo.buckets.start_step(0)
+    solo.optimizer.finish()
+    solo.optimizer.update(Rates(0.5, 0.1), torch.ones(()))
+    for n, param in solo.params.items():
+        expected = before[n] * (1 - 0.5 * 0.1) if param.dim() == 2 else before[n]
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_clip_is_what_gradients_were_multiplied_by(clip: float, scale: float) -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    before = solo.snapshot()
+    for bucket in solo.buckets.buckets:
+        bucket.own.mul_(scale)
+    outcome = solo.optimizer.update(RATES, torch.tensor(scale))
+    assert (outcome.clip < 1) == (clip == 0.01)
+    for name, grad in solo.snapshot().items():
+        torch.testing.assert_close(grad, before[name] * outcome.clip, rtol=1e-12, atol=0)
+
+
+def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
+    """Weights, moments, counts and average stay; gradients are scaled as ever; the next step goes on."""
+    config = OptimizerConfig(skip_spikes=6.0, spike_window=8, ema_decay=0.5)
+    solo, loss = Solo.build(CONFIG, optimizer=config), torch.tensor(1.0)
+    for i in range(6):
+        solo.backward(BATCHES)
+        outcome = solo.optimizer.update(RATES, torch.ones(()), loss + 0.01 * (i % 2))
+        assert (outcome.skipped.item(), outcome.nonfinite.item()) == (0, 0)
+    before, steps = state(solo), solo.optimizer.steps_applied()
+    for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
+        solo.backward(BATCHES)
+        if nonfinite:
+            solo.buckets.buckets[0].own[0] = torch.nan
+        outcome = solo.optimizer.update(RATES, torch.ones(()), value)
+        assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
+        assert outcome.clip.isfinite()
+        after = state(solo)
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert solo.optimizer.steps_applied() == steps == 6
+    solo.backward(BATCHES)
+    assert solo.optimizer.update(RATES, torch.ones(()), loss).skipped.item() == 0
+    assert not torch.equal(state(solo)["master final_layernorm.weight"], before["master final_layernorm.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_average_takes_the_place_of_the_weights_for_a_while(dtype: torch.dtype) -> None:
+    solo = Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(ema_decay=0.9))
+    for _ in range(3):
+        solo.step(BATCHES, lr=1e-2)
+    before = state(solo)
+    with solo.optimizer.averaged():
+        for name, param in solo.params.items():
+            assert torch.equal(param, before[f"average {name}"].to(dtype))
+    after = state(solo)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert not torch.equal(before["weight final_layernorm.weight"], before["average final_layernorm.weight"].to(dtype))
+
+
+def test_whoever_skips_spikes_needs_a_loss() -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(skip_spikes=6.0))
+    with pytest.raises(ValueError, match="pass it to update"):
+        solo.optimizer.update(RATES, torch.ones(()))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_move_like_parameters_of_torch_with_rates_of_their_own(rule: str) -> None:
+    """Each group against an optimizer that has its parameters, its rate and its decay only."""
+    factors = {"lr_factors": ("layers.0.*=0.5",), "weight_decay_factors": ("layers.*.bias=2", "*norm*=0.25")}
+    config = OptimizerConfig(optimizer=rule, clip_grad=0.0, decoupled_lr=1.0, **factors)
+    solo = Solo.build(CONFIG, optimizer=config)
+    twins = {name: p.detach().clone() for name, p in solo.params.items()}
+    rules = {name: RULES[rule]([twin], config) for name, twin in twins.items()}
+    assert len(solo.optimizer.groups) > 4
+    for _ in range(2):
+        solo.backward(BATCHES)
+        for name, grad in solo.snapshot().items():
+            rate = 3e-3 if name == "embedding.word_embeddings.weight" else 1e-3
+            rate *= 0.5 if name.startswith("layers.0.") else 1.0
+            decay = 0.025 if "norm" in name else 0.2 if name.endswith("bias") else 0.1
+            rules[name].update([grad], rate, decay, torch.zeros(()))
+        solo.optimizer.update(Rates(1e-3, 0.1, decoupled_lr=3e-3), torch.ones(()))
+    for name, param in solo.params.items():
+        torch.testing.assert_close(param.detach(), twins[name], rtol=1e-13, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_decoupled_rate_that_is_missing_is_a_mistake() -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(decoupled_lr=1e-3))
+    with pytest.raises(ValueError, match="decoupled_lr is configured"):
+        solo.step(BATCHES)
+
+
+def test_masters_collect_what_bf16_would_lose() -> None:
+    """Each update is far below a bf16 step; a hundred of them are not."""
+    solo = Solo.build(CONFIG, torch.bfloat16)
+    masters = solo.optimizer.masters
+    assert {m.dtype for m in masters.values()} == {torch.float32}
+    start = {n: p.detach().clone() for n, p in solo.params.items()}
+    for _ in range(100):
+        solo.step(BATCHES, lr=1e-4, weight_decay=0.0)
+        for name, param in solo.params.items():
+            assert torch.equal(param, masters[name].bfloat16()), name
+    name = "final_layernorm.weight"
+    assert (start[name] == 1).all()
+    assert (masters[name] - 1).abs().max() > 5e-3
+    assert (solo.params[name] != 1).any(), "no weight moved: 1e-4 alone is lost, a hundred times 1e-4 is not"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_wide_weights_are_their_own_masters(dtype: torch.dtype) -> None:
+    solo = Solo.build(CONFIG, dtype)
+    for name, param in solo.params.items():
+        assert solo.optimizer.masters[name].data_ptr() == param.data_ptr()
+
+
+def test_loss_falls() -> None:
+    solo = Solo.build(CONFIG)
+    first, _ = solo.step(BATCHES, lr=1e-2)
+    for _ in range(30):
+        last, _ = solo.step(BATCHES, lr=1e-2)
+    assert last < 0.5 * first
+
+
+def cut_over(monkeypatch: pytest.MonkeyPatch, shards: Group, copies: Group) -> None:
+    """Let this rank be one of several that cut everything."""
+    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: shards)
+    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: copies)
+    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: Group())
+
+
+@pytest.mark.parametrize(("shards", "copies"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2)])
+def test_every_element_counts_once_in_the_norm_however_it_is_cut(
+    shards: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {
+        "matrix": DenseSharding(0, 1).split((37, 9), 0, Init()),
+        "padded": DenseSharding(0, 1).vocabulary(21, 5, 8, Init()),
+        "vector": DenseSharding(0, 1).split((70,), 0, Init()),
+        "tiny": DenseSharding(0, 1).split((3,), 0, Init()),
+    }
+    total = 0.0
+    for rank in range(shards * copies):
+        part, copy = divmod(rank, copies)
+        cut_over(monkeypatch, Group(tuple(range(shards)), part), Group(tuple(range(copies)), copy))
+        buckets = buckets_of(specs, torch.float64, use_distributed_optimizer=True)
+        for bucket in buckets.buckets:
+            bucket.own.fill_(1e9)  # what alignment leaves between parameters counts nowhere
+        for name, grad in buckets.grads.items():
+            places = torch.arange(math.prod(specs[name].local_shape), dtype=torch.float64)
+            grad.view(-1).copy_(places[buckets.shares[name].start : buckets.shares[name].stop])
+        total += GradNorm(specs, buckets, one_rank_mesh()).compute().square().item()
+    elements = {"matrix": 37 * 9, "padded": 21 * 5, "vector": 70, "tiny": 3}
+    assert total == pytest.approx(sum(i * i for n in elements.values() for i in range(n)), rel=1e-13)
+
+
+def test_groups_come_in_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that update other matrices, with rates of their own: the sums of Muon would meet in another order."""
+    specs = {f"layers.{i}.w": DenseSharding(0, 1).split((8, 8), 0, Init()) for i in range(6)}
+    config = OptimizerConfig(optimizer="muon", lr_factors=("layers.[024].w=0.5",))
+    orders, held = [], []
+    for rank in range(3):
+        cut_over(monkeypatch, Group((0, 1, 2), rank), Group())
+        buckets = buckets_of(specs, uncut=specs, use_distributed_optimizer=True)
+        params = {name: nn.Parameter(torch.zeros(8, 8)) for name in specs}
+        optimizer = DistributedOptimizer(params, specs, buckets, one_rank_mesh(), config)
+        orders.append([group.lr_factor for group, _ in optimizer.groups])
+        held += [name for group, _ in optimizer.groups for name in group.names]
+    assert sorted(held) == sorted(specs)
+    assert all(order == sorted(order) for order in orders)
+    assert any(len(order) == 2 for order in orders)

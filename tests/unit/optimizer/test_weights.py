@@ -1,0 +1,195 @@
+"""Weights in flat buffers: views, gathered in the order of use, and waited for by whoever uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import DenseSharding, Init
+from megatron.layers.build import BuildContext
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.main_params import WeightBuffers
+from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+
+CONFIG = tiny(num_query_groups=2)
+PARTS = Group((0, 1), 0)
+WIDTH = 16
+
+
+class Late(Pending):
+    """Weights of other ranks that come at the last moment: when somebody waits for them."""
+
+    def __init__(self, out: Tensor, arrive: Callable[[Tensor], None]) -> None:
+        super().__init__(out)
+        self.arrive = arrive
+
+    def wait(self) -> Tensor:
+        """Now they are there."""
+        self.arrive(self.result)
+        return self.result
+
+
+@dataclass
+class Gathers:
+    """Stands in for the all-gather between two ranks, of which the other has ones everywhere.
+
+    Attributes:
+        started: buffers, in order.
+        waited: of these, those that were waited for, in order.
+    """
+
+    started: list[int] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+
+    def __call__(self, part: Tensor, group: Group, out: Tensor) -> Pending:
+        assert group == PARTS
+        assert part.data_ptr() == out.data_ptr(), "the first rank's part is the first half"
+        self.started.append(out.data_ptr())
+        given = part.clone()
+
+        def arrive(buffer: Tensor) -> None:
+            assert torch.equal(buffer.view(2, -1)[0], given), "weights were moved before they were sent"
+            buffer.view(2, -1)[1] = 1
+            self.waited.append(buffer.data_ptr())
+
+        return Late(out, arrive)
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
+    """Two ranks cut everything, and this is the first."""
+    found = Gathers()
+    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: PARTS)
+    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
+    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: PARTS)
+    monkeypatch.setattr(comm, "start_all_gather", found)
+    return found
+
+
+def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, WeightBuffers, GradBuffer]:
+    """Square layers, each in a bucket of its own."""
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(count)))
+    for i, layer in enumerate(model):
+        layer.weight = context.parameter(f"layers.{i}", DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
+    config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True)
+    dtypes = dict.fromkeys(context.specs, torch.float64)
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), config)
+    weights = WeightBuffers(context.params, buckets, context.mesh, overlap)
+    if awaited:
+        weights.wait_before_forward(model)
+    return model, weights, buckets
+
+
+def product(model: nn.Sequential, others: float | None) -> Tensor:
+    """What the layers make of ones, in plain words: the second half of each, the other rank's, is ``others``."""
+    out = torch.ones(WIDTH, dtype=torch.float64)
+    for parameter in model.parameters():
+        weight = parameter.detach().clone()
+        if others is not None:
+            weight.view(-1)[WIDTH * WIDTH // 2 :] = others
+        out = weight @ out
+    return out
+
+
+def test_parameters_are_views_and_keep_their_values() -> None:
+    solo, fresh = Solo.build(CONFIG, bucket_size=3000), Solo.build(CONFIG, bucket_size=100_000_000)
+    storages = {param.untyped_storage().data_ptr() for param in solo.params.values()}
+    assert len(storages) == len(solo.buckets.buckets) > 1
+    for name, param in solo.params.items():
+        assert torch.equal(param, fresh.params[name])
+        assert param.is_contiguous()
+        assert solo.optimizer.weights.own[name].data_ptr() == param.data_ptr()
+    loss, _ = solo.step([random_batch(CONFIG)])
+    other, _ = fresh.step([random_batch(CONFIG)])
+    assert loss == other, "buffers are a matter of memory alone"
+
+
+def test_they_lie_as_their_gradients_do() -> None:
+    solo = Solo.build(CONFIG, torch.bfloat16, bucket_size=3000)
+    for bucket in solo.buckets.buckets:
+        first = min(bucket.room.packing.offsets, key=lambda name: bucket.room.packing.offsets[name])
+        start = solo.params[first].data_ptr()
+        for name, offset in bucket.room.packing.offsets.items():
+            assert solo.params[name].data_ptr() - start == 2 * offset
+
+
+def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
+    model, weights, _ = layers(4, overlap=True)
+    weights.gather()
+    assert gathers.started == [parameter.data_ptr() for parameter in model.parameters()]
+    assert gathers.waited == []
+    weights.wait()
+    assert gathers.waited == gathers.started
+
+
+def test_without_overlap_all_are_there_at_once(gathers: Gathers) -> None:
+    model, weights, _ = layers(3, overlap=False, awaited=False)
+    weights.gather()
+    assert gathers.waited == gathers.started == [parameter.data_ptr() for parameter in model.parameters()]
+    assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, None))
+
+
+def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
+    model, weights, _ = layers(3, overlap=True)
+    weights.gather()
+    model[0](torch.ones(WIDTH, dtype=torch.float64))
+    assert gathers.waited == gathers.started[:1], "the others may still be on their way"
+    assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, 1.0))
+    assert gathers.waited == gathers.started
+    model(torch.ones(WIDTH, dtype=torch.float64))
+    assert gathers.waited == gathers.started, "each is waited for once"
+
+
+def test_whoever_does_not_wait_computes_with_old_weights(gathers: Gathers) -> None:
+    """What the waits are for: the same without them is wrong."""
+    model, weights, _ = layers(3, overlap=True, awaited=False)
+    weights.gather()
+    x = torch.ones(WIDTH, dtype=torch.float64)
+    assert not torch.equal(model(x), product(model, 1.0))
+    weights.wait()
+    assert torch.equal(model(x), product(model, 1.0))
+
+
+def test_weights_are_not_gathered_anew_while_they_are_on_their_way(gathers: Gathers) -> None:
+    _, weights, _ = layers(2, overlap=True)
+    weights.gather()
+    weights.gather()
+    assert gathers.waited == gathers.started[:2]
+    weights.wait()
+    assert gathers.waited == gathers.started
+
+
+@pytest.mark.parametrize("moves", ["an update", "an average"])
+def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: str) -> None:
+    """Nor does it where no forward comes between: the stand-in compares what arrives with what was sent."""
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float32)
+    name = "layers.0.w"
+    context.parameter(name, DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
+    parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    dtypes = {name: torch.float32}
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), parallel)
+    config = OptimizerConfig(ema_decay=0.5, clip_grad=0.0)
+    optimizer = DistributedOptimizer(context.params, context.specs, buckets, context.mesh, config, overlap_gather=True)
+    for _ in range(2):
+        buckets.buckets[0].own.fill_(1.0)
+        if moves == "an update":
+            optimizer.update(Rates(0.1, 0.0), torch.ones(()))
+        else:
+            optimizer.average[name].add_(1.0)
+            with optimizer.averaged():
+                pass
+    optimizer.weights.wait()
+    assert len(gathers.waited) == len(gathers.started) == (2 if moves == "an update" else 4)

@@ -1,0 +1,245 @@
+"""The FLOP table against what torch counts in a real forward and backward, and against formulas written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers.build import BuildContext
+from megatron.model.gpt import build_chunks
+from megatron.pipeline.plan import stage_layers
+from megatron.planner import flops
+from megatron.planner.flops import (
+    FlopsPerToken,
+    causal_attention_keys,
+    flop_table,
+    full_attention_keys,
+    matmul_parameters,
+)
+from tests.solo import TINY, Solo, one_rank_mesh, random_batch, tiny
+
+SEQ, SAMPLES = 16, 2
+PADDED = 104  # 101 entries, to a multiple of 8
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one layer": {"num_layers": 1},
+    "gqa": {"num_query_groups": 2},
+    "mqa": {"num_query_groups": 1},
+    "wide heads": {"kv_channels": 24},
+    "narrow heads": {"kv_channels": 2, "num_query_groups": 2},
+    "gated": {"activation": "swiglu", "ffn_hidden_size": 48},
+    "relu2": {"activation": "relu2"},
+    "window": {"window_size": 4},
+    "untied": {"untie_embeddings_and_output_weights": True},
+    "no biases": {"add_bias_linear": False},
+    "biases of qkv": {"add_bias_linear": False, "add_qkv_bias": True},
+    "qk norm": {"qk_layernorm": True, "normalization": "RMSNorm"},
+    "rope": {"position_embedding_type": "rope", "rotary_interleaved": True},
+    "yarn": {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 8},
+    "no positions": {"position_embedding_type": "none"},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "z loss": {"z_loss_coeff": 1e-3},
+    "padding": {"vocab_size": 97},
+    "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
+}
+NO_BIAS = {"add_bias_linear": False}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": NO_BIAS | {"num_experts": 4},
+    "one of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 3},
+    "narrow, gated": NO_BIAS | {"num_experts": 8, "moe_ffn_hidden_size": 12, "activation": "swiglu"},
+    "shared expert": NO_BIAS | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20},
+    "losses": NO_BIAS | {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "uniform 3": FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
+    "block": FULL | {"recompute_method": "block"},
+    "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    "default modules": SELECTIVE,
+    **{name: SELECTIVE | {"recompute_modules": (name,)} for name in ("layernorm", "activation", "core_attn", "mlp")},
+    "all modules": SELECTIVE | {"recompute_modules": ("layernorm", "activation", "core_attn", "mlp")},
+}
+
+
+def counted(model: ModelConfig, training: TrainingConfig, fused: bool = False) -> float:
+    """FLOPs per token that torch counts in the matrix products of a forward and backward.
+
+    Its counter does not know the fused attention kernel of CPUs. So attention runs as matrix products, or the kernel
+    is counted here: both products over every key, and twice that in backward. Either way ``keys`` is the whole
+    sequence, because neither leaves out what is masked.
+    """
+    solo, batch = Solo.build(model, torch.float32, training), random_batch(model, SAMPLES, SEQ)
+    backends = [SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH]
+    aten: Any = torch.ops.aten
+    kernel = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: attention_flops(q, k),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
+            2 * attention_flops(q, k)
+        ),
+    }
+    if model.num_experts is not None:  # a token's weighted sum of its experts is written as a product, and is none
+        kernel[aten.bmm] = lambda *_, **__: 0
+    with sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=kernel) as counter:
+        solo.backward([batch])
+    return counter.get_total_flops() / (SAMPLES * SEQ)
+
+
+def attention_flops(q_BNSD: torch.Size, k_BGTD: torch.Size) -> int:
+    """Of scores and values."""
+    return 2 * 2 * q_BNSD.numel() * k_BGTD[2]
+
+
+def expected(model: ModelConfig, training: TrainingConfig) -> float:
+    table = flop_table(model, training, SEQ, PADDED)
+    return table.model + table.recomputed
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_every_model_switch_costs_what_torch_counts(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    assert expected(model, TrainingConfig()) == counted(model, TrainingConfig())
+
+
+@pytest.mark.parametrize("changes", EXPERTS.values(), ids=EXPERTS)
+def test_experts_cost_what_torch_counts_of_the_tokens_that_chose_them(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    assert expected(model, TrainingConfig()) == counted(model, TrainingConfig(), fused=True)
+
+
+@pytest.mark.parametrize("plan", ["full", "default modules", "mlp", "all modules"])
+def test_experts_are_recomputed_as_torch_counts(plan: str) -> None:
+    model, training = tiny(**EXPERTS["shared expert"]), TrainingConfig(**PLANS[plan])
+    assert expected(model, training) == counted(model, training, fused=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], dropout: float) -> None:
+    model = tiny(num_layers=3, num_query_groups=2, attention_dropout=dropout, hidden_dropout=dropout)
+    training = TrainingConfig(**plan)
+    assert expected(model, training) == counted(model, training, fused=True)
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 vpp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "pp4, by cost": {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "auto"},
+    "written out": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*3|t|ttL"},
+}
+
+
+@pytest.mark.parametrize("blocks", [None, 1, 2, 4])
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str, Any], blocks: int | None) -> None:
+    model, parallel = tiny(num_layers=6), ParallelConfig(**options)
+    training = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=blocks)
+    context = BuildContext(one_rank_mesh(), GradAccumulator())
+    chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel))))
+    sizes = {name: torch.zeros(spec.local_shape) for name, spec in context.specs.items()}
+    context.sink.bind(sizes.__getitem__, lambda name: None)
+    batch = random_batch(model, SAMPLES, SEQ)
+    x: torch.Tensor | None = None
+    with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:
+        for chunk in chunks.values():
+            x, _ = chunk.train()(x, batch)
+        assert x is not None
+        x.backward()
+    table = flop_table(model, training, SEQ, PADDED, parallel)
+    assert table.model + table.recomputed == counter.get_total_flops() / (SAMPLES * SEQ)
+
+
+def test_recomputed_layers_are_those_of_the_plan() -> None:
+    plan = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=1)
+    first, second = flop_table(TINY, plan, SEQ, PADDED).layers
+    assert all(work.recomputed == work.forward for work in first.values())
+    assert not any(work.recomputed for work in second.values())
+
+
+def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
+    model = tiny(num_query_groups=2, activation="swiglu", vocab_size=PADDED)  # tied, no row of padding
+    held = Solo.build(model).params
+    matrices = {name: p.numel() for name, p in held.items() if p.dim() == 2 and "position" not in name}
+    assert matmul_parameters(model) == sum(matrices.values())
+
+
+def test_of_experts_those_count_that_compute_a_token() -> None:
+    """As many of each block's as compute a token."""
+    model = tiny(num_layers=1, vocab_size=PADDED, **EXPERTS["narrow, gated"])
+    sizes = {name: p.numel() for name, p in Solo.build(model).params.items() if p.dim() == 2 and "position" not in name}
+    chosen = {name: n * 2 // 8 if ".experts." in name else n for name, n in sizes.items()}
+    assert matmul_parameters(model) == sum(chosen.values()) < sum(sizes.values())
+    vectors = model.num_parameters() - sum(sizes.values())
+    assert model.num_parameters(active=True) == sum(chosen.values()) + vectors
+
+
+def test_full_is_6n_and_12lhs() -> None:
+    model = tiny(num_layers=3, hidden_size=64)
+    table = flop_table(model, TrainingConfig(), full_attention_keys(model, SEQ), model.vocab)
+    assert table.model == 6 * matmul_parameters(model) + 12 * 3 * 64 * SEQ
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 400, 1000, 5000])
+def test_causal_counts_the_keys_that_tokens_see(window: int | None) -> None:
+    seq = 1000
+    seen = sum(min(at + 1, window or seq) for at in range(seq)) / seq
+    assert causal_attention_keys(tiny(window_size=window), seq) == pytest.approx(
+        seen, abs=0.5
+    )  # the diagonal is half a key
+    assert causal_attention_keys(tiny(window_size=window), seq) <= full_attention_keys(tiny(window_size=window), seq)
+
+
+def test_conventions_side_by_side() -> None:
+    """Two layers written out: hidden size 32, MLP of 128, 101 entries padded to 64 x TP2."""
+    training = TrainingConfig(seq_length=100, **FULL)
+    run = RunConfig(
+        model=tiny(window_size=10, make_vocab_size_divisible_by=64),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
+        training=training,
+    )
+    flops_per_token = FlopsPerToken.from_config(run)
+    layers = 2 * (96 + 32 + 128 + 128) * 32
+    assert flops_per_token.full == 6 * (layers + 101 * 32) + 12 * 2 * 32 * 10
+    assert flops_per_token.causal == 6 * (layers + 101 * 32) + 12 * 2 * 32 * (10 - 100 / 200)
+    assert flops_per_token.hardware == flops_per_token.full + 2 * layers + 4 * 2 * 32 * 10
+    assert flops_per_token.megatron == 6 * (layers + 128 * 32) + 12 * 2 * 32 * 50
+
+
+def megatrons(m: ModelConfig, seq: int, padded: int) -> float:
+    """Its ``num_floating_point_operations`` per token of a dense model, by projections as it lists them."""
+    query, key_value = m.head_dim * m.num_attention_heads, m.head_dim * m.kv_groups
+    masked = seq / 2
+    attention = m.hidden_size * (query + 2 * key_value) + query * masked + query * masked + query * m.hidden_size
+    width = m.ffn
+    if m.num_experts:
+        width = m.expert_ffn * m.moe_router_topk + (m.moe_shared_expert_intermediate_size or 0)
+    return 6 * (m.num_layers * (m.hidden_size * width * (3 if m.gated else 2) + attention) + m.hidden_size * padded)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "gqa", "wide heads", "gated", "window", "padding", "narrow, gated", "shared expert"]
+)
+def test_throughput_counts_as_megatron_does(name: str) -> None:
+    model = tiny(**(MODELS | EXPERTS)[name])
+    run = RunConfig(model=model, training=TrainingConfig(seq_length=64))
+    assert FlopsPerToken.from_config(run).megatron == megatrons(model, 64, PADDED)
+
+
+@pytest.mark.parametrize("forgotten", flops.BLOCK_MATMULS)
+def test_a_forgotten_product_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "BLOCK_MATMULS", tuple(name for name in flops.BLOCK_MATMULS if name != forgotten))
+    model = replace(TINY, num_layers=1, add_bias_linear=False, num_experts=4)
+    assert expected(model, TrainingConfig()) < 0.999 * counted(model, TrainingConfig(), fused=True)

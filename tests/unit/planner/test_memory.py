@@ -1,0 +1,173 @@
+"""What a rank holds, foretold and as it is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.arguments.cli import parse
+from megatron.config.run import MOMENTS_PER_PARAMETER, RunConfig
+from megatron.optimizer import grad_buffer
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner import memory
+from megatron.planner.memory import (
+    checkpoint_bytes,
+    max_rank_parameters,
+    max_state_bytes,
+    rank_state_bytes,
+    reduction_buffer_bytes,
+)
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.step import train_step
+from megatron.training.trainer_state import local_tensors, parameter_name
+from tests.distributed.pool import Pool
+
+TINY = "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"
+EXPERTS = "--num-experts 4 --disable-bias-linear --normalization RMSNorm --swiglu --moe-ffn-hidden-size 24"
+
+
+def config_of(flags: str, ranks: int = 1) -> RunConfig:
+    environment = {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    return parse([*TINY.split(), *flags.split()], environment).config
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory that tensors lie in, by its address; of single numbers none."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {at: size for at, size in found.items() if size > 8}
+
+
+def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that an object has, and those of the objects that it has."""
+    if id(thing) in seen or isinstance(thing, type | str | bytes | int | float | RunConfig):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing.detach()
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from tensors_of(value, seen)
+    elif isinstance(thing, list | tuple | set | frozenset):
+        for value in thing:
+            yield from tensors_of(value, seen)
+    elif type(thing).__module__.startswith(("megatron.", "torch.nn")) or is_dataclass(thing):
+        yield from tensors_of(getattr(thing, "__dict__", {}), seen)
+
+
+def allocated(trainer: Trainer) -> dict[str, int]:
+    """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
+    optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
+    moments = (t for tensors in optimizer.moments().values() for t in tensors.values())
+    remainders = optimizer.masters.remainders
+    masters = (optimizer.masters[name] if name not in remainders else remainders[name] for name in optimizer.masters)
+    parts: dict[str, Iterable[Tensor]] = {
+        "weights": (p.detach() for p in trainer.params.values()),
+        "gradients": (bucket.own for bucket in trainer.buckets.buckets),
+        "masters": masters,
+        "moments": moments,
+        "average": optimizer.average.values(),
+    }
+    found = {}
+    for part, tensors in parts.items():
+        mine = [at for at in storages(tensors) if at in everything]
+        found[part] = sum(everything.pop(at) for at in mine)
+    return found | {"buffers": sum(everything.values())}
+
+
+OPTIMIZERS = [
+    *MOMENTS_PER_PARAMETER,
+    "adam --exp-avg-dtype bf16",
+    "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.99 --position-embedding-type rope",
+    "lion --exp-avg-dtype bf16 --lr-factors *.bias=2 --skip-spikes 6",
+    "sgd --ema-decay 0.9",
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [*product(("fp32", "bf16"), OPTIMIZERS), ("fp64", "adam"), ("fp16", OPTIMIZERS[5])]
+)
+def test_bytes_of_each_part_are_those_that_a_run_allocates(dtype: str, optimizer: str) -> None:
+    config = config_of(f"--params-dtype {dtype} --optimizer {optimizer}")
+    trainer = build_trainer(config, 0, 1)
+    assert allocated(trainer) == max_state_bytes(config, 1) == rank_state_bytes(config, 1, 0)
+    whole = (
+        trainer.specs[parameter_name(name)].numel * tensor.itemsize for name, tensor in local_tensors(trainer).items()
+    )
+    assert sum(whole) == checkpoint_bytes(config)
+    assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config.model, config.parallel)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion --exp-avg-dtype bf16", "sgd"])
+def test_masters_as_remainders_are_two_bytes(optimizer: str) -> None:
+    config = config_of(f"--bf16 --store-param-remainders --optimizer {optimizer}")
+    assert allocated(build_trainer(config, 0, 1)) == max_state_bytes(config, 1)
+
+
+def every_rank(rank: int, world_size: int, flags: tuple[str, ...]) -> list[dict[str, int]]:
+    return [allocated(build_trainer(config_of(f, world_size), rank, world_size)) for f in flags]
+
+
+STAGES = (
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "optim --num-distributed-optimizer-instances 2",
+    "optim_grads --num-distributed-optimizer-instances 2 --overlap-param-gather",
+)
+SMALL = "--ddp-bucket-size 3000 --global-batch-size 4 --data-parallel-sharding-strategy"
+CUT = (
+    *(f"{SMALL} {stage} --bf16 --optimizer adam --exp-avg-dtype bf16" for stage in STAGES),
+    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in STAGES),
+    *(
+        f"{SMALL} {stage} --bf16 --store-param-remainders {EXPERTS} --expert-model-parallel-size 2 --sequence-parallel "
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --position-embedding-type rope"
+        for stage in STAGES[:3]
+    ),
+    f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
+    f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+)
+
+
+def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
+    found = pool.run(4, every_rank, CUT, timeout=240.0)
+    for number, flags in enumerate(CUT):
+        config = config_of(flags, 4)
+        foretold = [rank_state_bytes(config, 4, rank) for rank in range(4)]
+        assert [rank[number] for rank in found] == foretold, flags
+        assert max(foretold, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
+
+
+def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
+    """Bytes of the whole buckets that ZeRO-2 has made in a step of several micro-batches, and of its gradients."""
+    trainer = build_trainer(config_of(flags, world_size), rank, world_size)
+    made: list[int] = []
+
+    def noted(room: grad_buffer.BucketLayout, elements: int) -> Tensor:
+        made.append(elements * room.dtype.itemsize)
+        return torch.zeros(elements, dtype=room.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
+        train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+    return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
+
+
+@pytest.mark.parametrize("more", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", EXPERTS])
+def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: str) -> None:
+    ranks = 2 if not more.startswith("--pipe") else 4
+    flags = f"{SMALL} optim_grads --global-batch-size 8 --num-layers 8 {more}"
+    bound = reduction_buffer_bytes(config_of(flags, ranks), ranks)
+    for made, gradients in pool.run(ranks, lent, flags, timeout=240.0):
+        assert 0 < made <= bound
+        if not more:
+            assert bound < gradients, "ZeRO-2 has to need less than the gradients"
+
+
+def test_the_number_of_sums_on_their_way_is_that_of_the_buckets() -> None:
+    assert memory.REDUCTIONS_IN_FLIGHT == grad_buffer.MAX_REDUCTIONS_IN_FLIGHT

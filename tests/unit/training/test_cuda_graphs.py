@@ -1,0 +1,237 @@
+"""Captured steps, with a fake recorder in place of CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.errors import UserError
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.training import main
+from megatron.training.build import Trainer, build_trainer
+from megatron.training.cuda_graphs import WARM_UP_STEPS, CudaGraphRecorder, GraphedCallable, StepRunner
+from megatron.training.metrics import StepMetrics
+from tests.runs import column, start, tiny_run
+from tests.solo import random_batch
+
+
+@dataclass
+class Tape:
+    """Fake recorder that runs the work again at every replay and copies the results into the captured tensors.
+
+    Like a graph, it computes on the captured inputs. Unlike one it also runs Python code, so after the capture it
+    restores the weights.
+    """
+
+    state: Callable[[], list[Tensor]] = list
+    recordings: int = 0
+    repetitions: int = 0
+    asides: int = field(default=0)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        self.asides += 1
+        return nullcontext()
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        self.recordings += 1
+        before = [t.detach().clone() for t in self.state()]
+        result = work()
+        with torch.no_grad():
+            for tensor, value in zip(self.state(), before):
+                tensor.copy_(value)
+
+        def replay() -> None:
+            self.repetitions += 1
+            again = work()
+            for f in fields(result):
+                if isinstance(getattr(result, f.name), Tensor):
+                    getattr(result, f.name).copy_(getattr(again, f.name))
+
+        return result, replay
+
+
+@dataclass(frozen=True)
+class Product:
+    value: Tensor
+
+
+def test_a_recording_is_made_after_the_warm_up_and_its_results_stay() -> None:
+    tape = Tape()
+    recording = GraphedCallable(lambda factor, inputs: Product(inputs[0] * factor), tape)
+    results = [recording(3.0, [torch.tensor(float(i))]) for i in range(WARM_UP_STEPS + 3)]
+    assert [r.value.item() for r in results] == [3.0 * i for i in range(WARM_UP_STEPS + 3)]
+    assert (tape.asides, tape.recordings, tape.repetitions) == (WARM_UP_STEPS, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "changed", [(2.0, torch.zeros(3)), (1.0, torch.zeros(4)), (1.0, torch.zeros(3, dtype=torch.int64))]
+)
+def test_other_constants_shapes_and_dtypes_are_captured_again(changed: tuple[float, Tensor]) -> None:
+    tape = Tape()
+    recording = GraphedCallable(lambda factor, inputs: Product(inputs[0] * factor), tape)
+    for _ in range(WARM_UP_STEPS + 1):
+        recording(1.0, [torch.zeros(3)])
+    assert recording.recorded
+    for _ in range(WARM_UP_STEPS):
+        recording(changed[0], [changed[1]])
+    assert (recording.recorded, tape.recordings) == (False, 1)
+    recording(changed[0], [changed[1]])
+    assert (recording.recorded, tape.recordings) == (True, 2)
+
+
+def trainer_of(folder: Path, flags: str = "") -> Trainer:
+    return build_trainer(tiny_run(folder, flags), 0, 1)
+
+
+def state_of(trainer: Trainer) -> list[Tensor]:
+    """Return everything that a step changes."""
+    o, s = trainer.optimizer, trainer.scaler
+    kept = [t for of_kind in o.extra_state().values() for t in of_kind.values()]
+    kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
+    weights = [p.data for p in trainer.params.values()]
+    counts = [count for _, rule in o.groups for count in rule.step_counts]
+    grads = [bucket.own for bucket in trainer.buckets.buckets]
+    return [*weights, *o.masters.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
+
+
+def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:
+    tape = Tape(lambda: state_of(trainer))
+    object.__setattr__(trainer.config.compute, "cuda_graph", mode)
+    return StepRunner(trainer, tape), tape
+
+
+def take_steps(trainer: Trainer, run: StepRunner, micro_batches: list[int]) -> list[tuple[float, ...]]:
+    told = []
+    for step, count in enumerate(micro_batches):
+        model = trainer.config.model
+        documents = {"documents": torch.arange(8).expand(2, 8) // 3} if count == 1 else {}
+        batches = [random_batch(model, 2, 8, seed=100 * step + i, **documents) for i in range(count)]
+        lr = torch.tensor(1e-2 / (step + 1), dtype=torch.float32).item()  # as it is in fp32
+        metrics = run(batches, Rates(lr, 0.1))
+        told.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics) if f.name != "router"))
+    return told
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "step"])
+@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 16 --loss-scale-window 2"])
+def test_recorded_steps_equal_eager_ones(mode: str, flags: str, tmp_path: Path) -> None:
+    counts = [2] * 7 + [1] * 5  # the batch changes
+    flags += " --hidden-dropout 0 --attention-dropout 0"
+    eager = trainer_of(tmp_path, flags)
+    expected = take_steps(eager, StepRunner(eager), counts)
+    trainer = trainer_of(tmp_path, flags)
+    run, tape = recorded(trainer, mode)
+    assert take_steps(trainer, run, counts) == expected
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(eager)))
+    assert tape.repetitions > 0
+
+
+def test_a_watched_step_is_taken_eagerly(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "--hidden-dropout 0 --attention-dropout 0")
+    run, tape = recorded(trainer, "step")
+    batch = random_batch(trainer.config.model, 4, 8)
+    for _ in range(WARM_UP_STEPS + 2):
+        run([batch], Rates(1e-3, 0.0), eager=True)
+    assert tape == Tape(tape.state)
+
+
+def test_nothing_is_recorded_on_a_cpu(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    object.__setattr__(trainer.config.compute, "cuda_graph", "optimizer")
+    with pytest.raises(UserError, match="E906"):
+        StepRunner(trainer)
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "step"])
+def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
+    """With evaluations, health reports, checkpoints and a batch-size ramp between the steps."""
+    flags = "--device auto --rampup-batch-size 2 2 20 --log-health-interval 4 --eval-interval 5 --eval-iters 1 "
+    flags += "--train-samples 60 --set training.train_iters=null --save-interval 6 --timing-log-level 2"
+    tapes = []
+
+    def runner(trainer: Trainer) -> StepRunner:
+        tapes.append(Tape(lambda: state_of(trainer)))
+        return StepRunner(trainer, tapes[-1])
+
+    losses = []
+    for name, more in (("eager", ""), ("recorded", f"--cuda-graph {mode}")):
+        folder = tmp_path / name
+        told = start(
+            tiny_run(folder, f"{flags} --save {folder}/saved {more}"), patch.object(main, "StepRunner", runner)
+        )
+        assert told.status == 0, told.err
+        losses.append(column(folder, "lm loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    recordings = {"optimizer": 1, "step": 2}[mode]  # an update does not know the batch
+    assert [tape.recordings for tape in tapes] == [0, recordings]
+
+
+class Stream:
+    """Log the streams it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cuda", 0)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the order of calls, and arguments that the real functions have."""
+    log: list[str] = []
+    real = inspect.signature(torch.cuda.graph.__init__)
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replayed")
+
+    @contextmanager
+    def capture(graph: Graph, **options: Any) -> Iterator[None]:
+        real.bind(None, graph, **options)
+        log.append("capture begins")
+        yield
+        log.append("capture ends")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    recording = GraphedCallable(
+        lambda factor, inputs: Product(inputs[0] * factor), CudaGraphRecorder(torch.device("cuda", 0))
+    )
+    for _ in range(WARM_UP_STEPS + 2):
+        recording(2.0, [torch.ones(())])
+    aside = ["recording waits for main", "main waits for recording"]
+    assert log == [*aside * WARM_UP_STEPS, "capture begins", "capture ends", "replayed", "replayed"]
+
+
+def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multi-line CUDA error becomes one sentence with a fix."""
+
+    @contextmanager
+    def capture(graph: object, **options: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", []))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+
+    def work() -> Product:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
+
+    with pytest.raises(UserError) as told:
+        CudaGraphRecorder(torch.device("cuda", 0)).record(work)
+    (problem,) = told.value.problems
+    assert problem.code == "E911"
+    assert problem.sentence.endswith("RuntimeError: CUDA error: operation not permitted when stream is capturing")
+    assert problem.fixes == ("--cuda-graph none",)
