@@ -28,8 +28,19 @@ from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virt
 
 
 def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that every word of ``--kernels`` names an operation or an implementation."""
-    yield from kernel_problems(config.compute.kernels)
+    """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
+    words = config.compute.kernels
+    problems = list(kernel_problems(words))
+    yield from problems
+    if problems or config.model.attention_dropout == 0.0:
+        return
+    choice = kernel_choices(words)["attention"]
+    if choice.alone and choice.name != "torch":
+        sentence = (
+            f"--kernels attention={choice.name} cannot be used with --attention-dropout "
+            f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
+        )
+        yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
 
 
 KERNEL_CHECKS = (check_kernels,)

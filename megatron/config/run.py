@@ -16,6 +16,7 @@ from megatron.config.errors import Problem, did_you_mean
 from megatron.config.model import ModelConfig
 from megatron.config.option import option
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plugins import registered
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,12 @@ class TrainingConfig:
         ("layernorm", "activation"),
         "selective: modules to recompute.",
         choices=("layernorm", "activation", "core_attn", "mlp"),
+    )
+    objective: str = option(
+        "next_token",
+        "What training minimises: next_token (cross-entropy of the next token, and z_loss_coeff), or the name that a "
+        "plugin registers.",
+        choices=("next_token",),
     )
     cross_entropy_chunk_size: int = option(
         1024, "Tokens per chunk of the loss; only one chunk of logits exists at a time.", at_least=1
@@ -419,10 +426,13 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
     "attention": ("flash_attn", "cudnn", "torch"),
-    "weight_gradient": ("apex", "addmm", "torch"),
+    "linear": ("apex", "addmm", "torch"),
     "adam": ("apex", "torch"),
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
+
+KERNEL_ALIASES = {"weight_gradient": "linear"}
+"""Earlier names of operations."""
 
 GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")
 """Choices that apply to every operation."""
@@ -444,7 +454,7 @@ def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
     for word in words:
         operation, equals, name = word.partition("=")
         if equals:
-            choices[operation] = KernelChoice(name, alone=name != "auto")
+            choices[KERNEL_ALIASES.get(operation, operation)] = KernelChoice(name, alone=name != "auto")
         else:
             choices = {
                 op: KernelChoice(word if word in (*names, "auto") else "torch")
@@ -453,13 +463,21 @@ def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
     return choices
 
 
+def kernel_names(operation: str) -> tuple[str, ...]:
+    """Return the implementations of an operation, built-in ones first, then those that plugins register."""
+    prefix = f"{operation}="
+    plugins = (word.removeprefix(prefix) for word in registered("kernel") if word.startswith(prefix))
+    return tuple(dict.fromkeys((*KERNEL_CANDIDATES.get(operation, ()), *plugins)))
+
+
 def kernel_problems(words: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for every argument with an unknown operation or implementation."""
     if not words:
         yield Problem("E901", "--kernels has no value", ("--kernels auto",))
     for word in words:
-        operation, equals, name = word.partition("=")
-        names = (*KERNEL_CANDIDATES.get(operation, ()), "auto")
+        given, equals, name = word.partition("=")
+        operation = KERNEL_ALIASES.get(given, given)
+        names = (*kernel_names(operation), "auto")
         if equals and operation in KERNEL_CANDIDATES and name not in names:
             sentence = f"--kernels {word}: implementations of {operation} are {', '.join(names)}"
             yield Problem("E901", sentence, (f"--kernels {operation}={did_you_mean(name, names) or 'auto'}",))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.kernels.linear import WeightGradientKernel, accumulate_wgrad
+from megatron.kernels.linear import accumulate_wgrad
 
 
 @dataclass
@@ -55,9 +55,12 @@ class GradAccumulator:
     None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).
     """
 
-    def __init__(self, multiply: WeightGradientKernel = accumulate_wgrad) -> None:
+    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad) -> None:
         # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
         self.multiply = multiply
+        # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
+        # it, the layer that computes the loss can accumulate its weight gradient during forward.
+        self.loss_seed: Tensor | None = None
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}

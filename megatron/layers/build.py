@@ -1,4 +1,4 @@
-"""Context in which layers declare, allocate and initialise their parameters."""
+"""Contexts in which layers are built and run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from torch import nn
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.kernels.attention import AttentionMask
 from megatron.kernels.registry import Kernels
+from megatron.layers.kv_cache import KVCache
+from megatron.layers.rotary import RotaryCosSin
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
@@ -102,3 +106,21 @@ class BuildContext:
             self.sink.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Inputs of a forward pass that all blocks share."""
+
+    batch: MicroBatch
+    mask: AttentionMask
+    # None without rotary position embeddings.
+    rotary: RotaryCosSin | None = None
+    # Keys and values of earlier tokens; None outside generation.
+    cache: KVCache | None = None
+    # Of dropout, which is applied in training only.
+    seed: int = 1234
+    training: bool = False
+    # Position in the sequence of row 0 of this rank's hidden state; not 0 with sequence parallelism.
+    first_row: int = 0
+    kernels: Kernels = Kernels()

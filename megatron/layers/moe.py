@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import Init, ShardSpec
 from megatron.layers.build import BuildContext
@@ -202,23 +202,23 @@ class _GroupedLinearFunction(torch.autograd.Function):
     """``y_e = x_e W_e^T`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], sink: GradAccumulator, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.sink, ctx.name = rows, sink, name
-        return _grouped_matmul(x, [w.t() for w in weight.chunk(len(rows))], rows)
+        ctx.rows, ctx.layer = rows, layer
+        by_expert = zip(x.split(list(rows)), weight.chunk(len(rows)), strict=True)
+        return torch.cat([layer.kernel.forward(x_e, w_e, None) for x_e, w_e in by_expert])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows: Sequence[int] = ctx.rows
-        dw = ctx.sink.add(ctx.name, ctx.sink.recall(x, None), WgradOperand(dy), rows)
-        return _grouped_matmul(dy, weight.chunk(len(rows)), rows), dw, None, None, None
-
-
-def _grouped_matmul(x_RI: Tensor, weights_IO: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Multiply every expert's rows by its weight."""
-    return torch.cat([x @ w for x, w in zip(x_RI.split(list(rows)), weights_IO, strict=True)])
+        layer: GroupedLinear = ctx.layer
+        grads = layer.grad_accumulator
+        dw = grads.add(layer.name, grads.recall(x, None), WgradOperand(dy), rows)
+        by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
+        dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
+        return dx, dw, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -227,11 +227,12 @@ class GroupedLinear(nn.Module):
     def __init__(self, context: BuildContext, weight: ShardSpec) -> None:
         super().__init__()
         self.weight = context.parameter("weight", weight)
-        self._sink, self._name = context.sink, context.name("weight")
+        self.kernel, self.name = context.kernels.linear, context.name("weight")
+        self.grad_accumulator = context.sink
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply the layer; ``rows`` is the number of rows of each expert."""
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self._sink, self._name)
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self)
         return y
 
 

@@ -88,6 +88,7 @@ class Pipeline:
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
         self._sends: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
+        self._sink.loss_seed = seed
         try:
             with torch.set_grad_enabled(seed is not None):
                 for action in actions:
@@ -99,6 +100,8 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
+        finally:
+            self._sink.loss_seed = None
         self.at = None
 
     def _forward(self, action: Action) -> None:

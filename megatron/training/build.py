@@ -343,9 +343,10 @@ def build_trainer(
         mesh = _mesh(config, rank, world_size)
     dtype = DTYPES[config.precision.params_dtype]
     with clock("kernels"):
-        kernels, notes = select_kernels(config.compute.kernels, device, dtype, config.compute.deterministic)
+        compute, unfused = config.compute, config.model.attention_dropout > 0.0
+        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
         check_same_kernels(notes[0], mesh.world)
-    sink = GradAccumulator(kernels.weight_gradient)
+    sink = GradAccumulator(kernels.linear.weight_gradient)
     context = BuildContext(
         mesh, sink, dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
     )

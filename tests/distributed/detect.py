@@ -21,7 +21,7 @@ from megatron.data.loader import build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.layers.moe import DispatchPlan
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
@@ -200,10 +200,10 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     mine = weight[rank * rows : (rank + 1) * rows].clone()
     sink = GradAccumulator()
     sink.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
-    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp)
+    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, sink, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
-    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary, LossConfig(), sink, "weight")
+    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary)
     loss.backward()
     return loss.item(), x.grad if x.grad is not None else torch.zeros_like(x)
 

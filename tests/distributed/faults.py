@@ -17,8 +17,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.layers import linear, loss
-from megatron.layers.build import BuildContext
-from megatron.layers.dropout import dropout_attention, dropout_rows
+from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.dropout import attention_dropout
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import SharedGradReducer
@@ -56,8 +56,8 @@ def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
 def tokens_counted_locally() -> AbstractContextManager[Any]:
     """The loss is divided by this replica's tokens times the replicas, not by the global count."""
 
-    def count(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
-        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * replicas.size
+    def count(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
+        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * trainer.mesh.replicas.size
 
     return patch.object(step, "count_tokens", count)
 
@@ -65,19 +65,19 @@ def tokens_counted_locally() -> AbstractContextManager[Any]:
 @contextmanager
 def dropout_by_local_row() -> Iterator[None]:
     """Sequence-parallel ranks drop the same rows of their parts."""
-    original: Callable[..., Tensor] = dropout_rows
+    original = GPTChunk._forward_context
 
-    def from_zero(*arguments: Any, **named: Any) -> Tensor:
-        return original(*arguments[:-1], 0, **named)
+    def from_zero(self: GPTChunk, *arguments: Any) -> ForwardContext:
+        return replace(original(self, *arguments), first_row=0)
 
-    with patch("megatron.model.block.dropout_rows", from_zero), patch("megatron.model.gpt.dropout_rows", from_zero):
+    with patch.object(GPTChunk, "_forward_context", from_zero):
         yield
 
 
 def dropout_by_local_head() -> AbstractContextManager[Any]:
     """Tensor-parallel ranks drop the same weights of their first heads."""
-    original: Callable[..., Tensor] = dropout_attention
-    return patch("megatron.layers.attention.dropout_attention", lambda *arguments: original(*arguments[:-1], 0))
+    original: Callable[..., Tensor] = attention_dropout
+    return patch("megatron.layers.attention.attention_dropout", lambda *arguments: original(*arguments[:-1], 0))
 
 
 def dropout_by_local_sample() -> AbstractContextManager[Any]:

@@ -94,7 +94,7 @@ def on(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients, in fp64 on the CPU."""
     t, here = trainer, [on(batch, trainer.device) for batch in batches]
-    tokens = count_tokens(here, t.mesh.replicas)
+    tokens = count_tokens(t, here)
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
     t.optimizer.finish()

@@ -321,7 +321,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFiniteFinding | None:
     """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
     first = None
-    grad_seed = trainer.scaler.scale / count_tokens(batches, trainer.mesh.replicas).clamp(min=1.0)
+    grad_seed = trainer.scaler.scale / count_tokens(trainer, batches).clamp(min=1.0)
     program = add_communication(sequential_schedule(trainer.mesh.placement))
     trainer.buckets.start_step(len(batches))
     with trainer.buckets.unreduced():

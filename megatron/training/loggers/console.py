@@ -56,7 +56,8 @@ def progress_line(record: TrainRecord, throughput_model: ThroughputModel, width:
         ConsoleColumn(format_speed(record, throughput_model), 2, 2),
     ]
     columns += [
-        ConsoleColumn(f"{ROUTER_LABELS[name]} {format_loss(x)}", 1, 7) for name, x in record.router_losses.items()
+        ConsoleColumn(f"{ROUTER_LABELS.get(name, name)} {format_loss(x)}", 1, 7)
+        for name, x in record.router_losses.items()
     ]
     if mfu is not None:
         columns.append(ConsoleColumn(f"MFU {mfu:.1%}", 2, 3))

@@ -44,7 +44,7 @@ def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch)
     q, k, v = torch.randn(3, 4, 2, 2, 8)
     torch.use_deterministic_algorithms(True)
     try:
-        ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask(4, CPU))
+        ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask.of_sequence(4, CPU))
     finally:
         torch.use_deterministic_algorithms(False)
     assert double.calls == [("plain", True)]
@@ -54,7 +54,7 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than queries: the mask says which belong together."""
     double = installed(monkeypatch, FlashAttention())
     q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
-    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask(5, CPU, first_query=4))
+    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask.of_sequence(5, CPU, first_query=4))
     assert (out.shape, double.calls) == (q.shape, [])
 
 
@@ -62,7 +62,7 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> None:
     runs = [len(list(run)) for row in documents for _, run in itertools.groupby(row)]
-    found = AttentionMask(6, CPU, documents=torch.tensor(documents)).boundaries
+    found = AttentionMask.of_sequence(6, CPU, documents=torch.tensor(documents)).boundaries
     assert found.tolist() == [0, *itertools.accumulate(runs)]
     assert found.dtype == torch.int32
 
@@ -73,18 +73,18 @@ def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.Monkey
     documents, known = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5], dtype=torch.int32)
     q, k, v = torch.randn(3, 5, 1, 2, 8)
     attend = ATTENTION.candidates["flash_attn"].make()
-    expected = attend(q, k, v, AttentionMask(5, CPU, documents=documents))
+    expected = attend(q, k, v, AttentionMask.of_sequence(5, CPU, documents=documents))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "nonzero", None)
         assert torch.equal(
-            attend(q, k, v, AttentionMask(5, CPU, documents=documents, known_boundaries=known)), expected
+            attend(q, k, v, AttentionMask.of_sequence(5, CPU, documents=documents, known_boundaries=known)), expected
         )
     assert double.calls == [("documents", False)] * 2
 
 
 def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, FlashAttention())
-    mask = AttentionMask(5, CPU, window=2)
+    mask = AttentionMask.of_sequence(5, CPU, window=2)
     q, k, v = torch.randn(3, 5, 2, 2, 8)
     ATTENTION.candidates["flash_attn"].make()(q, k, v, mask)
     assert "dense" not in vars(mask)

@@ -182,8 +182,8 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = moe._grouped_matmul
-        monkeypatch.setattr(moe, "_grouped_matmul", lambda x, ws, rows: product(x, ws[::-1], rows))
+        product = moe.GroupedLinear.forward
+        monkeypatch.setattr(moe.GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
     if fault == "gradients of others' rows":
         original = GradAccumulator.add
         monkeypatch.setattr(
