@@ -66,7 +66,7 @@ FIELDS_BY_ROLE = {
         clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1 lion_beta2
         decoupled_lr decoupled_min_lr lr_factors weight_decay_factors ema_decay skip_spikes spike_window
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        hidden_dropout attention_dropout z_loss_coeff
+        hidden_dropout attention_dropout objective z_loss_coeff
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff""",
     # Data are compared by a fingerprint of their contents, not by their paths. init_method_std has no effect after
     # the initialisation.

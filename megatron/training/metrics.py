@@ -132,7 +132,9 @@ class StepMetrics:
     skipped: Tensor  # nonzero if the update was skipped
     loss_scale: Tensor  # used in this step
     nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
-    router: Mapping[str, Tensor] = field(default_factory=dict)  # MoE router losses by metric name, same in every step
+    router: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # MoE router losses and metrics of the objective, by name; the same names in every step
 
 
 class MetricsWindow:

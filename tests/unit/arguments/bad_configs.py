@@ -374,6 +374,7 @@ CASES = (
     # kernels
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
+    Case("--kernels attention=flash_attn --attention-dropout 0.1"),
     # recorded steps
     Case("--cuda-graph step --device cpu --hidden-dropout 0.1"),
     Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),

@@ -98,3 +98,28 @@ def test_gpu_kernels_are_missing_here() -> None:
         assert "on a GPU" in str(missing(CPU, torch.bfloat16))
         assert "on a GPU" in str(missing(torch.device("cuda"), torch.float32))
     assert "cannot be imported" in str(ATTENTION.candidates["flash_attn"].missing(torch.device("cuda"), torch.bfloat16))
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])])
+@pytest.mark.parametrize("window", [None, 3])
+def test_any_part_of_a_sequence_has_its_part_of_the_mask(window: int | None, documents: torch.Tensor | None) -> None:
+    """Queries and keys of context-parallel ranks, which hold two pieces of the sequence each."""
+    whole = AttentionMask.of_sequence(8, CPU, window, documents)
+    pieces = [(range(2), range(6, 8)), (range(2, 4), range(4, 6))]
+    rows = [torch.tensor([i for piece in rank for i in piece]) for rank in pieces]
+    for (queries, q), (keys, k) in itertools.product(zip(pieces, rows), repeat=2):
+        parts = (None, None) if documents is None else (documents[:, q], documents[:, k])
+        mask = AttentionMask(queries, keys, CPU, window, *parts)
+        assert torch.equal(mask.dense, whole.dense[:, :, q][..., k])
+        assert not mask.is_causal, "two pieces are not one triangle"
+
+
+def test_ranks_that_hold_parts_of_the_queries_compute_the_whole() -> None:
+    """With all keys gathered, each rank's call gives its rows: also through flash-attn, which leaves them to torch."""
+    q, k, v = torch.randn(3, 8, 2, 2, 4, dtype=torch.float64)
+    whole = AttentionMask.of_sequence(8, CPU, window=3)
+    expected = ATTENTION.candidates["torch"].make()(q, k, v, whole)
+    for queries in ((range(2), range(6, 8)), (range(2, 6),)):
+        rows = torch.tensor([i for piece in queries for i in piece])
+        mask = AttentionMask(queries, whole.keys, CPU, window=3)
+        torch.testing.assert_close(ATTENTION.candidates["torch"].make()(q[rows], k, v, mask), expected[rows])
