@@ -51,7 +51,7 @@ def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More keys than queries: the mask says which belong together."""
+    """More keys than queries: the mask knows which belong together."""
     double = installed(monkeypatch, FlashAttention())
     q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
     out = ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask.of_sequence(5, CPU, first_query=4))

@@ -59,7 +59,7 @@ def check_training(kernels: Kernels, config: ModelConfig, training: TrainingConf
         for name, grad in eager_grads.items():
             assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6 * whole, name
     assert at_work[0] > 0
-    assert at_work == at_work[:1] * 3, "a shape or a number was compiled anew"
+    assert at_work == at_work[:1] * 3, "a shape or a number was compiled again"
 
 
 def test_a_compiled_model_trains_like_an_eager_one() -> None:

@@ -100,15 +100,15 @@ def test_apex_is_called_as_it_wants_and_proven(
 
 @pytest.mark.parametrize("table", [LINEAR, ADAM])
 def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
-    told = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
-    assert [name for name, reason in told.items() if reason is None] == ["torch"]
+    reasons = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
+    assert [name for name, reason in reasons.items() if reason is None] == ["torch"]
 
 
 @pytest.mark.parametrize("table", [LINEAR, ADAM])
 def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
-    told = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
-    assert told is not None
-    assert "cannot be imported" in told
+    reason = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
+    assert reason is not None
+    assert "cannot be imported" in reason
 
 
 def test_the_product_accumulates_where_formats_are_equal() -> None:

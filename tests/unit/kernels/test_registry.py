@@ -78,7 +78,7 @@ DOUBLES: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (lambda: no_kernel, "failed (RuntimeError: no kernel image)"),
     "import": (broken_package, "cannot be loaded (ImportError: libcudart.so.99: no such file)"),
 }
-"""Implementations of norm that must not be used, and what is said of them."""
+"""Implementations of norm that must not be used, and the reason that is reported."""
 
 
 OTHERS = [f"{operation}=torch" for operation in KERNEL_CANDIDATES if operation != "norm"]
@@ -96,13 +96,13 @@ def offer(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, name: str = "ap
 def test_one_that_computes_wrongly_is_not_used(
     monkeypatch: pytest.MonkeyPatch, double: str, dtype: torch.dtype
 ) -> None:
-    make, said = DOUBLES[double]
+    make, reason = DOUBLES[double]
     offer(monkeypatch, Candidate(make))
     with pytest.raises(UserError) as caught:
         select_kernels(("norm=apex",), CPU, dtype)
     (problem,) = caught.value.problems
     assert problem.code == "E903"
-    assert said in problem.sentence
+    assert reason in problem.sentence
     assert "\n" not in problem.sentence
 
 

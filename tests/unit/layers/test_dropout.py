@@ -1,4 +1,4 @@
-"""Counter-based dropout: right rate, independent, and the same whoever computes which part."""
+"""Counter-based dropout: right rate, independent, and the same for any division of the work."""
 
 from __future__ import annotations
 

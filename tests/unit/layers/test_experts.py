@@ -172,7 +172,7 @@ def test_losses_of_routers_move_routers() -> None:
     )
     batches = [random_batch(without)]
     plain, balanced = Solo.build(without), Solo.build(with_losses)
-    assert torch.equal(plain.backward(batches), balanced.backward(batches)), "the loss that is told is that of tokens"
+    assert torch.equal(plain.backward(batches), balanced.backward(batches)), "the reported loss is that of tokens"
     name = "layers.1.mlp.router.weight"
     assert not torch.allclose(plain.buckets.grads[name], balanced.buckets.grads[name], rtol=0.1)
 
