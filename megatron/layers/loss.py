@@ -48,9 +48,8 @@ class OutputLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int) -> None:
         super().__init__()
-        self.sequence_parallel = context.sequence_parallel
         spec = vocabulary_spec(config, context)
-        self.entries = spec.shape[0]
+        self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
         owner = context.root.at("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
         first, held = context.tp.rank * spec.local_view[0], sum(piece.place.size[0] for piece in spec.pieces)

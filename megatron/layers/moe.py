@@ -186,13 +186,13 @@ class DispatchPlan:
         by_expert = Permutation.sorting(received_experts)
         return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 
-    def there(self, x_TH: Tensor) -> Tensor:
+    def dispatch(self, x_TH: Tensor) -> Tensor:
         """Send every token to its experts: ``[T, H] -> [R, H]``, sorted by expert."""
         copies = len(self.by_target.order) // x_TH.shape[0]
         rows = self.by_target(x_TH.unsqueeze(1).expand(-1, copies, -1).flatten(0, 1))
         return self.by_expert(mappings.all_to_all(rows, self.sent, self.received, self.group))
 
-    def back(self, y_RH: Tensor, tokens: int) -> Tensor:
+    def combine(self, y_RH: Tensor, tokens: int) -> Tensor:
         """Return results to the ranks of their tokens: ``[R, H] -> [T, C, H]``."""
         rows = mappings.all_to_all(self.by_expert.undo(y_RH), self.received, self.sent, self.group)
         return self.by_target.undo(rows).unflatten(0, (tokens, -1))
@@ -275,8 +275,8 @@ class MixtureOfExperts(nn.Module):
         """Route every token, and apply its experts."""
         routing = self.router(x_SBH, batch)
         x_TH = x_SBH.flatten(0, 1)
-        route = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
-        parts_TCH = route.back(self.experts(route.there(x_TH), route.counts), len(x_TH))
+        plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
+        parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
         return (y if self.shared_experts is None else y + self.shared_experts(x_SBH)), routing.losses

@@ -45,7 +45,7 @@ class Objective(ABC):
         Args:
             hidden_SBH: hidden states ``[S(/tp), B, H]``.
             batch: labels, loss mask and ``extra`` tensors.
-            output_layer: call it for the summed cross-entropy of labels.
+            output_layer: call it once, for the summed cross-entropy of labels.
 
         Returns:
             The loss, equal on all tensor-parallel ranks, and detached sums by name: those of ``metric_names``, and

@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, double: FlashAttention) -> FlashA
     return double
 
 
-def test_flash_attn_sees_what_masks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_agrees_on_all_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal, windows, documents and both, with grouped heads: the trials of every attention."""
     double = installed(monkeypatch, FlashAttention())
     assert check_kernel(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32) is None
@@ -39,7 +39,7 @@ def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert str(wrong).startswith("differs from torch by")
 
 
-def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_gets_the_deterministic_option(monkeypatch: pytest.MonkeyPatch) -> None:
     double = installed(monkeypatch, FlashAttention())
     q, k, v = torch.randn(3, 4, 2, 2, 8)
     torch.use_deterministic_algorithms(True)

@@ -207,7 +207,7 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
     assert "triton" in str(compiler_missing(torch.device("cuda"), torch.float32))
 
 
-def test_every_run_of_a_process_is_as_deterministic_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_of_a_process_has_its_own_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that follows a run that was not."""
     import torch._inductor.config as inductor
 

@@ -137,7 +137,7 @@ def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatc
         select_kernels(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
 
 
-def test_all_that_cannot_be_had_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         select_kernels(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
     assert [problem.code for problem in caught.value.problems] == ["E903", "E903"]
