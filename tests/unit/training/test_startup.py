@@ -69,7 +69,7 @@ def test_a_phase_that_raises_ends(now: list[float]) -> None:
 
 def test_a_process_began_when_it_was_made() -> None:
     """Not the time of the first call."""
-    program = "from megatron.training.startup import process_began; print(process_began())"
+    program = "from megatron.training.startup import process_start_time; print(process_start_time())"
     before = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     after = time.monotonic()
