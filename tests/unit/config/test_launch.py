@@ -126,8 +126,8 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
     """Whether something was not written yet or the pipe was found broken before."""
     reading, writing = os.pipe()
     os.close(reading)
-    write_and_exit = f"sys.stdout.write({said!r} * 3); launch.exit_process({status})"
-    code = f"import sys; from megatron.config import launch; {write_and_exit}"
+    code = "import sys; from megatron.config.launch import exit_process; "
+    code += f"sys.stdout.write({said!r} * 3); exit_process({status})"
     waits = os.environ | {"PYTHONUNBUFFERED": ""}
     ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, env=waits, check=False)
     os.close(writing)
@@ -135,8 +135,8 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
 
 
 def test_what_is_registered_for_the_exit_is_done_after_a_success() -> None:
-    register = "atexit.register(print, 'done', end='')"
-    code = f"import atexit; from megatron.config import launch; {register}; launch.exit_process({{}})"
+    code = "import atexit; from megatron.config.launch import exit_process; "
+    code += "atexit.register(print, 'done', end=''); exit_process({})"
     told = [subprocess.run([sys.executable, "-c", code.format(n)], capture_output=True).stdout for n in (0, 1)]
     assert told == [b"done", b""]
 
