@@ -144,9 +144,9 @@ class TrainingConfig:
     )
     objective: str = option(
         "next_token",
-        "What training minimises: next_token (cross-entropy of the next token, and z_loss_coeff), or the name that a "
-        "plugin registers.",
+        "What training minimises: next_token (cross-entropy of the next token, and z_loss_coeff), or the name of a plugin.",
         choices=("next_token",),
+        kind="objective",
     )
     cross_entropy_chunk_size: int = option(
         1024, "Tokens per chunk of the loss; only one chunk of logits exists at a time.", at_least=1
@@ -155,8 +155,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Choice of kernels, determinism and CUDA graphs."""
+    """Plugins, choice of kernels, determinism and CUDA graphs."""
 
+    plugin: tuple[str, ...] = option(
+        (),
+        "Modules to import before other options are checked, or names of entry points of the group megatron.plugins. "
+        "They may register optimizers, kernels and more. Repeated flags add up.",
+        append=True,
+    )
     kernels: tuple[str, ...] = option(
         ("auto",),
         "auto (the fastest ones installed that pass the check against PyTorch), torch (plain PyTorch, eager), compiled "
@@ -182,7 +188,9 @@ MOMENTS_PER_PARAMETER = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
-    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS_PER_PARAMETER))
+    optimizer: str = option(
+        "adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS_PER_PARAMETER), kind="optimizer"
+    )
     lr: float = option(1e-4, "Peak learning rate.", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: str = option(
