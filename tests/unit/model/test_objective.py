@@ -70,9 +70,8 @@ def test_a_plugins_objective_has_its_loss_and_gradients() -> None:
 
 
 def trainer_of(folder: Path, objective: str) -> Trainer:
-    config = tiny_run(folder, "--hidden-dropout 0 --attention-dropout 0 --fp64")
-    object.__setattr__(config.training, "objective", objective)
-    return build_trainer(config, 0, 1)
+    flags = f"--hidden-dropout 0 --attention-dropout 0 --fp64 --objective {objective}"
+    return build_trainer(tiny_run(folder, flags), 0, 1)
 
 
 def test_a_step_divides_by_the_objectives_weight_and_reports_its_metrics(tmp_path: Path) -> None:
