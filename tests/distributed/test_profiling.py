@@ -66,7 +66,7 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         config = tiny_run(tmp_path / wish, flags, world_size=2)
         wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
         recorded = "profile of steps 3 to 4"
-        asked = f"asked for a {recorded}, recorded on --profile-ranks {ranks}"
+        asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
         told = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
         assert pool.run(2, run_rank, config, wish, wishing) == [(0, "", lines) for lines in told[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
