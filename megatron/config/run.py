@@ -144,7 +144,7 @@ class TrainingConfig:
     )
     objective: str = option(
         "next_token",
-        "What training minimises: next_token (cross-entropy of the next token, and z_loss_coeff), or the name of a plugin.",
+        "Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin.",
         choices=("next_token",),
         kind="objective",
     )
