@@ -153,7 +153,7 @@ def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
     mesh = Mesh(Layout(axes | {"edp": world.size, "ep": 1, "etp": 1}), launch.rank)
     found = {EVERYWHERE: mesh.world}
     if 1 < local < world.size:
-        found |= {WITHIN: mesh.tp, BETWEEN: mesh.replicas}
+        found |= {WITHIN: mesh.tp, BETWEEN: mesh.dp_cp}
     return found
 
 

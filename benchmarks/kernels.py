@@ -48,8 +48,8 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
-    sink = GradAccumulator()
-    sink.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
 
     def plain() -> Tensor:
         x.grad = weight.grad = None
@@ -63,7 +63,9 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
 
         def run() -> Tensor:
             x.grad = None
-            loss, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, sink, "weight", kernel)
+            loss, _ = linear_cross_entropy(
+                x, weight, labels, mask, vocabulary, config, grad_accumulator, "weight", kernel
+            )
             loss.backward()
             return loss.detach()
 

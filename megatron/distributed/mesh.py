@@ -65,10 +65,10 @@ class Mesh:
         layout: Layout,
         rank: int,
         timeout: timedelta | None = None,
-        kv_copies: int = 1,
+        tp_ranks_per_kv_head: int = 1,
         placement: tuple[int, ...] = (0,),
-        instances: int | None = None,
-        gathers: bool = False,
+        optimizer_instances: int | None = None,
+        separate_gather_groups: bool = False,
     ) -> None:
         """Create every group. Collective over all ranks, which must create groups in the same order.
 
@@ -76,10 +76,10 @@ class Mesh:
             layout: the grid.
             rank: global rank of this process.
             timeout: of every group.
-            kv_copies: tensor-parallel ranks that share one key/value head.
+            tp_ranks_per_kv_head: tensor-parallel ranks that share one key/value head.
             placement: pipeline rank of every stage.
-            instances: replicas of the optimizer state per reduction group; None for one replica per rank (no ZeRO).
-            gathers: whether weights are gathered through separate communicators, to overlap with other collectives.
+            optimizer_instances: replicas of the optimizer state per reduction group; None for one per rank (no ZeRO).
+            separate_gather_groups: gather weights through separate communicators, to overlap with other collectives.
 
         """
         self.layout, self.rank = layout, rank
@@ -93,18 +93,24 @@ class Mesh:
         edges = channels(placement)
         self.meter = CommMeter([name for name, size in sizes.items() if size > 1] + [BUBBLE] * bool(edges))
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
-        kv_blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
+        kv_blocks = [
+            g[i : i + tp_ranks_per_kv_head]
+            for g in layout.groups(("tp",))
+            for i in range(0, len(g), tp_ranks_per_kv_head)
+        ]
         self._kv_group = self._create(kv_blocks, "tp", label="kv")
         # Pipeline rank of every stage.
         self.placement = placement
         # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.
-        self.ends = self._create(self._first_and_last_stages(), "pp", label="ends")
+        self.embedding_group = self._create(self._first_and_last_stages(), "pp", label="ends")
         # This rank's channels to and from its pipeline neighbours, by the pipeline ranks of sender and receiver.
         self.channels = self._open_channels(edges)
-        self._optimizer_groups = {axes: self._create_optimizer_groups(axes, instances) for axes in REDUCTION_GROUPS}
-        use = "gathers" if gathers else ""
+        self._optimizer_groups = {
+            axes: self._create_optimizer_groups(axes, optimizer_instances) for axes in REDUCTION_GROUPS
+        }
+        use = "gathers" if separate_gather_groups else ""
         self._gathers = {
-            axes: self._create(self._shard_partition(axes, instances), self._name(axes), use)
+            axes: self._create(self._shard_partition(axes, optimizer_instances), self._name(axes), use)
             for axes in REDUCTION_GROUPS
         }
 
@@ -122,31 +128,31 @@ class Mesh:
         return self.group("tp")
 
     @property
-    def replicas(self) -> Group:
+    def dp_cp(self) -> Group:
         """Data-parallel peers (including CP): ranks with the same shards and other data."""
         return self.group("dp", "cp")
 
-    def shards(self, *axes: str) -> Group:
+    def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the ranks of the reduction group ``axes`` that shard one replica of the optimizer state (ZeRO)."""
         return self._optimizer_groups[axes][0]
 
-    def copies(self, *axes: str) -> Group:
+    def optimizer_replica_group(self, *axes: str) -> Group:
         """Return the ranks of the reduction group ``axes`` that hold the same shard of the optimizer state."""
         return self._optimizer_groups[axes][1]
 
-    def gathers(self, *axes: str) -> Group:
-        """Return the ranks of :meth:`shards`, with a communicator for gathering weights during other collectives."""
+    def weight_gather_group(self, *axes: str) -> Group:
+        """Return the ranks of :meth:`optimizer_shard_group`, with a communicator that may be used during others."""
         return self._gathers[axes]
 
-    def _shard_partition(self, axes: tuple[str, ...], instances: int | None) -> list[tuple[int, ...]]:
+    def _shard_partition(self, axes: tuple[str, ...], optimizer_instances: int | None) -> list[tuple[int, ...]]:
         """Return blocks of neighbouring ranks that each shard one replica of the optimizer state."""
         groups = self.layout.groups(axes)
-        size = 1 if instances is None else len(groups[0]) // instances
+        size = 1 if optimizer_instances is None else len(groups[0]) // optimizer_instances
         return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
 
-    def _create_optimizer_groups(self, axes: tuple[str, ...], instances: int | None) -> tuple[Group, Group]:
-        """Create the groups of :meth:`shards` and :meth:`copies`."""
-        blocks = self._shard_partition(axes, instances)
+    def _create_optimizer_groups(self, axes: tuple[str, ...], optimizer_instances: int | None) -> tuple[Group, Group]:
+        """Create the groups of :meth:`optimizer_shard_group` and :meth:`optimizer_replica_group`."""
+        blocks = self._shard_partition(axes, optimizer_instances)
         size = len(blocks[0])
         copies = [ranks[i::size] for ranks in self.layout.groups(axes) for i in range(size)]
         name = self._name(axes)
@@ -158,12 +164,12 @@ class Mesh:
         return replace(self.group("pp"), axes=BUBBLE)
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Index of the part of the global batch that this rank reads."""
         return self.coordinate["dp"]
 
     @property
-    def data_size(self) -> int:
+    def dp_size(self) -> int:
         """Number of parts into which the global batch is divided."""
         return self.layout.sizes["dp"]
 
@@ -172,13 +178,13 @@ class Mesh:
         """All ranks."""
         return self.group("pp", "dp", "cp", "tp")
 
-    def beside(self) -> Group:
+    def background_group(self) -> Group:
         """Create a gloo group of all ranks, for background threads. Collective."""
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
         return Group(ranks, self.world.rank, handle)
 
-    def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
+    def tp_subgroup(self, tp_ranks: tuple[int, ...]) -> Group:
         """Return the group of the tensor-parallel ranks ``tp_ranks``, which hold the same piece of a parameter.
 
         Raises:

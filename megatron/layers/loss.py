@@ -54,10 +54,10 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.context, self.loss = context, loss
         spec = vocabulary_spec(config, context)
-        held = sum(piece.place.size[0] for piece in spec.pieces)
+        held = sum(piece.global_box.size[0] for piece in spec.pieces)
         self.entries = spec.shape[0]
         self.vocabulary = VocabularyShard(context.tp.rank * spec.local_view[0], held, context.tp)
-        owner = context.root.at("embedding.word_embeddings") if spec.tied else context
+        owner = context.root.submodule("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class OutputLayer(nn.Module):
             mask_T,
             self.vocabulary,
             self.loss,
-            self.context.sink,
+            self.context.grad_accumulator,
             self.name,
             self.context.kernels.cross_entropy,
         )
@@ -99,14 +99,14 @@ def linear_cross_entropy(
     mask_T: Tensor,
     vocabulary: VocabularyShard,
     config: LossConfig,
-    sink: GradAccumulator,
+    grad_accumulator: GradAccumulator,
     name: str,
     kernel: CrossEntropyKernel = EAGER_CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
     """Sum ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)`` over tokens, with ``Z = sum_v exp(logit_v)``.
 
-    The weight's gradient goes to ``sink`` under ``name``. The gradient of ``x`` is partial: a sum over this rank's
-    vocabulary rows, to be reduced over the group by the backward of the function that produced ``x``.
+    The weight's gradient goes to ``grad_accumulator`` under ``name``. The gradient of ``x`` is partial: a sum
+    over this rank's vocabulary rows, to be reduced over the group by the backward of the function that produced ``x``.
 
     Returns:
         ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
@@ -114,7 +114,7 @@ def linear_cross_entropy(
 
     """
     objective, cross_entropy = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, labels_T, mask_T, vocabulary, config, sink, name, kernel, torch.is_grad_enabled()
+        x_TH, weight_VH, labels_T, mask_T, vocabulary, config, grad_accumulator, name, kernel, torch.is_grad_enabled()
     )
     return objective, cross_entropy
 
@@ -129,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask_T: Tensor,
         vocabulary: VocabularyShard,
         config: LossConfig,
-        sink: GradAccumulator,
+        grad_accumulator: GradAccumulator,
         name: str,
         kernel: CrossEntropyKernel,
         differentiate: bool,
@@ -149,11 +149,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx_TH is not None and dw_VH is not None:
                 dlogits_CV = chunk.gradient(config.z_coeff, x_TH.dtype)
                 torch.mm(dlogits_CV, weight_VH, out=dx_TH[tokens])
-                sink.multiply(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
+                grad_accumulator.multiply(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
                 del dlogits_CV
             del chunk  # before the next chunk's logits are allocated
         ctx.save_for_backward(dx_TH, dw_VH)
-        ctx.sink, ctx.name = sink, name
+        ctx.grad_accumulator, ctx.name = grad_accumulator, name
         ctx.mark_non_differentiable(cross_entropy)
         return objective, cross_entropy
 
@@ -161,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
-        dw = ctx.sink.accumulate(ctx.name, dw_VH, seed)
+        dw = ctx.grad_accumulator.accumulate(ctx.name, dw_VH, seed)
         scaled_dx_TH = dx_TH.to(seed.dtype) * seed  # without the cast CUDA would round the seed to the dtype of dx
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 8
 

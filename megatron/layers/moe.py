@@ -186,13 +186,13 @@ class DispatchPlan:
         by_expert = Permutation.sorting(received_experts)
         return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 
-    def there(self, x_TH: Tensor) -> Tensor:
+    def dispatch(self, x_TH: Tensor) -> Tensor:
         """Send every token to its experts: ``[T, H] -> [R, H]``, sorted by expert."""
         copies = len(self.by_target.order) // x_TH.shape[0]
         rows = self.by_target(x_TH.unsqueeze(1).expand(-1, copies, -1).flatten(0, 1))
         return self.by_expert(mappings.all_to_all(rows, self.sent, self.received, self.group))
 
-    def back(self, y_RH: Tensor, tokens: int) -> Tensor:
+    def combine(self, y_RH: Tensor, tokens: int) -> Tensor:
         """Return results to the ranks of their tokens: ``[R, H] -> [T, C, H]``."""
         rows = mappings.all_to_all(self.by_expert.undo(y_RH), self.received, self.sent, self.group)
         return self.by_target.undo(rows).unflatten(0, (tokens, -1))
@@ -202,9 +202,11 @@ class _GroupedLinearFunction(torch.autograd.Function):
     """``y_e = x_e W_e^T`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], sink: GradAccumulator, name: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], grad_accumulator: GradAccumulator, name: str
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.sink, ctx.name = rows, sink, name
+        ctx.rows, ctx.grad_accumulator, ctx.name = rows, grad_accumulator, name
         return _grouped_matmul(x, [w.t() for w in weight.chunk(len(rows))], rows)
 
     @staticmethod
@@ -212,7 +214,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows: Sequence[int] = ctx.rows
-        dw = ctx.sink.add(ctx.name, ctx.sink.recall(x, None), WgradOperand(dy), rows)
+        dw = ctx.grad_accumulator.accumulate_wgrad(
+            ctx.name, ctx.grad_accumulator.wgrad_input(x, None), WgradOperand(dy), rows
+        )
         return _grouped_matmul(dy, weight.chunk(len(rows)), rows), dw, None, None, None
 
 
@@ -227,11 +231,11 @@ class GroupedLinear(nn.Module):
     def __init__(self, context: BuildContext, weight: ShardSpec) -> None:
         super().__init__()
         self.weight = context.parameter("weight", weight)
-        self._sink, self._name = context.sink, context.name("weight")
+        self._grad_accumulator, self._name = context.grad_accumulator, context.name("weight")
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply the layer; ``rows`` is the number of rows of each expert."""
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self._sink, self._name)
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self._grad_accumulator, self._name)
         return y
 
 
@@ -244,8 +248,10 @@ class Experts(nn.Module):
         experts, h, ffn, shard = config.num_experts or 0, config.hidden_size, config.expert_ffn, context.expert_shard
         up = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
         fc1 = shard.split(up, len(up) - 2, Init(config.init_method_std))
-        self.linear_fc1 = GroupedLinear(context.at("linear_fc1"), fc1)
-        self.linear_fc2 = GroupedLinear(context.at("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std)))
+        self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"), fc1)
+        self.linear_fc2 = GroupedLinear(
+            context.submodule("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std))
+        )
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply every expert to its rows."""
@@ -263,11 +269,11 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
-        self.router = Router(config, context.at("router"))
-        self.experts = Experts(config, context.at("experts"), output_std, drop_activation)
+        self.router = Router(config, context.submodule("router"))
+        self.experts = Experts(config, context.submodule("experts"), output_std, drop_activation)
         self.shared_experts: MLP | None = None
         if width := config.moe_shared_expert_intermediate_size:
-            shared = context.at("shared_experts")
+            shared = context.submodule("shared_experts")
             self.shared_experts = MLP(config, shared, output_std, drop_activation, width)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -275,7 +281,7 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_SBH, batch)
         x_TH = x_SBH.flatten(0, 1)
         route = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
-        parts_TCH = route.back(self.experts(route.there(x_TH), route.counts), len(x_TH))
+        parts_TCH = route.combine(self.experts(route.dispatch(x_TH), route.counts), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
         return (y if self.shared_experts is None else y + self.shared_experts(x_SBH)), routing.losses

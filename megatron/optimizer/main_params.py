@@ -58,7 +58,7 @@ class MainParams(Mapping[str, Tensor]):
         """
         self.weights = weights
         # The bits that bf16 weights lack. These main parameters are computed on access, so writing to what
-        # ``self[name]`` returns changes nothing: use :meth:`put`.
+        # ``self[name]`` returns changes nothing: use :meth:`set`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
         for name, weight in weights.items():
@@ -79,7 +79,7 @@ class MainParams(Mapping[str, Tensor]):
         return len(self.weights)
 
     @torch.no_grad()
-    def put(self, values: Mapping[str, Tensor]) -> None:
+    def set(self, values: Mapping[str, Tensor]) -> None:
         """Set main parameters."""
         for name, value in values.items():
             if name in self.remainders:
@@ -90,7 +90,7 @@ class MainParams(Mapping[str, Tensor]):
                 self._plain[name].copy_(value)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_weights(self) -> None:
         """Round main parameters to the weights; weights with remainders are up to date already."""
         copies = [(self.weights[name], main) for name, main in self._plain.items()]
         copies = [(weight, main) for weight, main in copies if weight.dtype != main.dtype]
@@ -99,7 +99,7 @@ class MainParams(Mapping[str, Tensor]):
             torch._foreach_copy_(weights, mains)
 
 
-class WeightBuffers:
+class ParameterStore:
     """All parameters of a rank, as views of flat buffers."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], buckets: GradBuffer, mesh: Mesh, overlap: bool) -> None:
@@ -114,28 +114,28 @@ class WeightBuffers:
         """
         self._overlap = overlap
         # This rank's shards of the weights, by name; shaped like their gradients.
-        self.own: dict[str, Tensor] = {}
+        self.shards: dict[str, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor, Group]] = []  # the buffer, this rank's part, the ranks to gather over
         self._pending: dict[int, Pending] = {}
         self._buffer_of: dict[int, int] = {}  # index of the buffer, by id of the parameter
         for number, bucket in enumerate(buckets.buckets):
-            names, shards = list(bucket.specs), bucket.room.shards
+            names, shards = list(bucket.specs), bucket.layout.shards
             first = params[names[0]]
-            buffer = torch.zeros(bucket.room.packing.size, dtype=first.dtype, device=first.device)
+            buffer = torch.zeros(bucket.layout.packing.size, dtype=first.dtype, device=first.device)
             for name in names:
-                view = param_view(buffer, bucket.room.packing, name, bucket.specs[name])
+                view = param_view(buffer, bucket.layout.packing, name, bucket.specs[name])
                 view.copy_(params[name].detach())
                 params[name].data = view
             part = buffer.view(shards.size, -1)[shards.rank]
-            self._buffers.append((buffer, part, mesh.gathers(*bucket.specs[names[0]].reduce_axes)))
+            self._buffers.append((buffer, part, mesh.weight_gather_group(*bucket.specs[names[0]].reduce_axes)))
             self._buffer_of |= {id(params[name]): number for name in names}
-            self.own |= {name: buckets.shard_view(part, name) for name in names if name in buckets.shares}
-        self.own = {name: self.own[name] for name in buckets.shares}
+            self.shards |= {name: buckets.shard_view(part, name) for name in names if name in buckets.shards}
+        self.shards = {name: self.shards[name] for name in buckets.shards}
 
     def gather(self) -> None:
         """Start all-gathering the updated weights, in the order of forward.
 
-        :attr:`own` must not be written, nor other ranks' weights read, before :meth:`wait`.
+        :attr:`shards` must not be written, nor other ranks' weights read, before :meth:`wait`.
         """
         self.wait()
         for number in reversed(range(len(self._buffers))):

@@ -25,7 +25,7 @@ class TensorSlice:
     start: int
     stop: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def view_in(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a flat view of the elements in a list of contiguous tensors."""
         return tensors[self.index].view(-1)[self.start : self.stop]
 
@@ -129,10 +129,10 @@ class Lion:
         """Apply one step, in blocks: temporary memory is two of them."""
         keep = 1.0 - skip.double()
         for block in iterate_blocks(self.params):
-            params = [cut.of(self.params) for cut in block]
-            momenta = [cut.of(self.state["exp_avg"]) for cut in block]
+            params = [cut.view_in(self.params) for cut in block]
+            momenta = [cut.view_in(self.state["exp_avg"]) for cut in block]
             # In a skipped step the momentum replaces the gradient, and so does not change.
-            block_grads = [cut.of(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
+            block_grads = [cut.view_in(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
             steps = torch._foreach_lerp(momenta, block_grads, 1.0 - self.config.lion_beta1)
             torch._foreach_sign_(steps)
             torch._foreach_mul_(steps, (lr * keep).to(params[0].dtype))

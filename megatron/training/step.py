@@ -39,14 +39,14 @@ def train_step(
 
     """
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
-    tokens = count_tokens(batches, trainer.mesh.replicas)
+    tokens = count_tokens(batches, trainer.mesh.dp_cp)
     trainer.buckets.start_step(len(batches))
     with trainer.timers("forward-backward"):
         trainer.compute(batches, scale / tokens.clamp(min=1.0))
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     router = router_losses(trainer, sums, tokens)
-    trainer.optimizer.finish(trainer.timers)
+    trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
@@ -62,7 +62,7 @@ def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
     tokens = torch.zeros((), device=trainer.device, dtype=torch.float64)
     for index in range(trainer.config.training.eval_iters):
         batches = trainer.evaluation_batches(split, index)
-        tokens += count_tokens(batches, trainer.mesh.replicas)
+        tokens += count_tokens(batches, trainer.mesh.dp_cp)
         trainer.compute(batches, None)
     return mean_loss(trainer, collect_sums(trainer), tokens).where(tokens > 0, torch.nan)
 
@@ -77,7 +77,7 @@ def collect_sums(trainer: Trainer) -> dict[str, Tensor]:
     """Return and reset the sums that this rank's chunks have accumulated, in fp64."""
     sums: dict[str, Tensor] = {}
     for chunk in trainer.chunks.values():
-        for name, value in chunk.sums.take().items():
+        for name, value in chunk.sums.pop().items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     return sums
 
@@ -88,7 +88,7 @@ def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> T
     Only the last stage has a sum, the others add zeros; so all ranks get the same bits, in any order of summation.
     Stages that finish the pipeline early wait here for the others.
     """
-    stage_sum = comm.all_reduce(sums.get("lm loss", torch.zeros_like(tokens)), trainer.mesh.replicas)
+    stage_sum = comm.all_reduce(sums.get("lm loss", torch.zeros_like(tokens)), trainer.mesh.dp_cp)
     return comm.all_reduce(stage_sum, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
 
 

@@ -154,8 +154,8 @@ def go_on(trainer: Trainer) -> Leg:
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
     spec = trainer.specs[parameter]
-    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-    return trace_pieces(spec, trainer.buckets.shares[parameter], share, first)
+    first = trainer.mesh.optimizer_replica_group(*spec.reduce_axes).rank == 0
+    return trace_pieces(spec, trainer.buckets.shards[parameter], share, first)
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:

@@ -187,12 +187,12 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
     trainer = build_trainer(case.config(), rank, world_size)
     scales, skipped, moved = [], [], []
     for step in range(case.steps):
-        before = [master.clone() for master in trainer.optimizer.masters.values()]
+        before = [master.clone() for master in trainer.optimizer.main_params.values()]
         with infinite_gradient(weight if step == 1 else "none"):
             metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         scales.append(metrics.loss_scale.item())
         skipped.append(bool(metrics.skipped.item()))
-        moved.append(not all(map(torch.equal, before, trainer.optimizer.masters.values())))
+        moved.append(not all(map(torch.equal, before, trainer.optimizer.main_params.values())))
     return scales, skipped, moved
 
 

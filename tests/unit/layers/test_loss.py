@@ -36,12 +36,12 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
 
 
 def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
-    sink, x = GradAccumulator(), x.detach().requires_grad_()
+    grad_accumulator, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    sink.bind({"w": dw}.__getitem__, lambda name: None)
+    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
     config, vocabulary = LossConfig(chunk, z_coeff), VocabularyShard(0, HELD, Group())
     objective, entropy = linear_cross_entropy(
-        x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, sink, "w"
+        x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, grad_accumulator, "w"
     )
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
     assert x.grad is not None

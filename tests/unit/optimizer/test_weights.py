@@ -20,7 +20,7 @@ from megatron.layers.build import BuildContext
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import WeightBuffers
+from megatron.optimizer.main_params import ParameterStore
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
@@ -73,12 +73,12 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
     found = Gathers()
     monkeypatch.setattr(Mesh, "shards", lambda self, *axes: PARTS)
     monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
-    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: PARTS)
+    monkeypatch.setattr(Mesh, "weight_gather_group", lambda self, *axes: PARTS)
     monkeypatch.setattr(comm, "start_all_gather", found)
     return found
 
 
-def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, WeightBuffers, GradBuffer]:
+def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, ParameterStore, GradBuffer]:
     """Square layers, each in a bucket of its own."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(count)))
@@ -86,8 +86,8 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
         layer.weight = context.parameter(f"layers.{i}", DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
     config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True)
     dtypes = dict.fromkeys(context.specs, torch.float64)
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), config)
-    weights = WeightBuffers(context.params, buckets, context.mesh, overlap)
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config)
+    weights = ParameterStore(context.params, buckets, context.mesh, overlap)
     if awaited:
         weights.wait_before_forward(model)
     return model, weights, buckets
@@ -111,7 +111,7 @@ def test_parameters_are_views_and_keep_their_values() -> None:
     for name, param in solo.params.items():
         assert torch.equal(param, fresh.params[name])
         assert param.is_contiguous()
-        assert solo.optimizer.weights.own[name].data_ptr() == param.data_ptr()
+        assert solo.optimizer.weights.shards[name].data_ptr() == param.data_ptr()
     loss, _ = solo.step([random_batch(CONFIG)])
     other, _ = fresh.step([random_batch(CONFIG)])
     assert loss == other, "buffers are a matter of memory alone"
@@ -120,9 +120,9 @@ def test_parameters_are_views_and_keep_their_values() -> None:
 def test_they_lie_as_their_gradients_do() -> None:
     solo = Solo.build(CONFIG, torch.bfloat16, bucket_size=3000)
     for bucket in solo.buckets.buckets:
-        first = min(bucket.room.packing.offsets, key=lambda name: bucket.room.packing.offsets[name])
+        first = min(bucket.layout.packing.offsets, key=lambda name: bucket.layout.packing.offsets[name])
         start = solo.params[first].data_ptr()
-        for name, offset in bucket.room.packing.offsets.items():
+        for name, offset in bucket.layout.packing.offsets.items():
             assert solo.params[name].data_ptr() - start == 2 * offset
 
 
@@ -180,15 +180,15 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     context.parameter(name, DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
     dtypes = {name: torch.float32}
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), parallel)
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)
     config = OptimizerConfig(ema_decay=0.5, clip_grad=0.0)
     optimizer = DistributedOptimizer(context.params, context.specs, buckets, context.mesh, config, overlap_gather=True)
     for _ in range(2):
-        buckets.buckets[0].own.fill_(1.0)
+        buckets.buckets[0].shard.fill_(1.0)
         if moves == "an update":
             optimizer.update(Rates(0.1, 0.0), torch.ones(()))
         else:
-            optimizer.average[name].add_(1.0)
+            optimizer.ema[name].add_(1.0)
             with optimizer.averaged():
                 pass
     optimizer.weights.wait()
