@@ -67,7 +67,7 @@ BUBBLE = "bubble"
 PIPELINE = "pp"
 """Name under which the meter counts bytes sent to other pipeline ranks."""
 FAKE_BACKEND = "fake"
-"""Backend of groups without peers (:func:`megatron.distributed.mesh.fake_process_group`)."""
+"""Backend of groups without peers (:func:`megatron.distributed.launch.fake_process_group`)."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

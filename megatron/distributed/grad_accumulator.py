@@ -52,7 +52,8 @@ class GradAccumulator:
     """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
 
     A layer's backward returns the result of ``accumulate_wgrad``, ``accumulate_rows`` or ``accumulate`` as the
-    parameter's gradient: None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).
+    parameter's gradient: None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully
+    sharded ones).
     """
 
     def __init__(self, multiply: WeightGradientKernel = accumulate_wgrad) -> None:

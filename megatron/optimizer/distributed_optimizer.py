@@ -29,9 +29,10 @@ from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import build_rule
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import MainParams, ParameterStore
+from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import UpdateRule
 
 NORM_BLOCK = 1 << 14
@@ -253,7 +254,7 @@ class DistributedOptimizer:
     def write_weights(self) -> None:
         """Round the main parameters to the weights, and gather the weights on all ranks."""
         self.main_params.write_weights()
-        self.weights.gather()
+        self.weights.start_gather()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the update rule's state by kind (``exp_avg``...) and name, shaped like the main parameters."""

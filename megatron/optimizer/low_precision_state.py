@@ -23,7 +23,7 @@ from megatron.kernels.adam import AdamKernel, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer.main_params import LOW_BITS, MainParams, accum_dtype, join_fp32, split_fp32
 from megatron.optimizer.param_groups import ParamGroup
-from megatron.optimizer.rules import RULES, AdamW, Rate, TensorSlice, UpdateRule, iterate_blocks
+from megatron.optimizer.rules import AdamW, Rate, TensorSlice, UpdateRule, iterate_blocks, update_rule
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class LowPrecisionRule:
             for kind in rule.state
         }
         device = self.params[0].device
+        self.state_kinds = rule.state_kinds
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=device)]
         self._places = [GlobalIndices.of(specs[name], device) for name in names]
         self._first = [shares[name].start for name in names]
@@ -166,10 +167,18 @@ def build_rule(
     seed: int,
     kernel: AdamKernel = adam,
 ) -> UpdateRule:
-    """Create a group's update rule, with moments in the configured dtypes."""
-    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else RULES[group.rule]
+    """Create a group's update rule, with moments in the configured dtypes.
+
+    Raises:
+        ValueError: if the rule keeps other state than it declares.
+    """
+    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else update_rule(group.rule)
     dtypes = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     rule = create([], config)
+    if set(rule.state) != set(rule.state_kinds):
+        raise ValueError(
+            f"the optimizer {group.rule} keeps state {sorted(rule.state)}, not its state_kinds {sorted(rule.state_kinds)}"
+        )
     in_bf16 = {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16" and kind in rule.state}
     if in_bf16 or any(name in main_params.remainders for name in group.names):
         return LowPrecisionRule(rule, main_params, group.names, specs, shares, in_bf16, seed)

@@ -116,6 +116,8 @@ def update_scale(shape: tuple[int, int], mode: str) -> float:
 class Muon:
     """``m = beta m + (1 - beta) g``, ``w -= lr (scale * orthogonalized(m) + weight_decay w)``."""
 
+    state_kinds: tuple[str, ...] = ("exp_avg",)
+
     def __init__(
         self,
         params: Sequence[Tensor],

@@ -36,8 +36,9 @@ from megatron.data.loader import DataSource, build_data
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.launch import init_distributed, world_group
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh, init_distributed, world_group
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, Timers, no_clock
@@ -51,6 +52,7 @@ from megatron.optimizer.lr_scheduler import LearningRateSchedule
 from megatron.optimizer.param_groups import check_patterns, rule_of
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.actions import PipelineSchedule as Program
+from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
 from megatron.planner.memory import parameter_shapes
@@ -365,7 +367,7 @@ def build_trainer(
     with clock("optimizer"):
         buckets, optimizer = _optimizer(config, context)
     for chunk in chunks.values():
-        optimizer.weights.wait_before_forward(chunk.parts)
+        optimizer.weights.gather_before_forward(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
     pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
     scaler = LossScaler.from_config(config.precision, device)
@@ -405,8 +407,16 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         check_same_schedule(program, world_group(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     tp_ranks_per_kv_head = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    gathers = parallel.overlap_param_gather and parallel.zero_stage > 0
-    return Mesh(layout, rank, timeout, tp_ranks_per_kv_head, program.placement, parallel.optimizer_instances, gathers)
+    return Mesh(
+        layout,
+        rank,
+        timeout,
+        tp_ranks_per_kv_head,
+        program.placement,
+        channels(program.placement),
+        parallel.optimizer_instances,
+        separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
+    )
 
 
 def allocate_hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

@@ -49,7 +49,7 @@ from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import is_peer_lost
+from megatron.distributed.launch import is_peer_lost
 from megatron.training.build import Trainer
 from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
 from megatron.training.loggers.run_logger import RunLogger

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
-from megatron.distributed.mesh import GroupInfo, fake_process_group
+from megatron.distributed.mesh import GroupInfo
 from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers

@@ -17,7 +17,7 @@ from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
 from megatron.optimizer import distributed_optimizer, grad_buffer
 from megatron.optimizer.grad_buffer import BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
-from megatron.optimizer.main_params import ParameterStore
+from megatron.optimizer.parameter_store import ParameterStore
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:

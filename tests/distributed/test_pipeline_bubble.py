@@ -19,6 +19,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
@@ -74,7 +75,7 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
     """Of run after run, until one is near ``expected``."""
     program = program_of(name, RANKS, MICROBATCHES)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
-    mesh = Mesh(layout, rank, placement=program.placement)
+    mesh = Mesh(layout, rank, placement=program.placement, edges=channels(program.placement))
     grad_accumulator = GradAccumulator(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
     grad_accumulator.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
     chunks = {

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.distributed.comm import all_gather_objects, all_reduce, broadcast_object
+from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges, fake_process_group, world_group
+from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
 from megatron.pipeline.communication import channels
 
 MOST_TURNS = 8
@@ -59,6 +60,7 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
                 rank,
                 tp_ranks_per_kv_head=2,
                 placement=(0, 1, 2, 3),
+                edges=channels((0, 1, 2, 3)),
                 optimizer_instances=2,
                 separate_gather_groups=True,
             )

@@ -84,7 +84,7 @@ def test_a_tied_weight_is_alone_in_its_bucket() -> None:
 
 
 def test_data_parallel_ranks_can_cut_a_bucket_into_equal_aligned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group((0, 1, 2, 3)))
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group((0, 1, 2, 3)))
     (bucket,) = build()[0].buckets
     assert bucket.shard.numel() == 8 * ALIGNMENT  # 6 are used
     assert bucket.shard.numel() % (4 * ALIGNMENT) == 0
@@ -176,7 +176,7 @@ def test_few_sums_of_rounded_addends_are_on_their_way(
 
         return ReduceHandle(Pending(x), finish)
 
-    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(shards)), 0))
+    monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(shards)), 0))
     monkeypatch.setattr(module, "start_grad_reduce_scatter", start)
     monkeypatch.setattr(module, "start_grad_all_reduce", lambda x, group, comm_dtype: start(x, Group(), comm_dtype))
     specs = {f"{name} {i}": spec for i in range(3) for name, spec in SPECS.items()}
@@ -289,8 +289,8 @@ def streaming(size: int = 65, overlap: bool = True) -> Iterator[tuple[GradBuffer
     """ZeRO-2 of several ranks, as one of them sees it."""
     scattered = Scattered()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
-        patch.setattr(Mesh, "copies", lambda self, *axes: Group())
+        patch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
+        patch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
         patch.setattr(module, "start_grad_reduce_scatter", scattered)
         buckets, grad_accumulator = build(size=size, overlap=overlap, data_parallel_sharding_strategy="optim_grads")
         yield buckets, grad_accumulator, scattered
@@ -387,10 +387,12 @@ def test_gradients_that_are_looked_at_are_not_sent() -> None:
 
 
 def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
     found: dict[str, int] = dict.fromkeys(SPECS, 0)
     for rank in range(RANKS):
-        monkeypatch.setattr(Mesh, "shards", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here))
+        monkeypatch.setattr(
+            Mesh, "optimizer_shard_group", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here)
+        )
         buckets, _ = build(uncut={"first", "middle", "last"}, use_distributed_optimizer=True)
         for name, grad in buckets.grads.items():
             found[name] += 1

@@ -273,8 +273,8 @@ def test_loss_falls() -> None:
 
 def cut_over(monkeypatch: pytest.MonkeyPatch, shards: Group, copies: Group) -> None:
     """Let this rank be one of several that cut everything."""
-    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: shards)
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: copies)
+    monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: shards)
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: copies)
     monkeypatch.setattr(Mesh, "weight_gather_group", lambda self, *axes: Group())
 
 
