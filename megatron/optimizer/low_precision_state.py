@@ -177,7 +177,7 @@ def build_rule(
     rule = create([], config)
     if set(rule.state) != set(rule.state_kinds):
         raise ValueError(
-            f"the optimizer {group.rule} keeps state {sorted(rule.state)}, not its state_kinds {sorted(rule.state_kinds)}"
+            f"optimizer {group.rule} keeps state {sorted(rule.state)}, not its state_kinds {sorted(rule.state_kinds)}"
         )
     in_bf16 = {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16" and kind in rule.state}
     if in_bf16 or any(name in main_params.remainders for name in group.names):

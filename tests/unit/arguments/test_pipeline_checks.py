@@ -28,7 +28,7 @@ def refused(flags: str, ranks: int) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("name", plan.NAMES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_schedule_takes_every_batch_of_a_ramp(name: str, ranks: int) -> None:
     flags = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {name} --num-layers 12"

@@ -219,7 +219,7 @@ def test_a_name_in_other_letters_is_recognised(name: str) -> None:
 
 def test_the_help_names_every_schedule() -> None:
     words = SETTINGS["pipeline_schedule"].option.help
-    assert [name for name in plan.NAMES if f" {name}," not in words] == []
+    assert [name for name in PIPELINE_SCHEDULES if f" {name}," not in words] == []
 
 
 LARGE = """--check-config --mock-data --vocab-size 51200 --train-samples 200000000 --world-size 1024 --bf16
