@@ -378,7 +378,7 @@ class GradBuffer:
         for name, missing in self._missing.items():
             if missing:
                 raise RuntimeError(
-                    f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions does not match the "
+                    f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
                     "number of times that its layer's backward adds to it"
                 )
         while self._bf16_in_flight:

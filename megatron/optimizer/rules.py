@@ -66,7 +66,7 @@ class UpdateRule(Protocol):
         @register("optimizer", "signum")
         class Signum: ...
 
-    ``update`` reads :attr:`params`, :attr:`state` and :attr:`step_counts` anew each time, because
+    ``update`` reads :attr:`params`, :attr:`state` and :attr:`step_counts` on every call, because
     :class:`megatron.optimizer.low_precision_state.LowPrecisionRule` replaces them block by block. It changes them in
     place, so that a CUDA graph can capture it.
     """

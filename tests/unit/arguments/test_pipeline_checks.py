@@ -10,6 +10,7 @@ import pytest
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.summary import summary
 from megatron.config.errors import Problem, UserError
+from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.pipeline import plan
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.partition import AUTO
