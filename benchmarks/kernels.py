@@ -48,8 +48,8 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
-    sink = GradAccumulator()
-    sink.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
 
     def plain() -> Tensor:
         x.grad = weight.grad = None
@@ -60,7 +60,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     def fused(name: str) -> Callable[[], Tensor]:
         kernel = OPERATIONS["cross_entropy"].candidates[name].make()
         kernels = Kernels(cross_entropy=kernel)
-        vocabulary = VocabularyShard(0, rows, Group(), sink, "weight", kernels, args.chunk)
+        vocabulary = VocabularyShard(0, rows, Group(), grad_accumulator, "weight", kernels, args.chunk)
 
         def run() -> Tensor:
             x.grad = None

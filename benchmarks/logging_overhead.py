@@ -163,7 +163,7 @@ def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float
 
     def waits() -> None:
         for _ in range(COLLECTIVES):
-            with group.waiting(x):
+            with group.blocked(x):
                 pass
 
     def idle() -> None:

@@ -87,7 +87,7 @@ def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tu
     """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
     trainer = build_trainer(config_of(layers, world_size, flags), rank, world_size, fresh=False)
     buckets = trainer.buckets.buckets
-    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.own for bucket in buckets)])
+    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.shard for bucket in buckets)])
     gc.collect()
     before, started = anonymous(), time.perf_counter()
     peak = peak_while(lambda: restore_run(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))

@@ -2,8 +2,9 @@
 
     python -m benchmarks.wire
 
-Four replicas of a small Llama train a step in every way of sharding; what their collectives count must be what
-`megatron/planner/communication.py` says, to the byte. So the same formulas are shown for Llama-2 7B, of which no step was run.
+Four replicas of a small Llama train a step in every way of sharding; what their collectives count must equal the
+formulas of `megatron/planner/communication.py`, to the byte. So the same formulas are shown for Llama-2 7B, of which no
+step was run.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def counted(rank: int, world_size: int, way: Way) -> dict[str, float]:
     """What this rank sends to other replicas in a step, by operation."""
     trainer = build_trainer(config_of(SMALL, way), rank, world_size)
     meter = trainer.mesh.meter
-    meter.take_sent()
+    meter.pop_bytes_sent()
     train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
-    found = {operation: count for (axes, operation), count in meter.take_sent().items() if axes == "dp"}
+    found = {operation: count for (axes, operation), count in meter.pop_bytes_sent().items() if axes == "dp"}
     found["all-reduce"] -= 2 * SCALARS * (RANKS - 1) / RANKS
     return {operation: count for operation, count in found.items() if count}
 

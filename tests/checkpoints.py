@@ -30,7 +30,7 @@ def save_model(
     for name, parameter in chunk.params.items():
         spec = chunk.specs[name]
         view = parameter.detach().view(spec.local_view)
-        parts = tuple(TensorPart(piece.place, view[piece.local.slices]) for piece in spec.pieces)
+        parts = tuple(TensorPart(piece.global_box, view[piece.local_box.slices]) for piece in spec.pieces)
         tensors[name] = GlobalTensor(spec.shape, spec.view, parameter.dtype, parts)
     config = RunConfig(model=chunk.config, precision=PrecisionConfig(params_dtype=params_dtype))
     state: dict[str, Any] = {"iteration": step, "consumed_samples": 0}

@@ -127,7 +127,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
         InferenceError, UserError: if flags, prompts and model do not fit together.
         CheckpointError, OSError: if the model cannot be loaded.
     """
-    from megatron.distributed.mesh import destroy_distributed
+    from megatron.distributed.launch import destroy_distributed
     from megatron.inference.generate import check_prompts, generate
     from megatron.inference.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.text import ContinuationPrinter
@@ -187,8 +187,9 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
         DamagedError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
+    from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout
-    from megatron.distributed.mesh import Mesh, init_distributed
+    from megatron.distributed.mesh import Mesh
     from megatron.layers.build import DTYPES
     from megatron.training.build import choose_device
 

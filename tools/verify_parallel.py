@@ -264,7 +264,7 @@ def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: in
     """Run one rank; closes its connections if it fails, so that the other ranks fail too."""
     import torch
 
-    from megatron.distributed.mesh import destroy_distributed
+    from megatron.distributed.launch import destroy_distributed
     from megatron.training.build import build_trainer, join_distributed
     from tools.lib.verify_parallel import trace_steps
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.option import option
-from megatron.pipeline.schedules import SCHEDULES
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched")
+"""Names of schedules; :mod:`megatron.pipeline.schedules` builds them."""
 
 ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
@@ -28,7 +30,7 @@ class ParallelConfig:
     )
     pipeline_schedule: str | None = option(
         None,
-        f"Pipeline schedule: {', '.join(SCHEDULES)}, searched, or a file of actions that ends in .csv. "
+        f"Pipeline schedule: {', '.join(PIPELINE_SCHEDULES)}, or a file of actions that ends in .csv. "
         "Default: 1f1b, or interleaved with several stages per rank.",
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(

@@ -71,14 +71,16 @@ class SelfAttention(nn.Module):
         shape = (config.kv_groups, config.heads_per_group)
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
         bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
-        self.linear_qkv = ColumnParallelLinear(context.at("linear_qkv"), weight, bias)
+        self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"), weight, bias)
         heads, h = config.num_attention_heads * d, config.hidden_size
-        self.linear_proj = RowParallelLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(
+            context.submodule("linear_proj"), heads, h, output_std, config.add_bias_linear
+        )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
-            self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
-            self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
+            self.q_layernorm = Norm(config, context.submodule("q_layernorm"), d, partial=True)
+            self.k_layernorm = Norm(config, context.submodule("k_layernorm"), d, partial=True)
         self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 

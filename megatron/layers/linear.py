@@ -32,7 +32,7 @@ class _LinearSpec:
     """The layer's properties that its autograd function needs."""
 
     kernel: LinearKernel
-    sink: GradAccumulator
+    grad_accumulator: GradAccumulator
     weight: str
     bias: str
     tp: Group
@@ -41,7 +41,9 @@ class _LinearSpec:
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
         weight, bias = context.name("weight"), context.name("bias")
-        return cls(context.kernels.linear, context.sink, weight, bias, context.tp, context.sequence_parallel)
+        return cls(
+            context.kernels.linear, context.grad_accumulator, weight, bias, context.tp, context.sequence_parallel
+        )
 
     @property
     def sequence_group(self) -> Group | None:
@@ -67,14 +69,14 @@ class _ColumnParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
-        wgrad_input = layer.sink.recall(x, layer.sequence_group)
+        wgrad_input = layer.grad_accumulator.wgrad_input(x, layer.sequence_group)
         dx = layer.kernel.input_gradient(dy, weight)
         if layer.sequence_parallel:
             pending = comm.start_reduce_scatter(dx, layer.tp)
         else:
             pending = comm.start_all_reduce(dx, layer.tp)
-        dw = layer.sink.add(layer.weight, wgrad_input, WgradOperand(dy))
-        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
+        dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, wgrad_input, WgradOperand(dy))
+        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         return pending.wait(), dw, db, None
 
 
@@ -103,8 +105,8 @@ class _RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
         full_dy = WgradOperand(dy, layer.sequence_group).start()
-        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        dw = layer.sink.add(layer.weight, layer.sink.recall(x, None), full_dy)
+        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
+        dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, layer.grad_accumulator.wgrad_input(x, None), full_dy)
         return layer.kernel.input_gradient(full_dy.wait(), weight), dw, db, None
 
 

@@ -50,11 +50,11 @@ class OutputLayer(nn.Module):
         super().__init__()
         spec = vocabulary_spec(config, context)
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
-        owner = context.root.at("embedding.word_embeddings") if spec.tied else context
+        owner = context.root.submodule("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
-        first, held = context.tp.rank * spec.local_view[0], sum(piece.place.size[0] for piece in spec.pieces)
+        first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
-            first, held, context.tp, context.sink, self.name, context.kernels, chunk_tokens
+            first, held, context.tp, context.grad_accumulator, self.name, context.kernels, chunk_tokens
         )
 
     def forward(

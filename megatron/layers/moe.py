@@ -215,7 +215,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         rows: Sequence[int] = ctx.rows
         layer: GroupedLinear = ctx.layer
         grads = layer.grad_accumulator
-        dw = grads.add(layer.name, grads.recall(x, None), WgradOperand(dy), rows)
+        dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
         by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
         dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
         return dx, dw, None, None
@@ -228,7 +228,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = context.parameter("weight", weight)
         self.kernel, self.name = context.kernels.linear, context.name("weight")
-        self.grad_accumulator = context.sink
+        self.grad_accumulator = context.grad_accumulator
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply the layer; ``rows`` is the number of rows of each expert."""
@@ -245,8 +245,10 @@ class Experts(nn.Module):
         experts, h, ffn, shard = config.num_experts or 0, config.hidden_size, config.expert_ffn, context.expert_shard
         up = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
         fc1 = shard.split(up, len(up) - 2, Init(config.init_method_std))
-        self.linear_fc1 = GroupedLinear(context.at("linear_fc1"), fc1)
-        self.linear_fc2 = GroupedLinear(context.at("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std)))
+        self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"), fc1)
+        self.linear_fc2 = GroupedLinear(
+            context.submodule("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std))
+        )
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply every expert to its rows."""
@@ -264,11 +266,11 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
-        self.router = Router(config, context.at("router"))
-        self.experts = Experts(config, context.at("experts"), output_std, drop_activation)
+        self.router = Router(config, context.submodule("router"))
+        self.experts = Experts(config, context.submodule("experts"), output_std, drop_activation)
         self.shared_experts: MLP | None = None
         if width := config.moe_shared_expert_intermediate_size:
-            shared = context.at("shared_experts")
+            shared = context.submodule("shared_experts")
             self.shared_experts = MLP(config, shared, output_std, drop_activation, width)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -30,12 +30,14 @@ class Block(nn.Module):
         self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         norm = partial(Norm, config, width=config.hidden_size, partial=context.sequence_parallel)
-        self.input_layernorm = norm(context.at("input_layernorm"))
-        self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
-        self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
+        self.input_layernorm = norm(context.submodule("input_layernorm"))
+        self.self_attention = SelfAttention(
+            config, context.submodule("self_attention"), output_std, "core_attn" in recomputed
+        )
+        self.pre_mlp_layernorm = norm(context.submodule("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
-        self.mlp = feed_forward(config, context.at("mlp"), output_std, drop_activation)
+        self.mlp = feed_forward(config, context.submodule("mlp"), output_std, drop_activation)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""

@@ -59,7 +59,7 @@ class LossSums:
         """Add to the sum ``name``."""
         self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
 
-    def take(self) -> dict[str, Tensor]:
+    def pop(self) -> dict[str, Tensor]:
         """Return the sums, and reset them."""
         taken, self.values = self.values, {}
         return taken
@@ -89,18 +89,20 @@ class GPTChunk(nn.Module):
         self.config, self.context, self.sums = config, context, LossSums()
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
-        self.plan = RecomputePlan.from_config(training, len(stage.layers))
+        self.recompute = RecomputePlan.from_config(training, len(stage.layers))
         self.last = stage.last
-        self.embedding = Embedding(config, context.at("embedding")) if stage.first else None
+        self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in stage.layers}
+            {str(i): Block(config, context.submodule(f"layers.{i}"), self.recompute.modules) for i in stage.layers}
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
             partial = context.sequence_parallel
-            self.final_layernorm = Norm(config, context.at("final_layernorm"), config.hidden_size, partial)
-            self.output_layer = OutputLayer(config, context.at("output_layer"), training.cross_entropy_chunk_size)
+            self.final_layernorm = Norm(config, context.submodule("final_layernorm"), config.hidden_size, partial)
+            self.output_layer = OutputLayer(
+                config, context.submodule("output_layer"), training.cross_entropy_chunk_size
+            )
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(training.objective, config)
         self.rotary = RotaryEmbedding(config, context.dtype, context.device) if config.rotary_dim else None
@@ -179,8 +181,8 @@ class GPTChunk(nn.Module):
             return x, losses
 
         losses, done = None, 0
-        while self.training and done < self.plan.blocks:
-            stop = min(done + self.plan.group, self.plan.blocks)
+        while self.training and done < self.recompute.blocks:
+            stop = min(done + self.recompute.group, self.recompute.blocks)
             (x_SBH, losses), done = recompute(run, x_SBH, losses, done, stop), stop
         return run(x_SBH, losses, done, len(blocks))
 

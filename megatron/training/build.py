@@ -36,8 +36,9 @@ from megatron.data.loader import DataSource, build_data
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.launch import init_distributed, world_group
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh, init_distributed, world_group
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, Timers, no_clock
@@ -51,6 +52,7 @@ from megatron.optimizer.lr_scheduler import LearningRateSchedule
 from megatron.optimizer.param_groups import check_patterns, rule_of
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.actions import PipelineSchedule as Program
+from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
 from megatron.planner.memory import parameter_shapes
@@ -222,7 +224,7 @@ class Trainer:
 
         """
         config = self.config
-        dp = self.mesh.data_size
+        dp = self.mesh.dp_size
         begin = iteration, consumed_samples
         self.iteration, self.consumed_samples = begin
         self.digest = 0
@@ -240,12 +242,12 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        return final_iteration(self.config.training, self.mesh.data_size, self.iteration, self.consumed_samples)
+        return final_iteration(self.config.training, self.mesh.dp_size, self.iteration, self.consumed_samples)
 
     @property
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
-        return global_batch_size_at(self.config.training, self.mesh.data_size, self.consumed_samples)
+        return global_batch_size_at(self.config.training, self.mesh.dp_size, self.consumed_samples)
 
     def samples_digest(self) -> str:
         """Return the digest of all consumed samples, computed from the sample order, in hexadecimal."""
@@ -268,7 +270,7 @@ class Trainer:
         if self.iteration + 1 >= self.total_steps:
             return
         first = self.consumed_samples + self.next_batch_size
-        place = first, global_batch_size_at(self.config.training, self.mesh.data_size, first)
+        place = first, global_batch_size_at(self.config.training, self.mesh.dp_size, first)
         digest_before = self.digest_read
         try:
             with self.timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
@@ -280,11 +282,11 @@ class Trainer:
 
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
-        size = full_global_batch_size(self.config.training, self.mesh.data_size)
+        size = full_global_batch_size(self.config.training, self.mesh.dp_size)
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
-        places = self.data.share(split, first, size, self.mesh.data_rank, self.mesh.data_size)
+        places = self.data.share(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
         if split == "train":
             self.digest_read += self.data.digest_places(split, places)
         return [self.data.micro_batch(split, group, self.iteration, self.device) for group in places]
@@ -346,9 +348,16 @@ def build_trainer(
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
         kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
         check_same_kernels(notes[0], mesh.world)
-    sink = GradAccumulator(kernels.linear.weight_gradient)
+    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
     context = BuildContext(
-        mesh, sink, dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
+        mesh,
+        grad_accumulator,
+        dtype,
+        device,
+        training.seed,
+        parallel.sequence_parallel,
+        draw_initial_values=fresh,
+        kernels=kernels,
     )
     layers = stage_layers(model, parallel)
     pp_rank = mesh.coordinate["pp"]
@@ -359,9 +368,9 @@ def build_trainer(
     with clock("optimizer"):
         buckets, optimizer = _optimizer(config, context)
     for chunk in chunks.values():
-        optimizer.weights.wait_before_forward(chunk.parts)
+        optimizer.weights.gather_before_forward(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
-    pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, sink)
+    pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
@@ -382,7 +391,7 @@ def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuffer, Di
     check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
     uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-    buckets = GradBuffer(specs, dtypes, mesh, context.sink, context.device, parallel, uncut)
+    buckets = GradBuffer(specs, dtypes, mesh, context.grad_accumulator, context.device, parallel, uncut)
     overlap = parallel.overlap_param_gather
     optimizer = DistributedOptimizer(
         params, specs, buckets, mesh, config.optimizer, context.seed, context.kernels.adam, overlap
@@ -398,9 +407,17 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
     if str(parallel.pipeline_schedule).endswith(SCHEDULE_SUFFIX):
         check_same_schedule(program, world_group(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    gathers = parallel.overlap_param_gather and parallel.zero_stage > 0
-    return Mesh(layout, rank, timeout, kv_copies, program.placement, parallel.optimizer_instances, gathers)
+    tp_ranks_per_kv_head = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
+    return Mesh(
+        layout,
+        rank,
+        timeout,
+        tp_ranks_per_kv_head,
+        program.placement,
+        channels(program.placement),
+        parallel.optimizer_instances,
+        separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
+    )
 
 
 def allocate_hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

@@ -49,7 +49,7 @@ from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import is_peer_lost
+from megatron.distributed.launch import is_peer_lost
 from megatron.training.build import Trainer
 from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
@@ -296,7 +296,7 @@ class Checkpointer:
         self._staging: HostCopyBuffer | None = None
         if options.async_save and options.save is not None:
             self._staging = HostCopyBuffer(tensors_to_save(trainer), pinned=trainer.device.type == "cuda")
-            self._group = trainer.mesh.beside()
+            self._group = trainer.mesh.background_group()
 
     def save(self, needed: bool) -> None:
         """Save; collective. If the disk refuses, training goes on with the existing checkpoints.
@@ -346,7 +346,7 @@ class Checkpointer:
             )
             return True
         if any(lost for _, lost in states):
-            self._group = self._trainer.mesh.beside()
+            self._group = self._trainer.mesh.background_group()
             self._lost_contact = False
         return False
 
@@ -447,7 +447,7 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     config = trainer.config
     if config.checkpoint.local_save is not None:
         trainer.local = open_local_store(
-            config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node
+            config.checkpoint, trainer.mesh.background_group(), trainer.mesh.background_group(), trainer.claims.node
         )
         notes += local_save_notes(trainer.local)
     recorded = tokenizer_files(config.data, config.model.vocab)

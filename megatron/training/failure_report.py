@@ -25,14 +25,8 @@ from megatron.checkpoint.durable_files import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
-from megatron.distributed.mesh import (
-    FAILED_KEY,
-    Mesh,
-    is_distributed_initialized,
-    is_peer_lost,
-    publish_text,
-    read_texts,
-)
+from megatron.distributed.launch import FAILED_KEY, is_distributed_initialized, is_peer_lost, publish_text, read_texts
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.timing import NO_SPAN
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.callbacks.health import NonFiniteError

@@ -439,7 +439,7 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
     loss = evaluate(trainer, split).item()
     average_loss = None
-    if trainer.optimizer.average:
+    if trainer.optimizer.ema:
         with trainer.optimizer.averaged():
             average_loss = evaluate(trainer, split).item()
     trainer.evaluated[split] = trainer.iteration

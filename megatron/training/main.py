@@ -27,7 +27,7 @@ from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import destroy_distributed, has_any_rank_failed, register_failure, world_group
+from megatron.distributed.launch import destroy_distributed, has_any_rank_failed, register_failure, world_group
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer, choose_device, join_distributed
 from megatron.training.callbacks.profiler import PipelineProfiler, Profiler, ProfileRequestListener

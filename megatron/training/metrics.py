@@ -178,9 +178,9 @@ class MetricsWindow:
         self._samples: list[int] = []
         self._router_names: tuple[str, ...] = ()
         self._barrier()
-        self.world.meter.take()  # discard waits and traffic from before the first step
-        self.world.meter.take_sent()
-        self.timers.watch.take()
+        self.world.meter.pop()  # discard waits and traffic from before the first step
+        self.world.meter.pop_bytes_sent()
+        self.timers.watch.pop()
         self._window_start = self._last_goodput_time = time.perf_counter()
 
     def add(self, step: StepMetrics, samples: int) -> None:
@@ -257,9 +257,9 @@ class MetricsWindow:
     def _add_rank_stats(self, record: TrainRecord, world: Group) -> TrainRecord:
         """Add times, traffic and memory of the ranks of ``world``."""
         steps = len(self._steps)
-        waits = {axes: seconds / steps for axes, seconds in self.world.meter.take().items()}
+        waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
-        for (axes, _), count in self.world.meter.take_sent().items():
+        for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
         mine = RankStats(record.seconds_per_step, waits, self.timers.read(steps), *peak_memory(self.device), sent)
         with self.world.meter.paused():

@@ -45,7 +45,7 @@ def train_step(
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     means = router_losses(trainer, sums, tokens) | objective_metrics(trainer, sums, tokens)
-    trainer.optimizer.finish(trainer.timers)
+    trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
@@ -73,14 +73,14 @@ def count_tokens(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
     """
     objective = next(iter(trainer.chunks.values())).objective
     local = torch.stack([objective.weight(batch).double() for batch in batches]).sum()
-    return comm.all_reduce(local, trainer.mesh.replicas)
+    return comm.all_reduce(local, trainer.mesh.dp_cp)
 
 
 def collect_sums(trainer: Trainer) -> dict[str, Tensor]:
     """Return and reset the sums that this rank's chunks have accumulated, in fp64."""
     sums: dict[str, Tensor] = {}
     for chunk in trainer.chunks.values():
-        for name, value in chunk.sums.take().items():
+        for name, value in chunk.sums.pop().items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     return sums
 
@@ -97,7 +97,7 @@ def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor, name
     Only the last stage has a sum, the others add zeros; so all ranks get the same bits, in any order of summation.
     Stages that finish the pipeline early wait here for the others.
     """
-    stage_sum = comm.all_reduce(sums.get(name, torch.zeros_like(tokens)), trainer.mesh.replicas)
+    stage_sum = comm.all_reduce(sums.get(name, torch.zeros_like(tokens)), trainer.mesh.dp_cp)
     return comm.all_reduce(stage_sum, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
 
 

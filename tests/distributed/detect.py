@@ -97,10 +97,10 @@ def explain(rank: int, world_size: int, case: Case) -> str:
 def skip_together(rank: int, world_size: int, case: Case) -> bool:
     """The last rank's gradient is infinite; whether this rank's weights stay as they are, as everyone's must."""
     trainer = build_trainer(case.config(), rank, world_size)
-    before = [weight.clone() for weight in trainer.optimizer.masters.values()]
+    before = [weight.clone() for weight in trainer.optimizer.main_params.values()]
     with infinite_gradient() if rank == world_size - 1 else nullcontext():
         train_step(trainer, batches_of(trainer, case, 0), RATES)
-    return all(map(torch.equal, before, trainer.optimizer.masters.values()))
+    return all(map(torch.equal, before, trainer.optimizer.main_params.values()))
 
 
 def find_the_beginning(rank: int, world_size: int) -> bool:
@@ -198,9 +198,9 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     x, weight, labels = _extreme()
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
-    sink = GradAccumulator()
-    sink.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
-    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, sink, "weight")
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
+    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, grad_accumulator, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
     loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary)

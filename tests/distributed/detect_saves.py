@@ -29,7 +29,7 @@ from megatron.checkpoint.local_store import (
 )
 from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training import local_checkpoints
 from megatron.training.build import Trainer, build_trainer
 from megatron.training.checkpointer import Checkpointer, checkpoint_bytes

@@ -161,7 +161,7 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     Where the case pads its batch, what is missing of a micro-batch is the sample before it again, of which no label
     counts.
     """
-    replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
+    replicas, size = trainer.mesh.dp_cp, trainer.config.training.micro_batch_size
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
     places = rank_micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
     return [_rows(whole, mine, size) for mine in places]

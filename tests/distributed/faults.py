@@ -147,7 +147,7 @@ def weight_gradient_dropped() -> AbstractContextManager[Any]:
 @contextmanager
 def weight_gradient_empty() -> Iterator[None]:
     """The W action of one micro-batch runs, and adds nothing."""
-    original = GradAccumulator.run
+    original = GradAccumulator.run_deferred
 
     def run(self: GradAccumulator, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
@@ -155,7 +155,7 @@ def weight_gradient_empty() -> Iterator[None]:
             queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
         original(self, chunk, microbatch)
 
-    with deferred(), patch.object(GradAccumulator, "run", run):
+    with deferred(), patch.object(GradAccumulator, "run_deferred", run):
         yield
 
 
@@ -166,10 +166,10 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
     def build(*arguments: Any) -> Trainer:
         trainer = original(*arguments)
         name = "layers.0.self_attention.linear_qkv.weight"
-        view = trainer.optimizer.masters[name].view(trainer.specs[name].local_view)
+        view = trainer.optimizer.main_params[name].view(trainer.specs[name].local_view)
         for piece in trainer.specs[name].pieces:
-            if len(piece.replicas) > 1 and piece.replicas[-1] == trainer.mesh.tp.rank:
-                view[piece.local.slices] *= 1.0 + 2.0**-23
+            if len(piece.tp_ranks) > 1 and piece.tp_ranks[-1] == trainer.mesh.tp.rank:
+                view[piece.local_box.slices] *= 1.0 + 2.0**-23
         return trainer
 
     return patch("tests.distributed.drive.build_trainer", build)
@@ -209,7 +209,7 @@ def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
 
 def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> AbstractContextManager[Any]:
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
-    original = GradAccumulator.add
+    original = GradAccumulator.accumulate_wgrad
 
     def add(
         self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
@@ -217,7 +217,7 @@ def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> Abstrac
         bad = name == weight
         return original(self, name, x, WgradOperand(dy.wait() * float("inf")) if bad else dy, rows)
 
-    return patch.object(GradAccumulator, "add", add)
+    return patch.object(GradAccumulator, "accumulate_wgrad", add)
 
 
 def skips_decided_alone() -> AbstractContextManager[Any]:
@@ -242,7 +242,7 @@ def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
     original = distributed_optimizer.GradNorm.__init__
 
     def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
-        original(self, {name: replace(spec, copy=False) for name, spec in specs.items()}, grads, mesh)
+        original(self, {name: replace(spec, counted_elsewhere=False) for name, spec in specs.items()}, grads, mesh)
 
     return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 

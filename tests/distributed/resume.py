@@ -18,7 +18,7 @@ from megatron.arguments.resolve import resolve
 from megatron.checkpoint.durable_files import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training.build import Trainer, build_trainer
 from megatron.training.checkpointer import checkpoint_bytes, choose_resume_source, load_start_state, save_checkpoint
 from megatron.training.loop import SIGNALS
@@ -154,8 +154,8 @@ def go_on(trainer: Trainer) -> Leg:
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
     spec = trainer.specs[parameter]
-    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-    return trace_pieces(spec, trainer.buckets.shares[parameter], share, first)
+    first = trainer.mesh.optimizer_replica_group(*spec.reduce_axes).rank == 0
+    return trace_pieces(spec, trainer.buckets.shards[parameter], share, first)
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:

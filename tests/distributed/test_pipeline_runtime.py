@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
+from megatron.distributed.launch import register_failure
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh, register_failure
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
+from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import Timeline
@@ -41,7 +43,9 @@ CLOCKS = 1e-3
 def mesh_of(rank: int, program: PipelineSchedule, seconds: float = TIMEOUT) -> Mesh:
     ranks = len(program.ranks)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=ranks), ranks)
-    return Mesh(layout, rank, timedelta(seconds=seconds), placement=program.placement)
+    return Mesh(
+        layout, rank, timedelta(seconds=seconds), placement=program.placement, edges=channels(program.placement)
+    )
 
 
 def gradients(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:

@@ -50,7 +50,7 @@ def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int)
         if rank == 0:
             time.sleep(NAP)
         BLOCKING[op](mesh.group(*axes))
-        tries.append(mesh.meter.take())
+        tries.append(mesh.meter.pop())
     return {name: min(seconds[name] for seconds in tries) for name in tries[0]}
 
 
@@ -79,11 +79,11 @@ def overlapped(rank: int, world_size: int) -> tuple[float, float]:
             meet(mesh)
             if rank == 0:
                 time.sleep(NAP)
-            pending = comm.start_all_reduce(torch.zeros(8), mesh.replicas)
+            pending = comm.start_all_reduce(torch.zeros(8), mesh.dp_cp)
             if rank == 1:
                 time.sleep(busy)
             pending.wait()
-            tries.append(mesh.meter.take()["dp"])
+            tries.append(mesh.meter.pop()["dp"])
         waits.append(min(tries))
     return waits[0], waits[1]
 
@@ -96,7 +96,7 @@ def test_what_is_overlapped_is_not_waited_for(pool: Pool) -> None:
 
 def axes_of(rank: int, world_size: int, tp: int) -> tuple[tuple[str, ...], list[str]]:
     mesh = mesh_of(rank, world_size, tp)
-    return mesh.meter.names, [group.axes for group in (mesh.tp, mesh.replicas, mesh.group("pp", "tp"), mesh.world)]
+    return mesh.meter.names, [group.axes for group in (mesh.tp, mesh.dp_cp, mesh.group("pp", "tp"), mesh.world)]
 
 
 def test_groups_are_named_by_the_axes_that_have_ranks(pool: Pool) -> None:
@@ -134,7 +134,7 @@ def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[TrainRecord,
             be_late()
     with timers("forward-backward"):
         time.sleep(NAP)
-        comm.all_reduce(torch.zeros(1), mesh.replicas)
+        comm.all_reduce(torch.zeros(1), mesh.dp_cp)
     window.add(StepMetrics(*(torch.zeros(()) for _ in range(5))), samples=1)
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
     return record, record.timings["forward-backward"].longest
@@ -158,7 +158,7 @@ def a_window(rank: int, world_size: int, alone: bool) -> TrainRecord | None:
     for _ in range(3):
         with timers("batch-generator"):
             time.sleep(NAP * (3 if rank == world_size - 1 else 2))
-        comm.all_reduce(torch.zeros(1), mesh.replicas)
+        comm.all_reduce(torch.zeros(1), mesh.dp_cp)
         scalars = [torch.zeros(()) for _ in range(5)]
         window.add(StepMetrics(*scalars), samples=1)
     if alone and rank > 0:

@@ -97,7 +97,7 @@ def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, d
     tokens = count_tokens(t, here)
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
-    t.optimizer.finish()
+    t.optimizer.reduce_gradients()
     loss = mean_loss(t, collect_sums(t), tokens).item()
     return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
@@ -117,4 +117,4 @@ def train(trainer: Trainer, steps: int, step: Callable[..., StepMetrics]) -> lis
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of the masters."""
-    return {name: master.detach().clone() for name, master in trainer.optimizer.masters.items()}
+    return {name: master.detach().clone() for name, master in trainer.optimizer.main_params.items()}

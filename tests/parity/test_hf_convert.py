@@ -210,12 +210,12 @@ def test_export_of_a_trained_model(shape: Shape, tmp_path: Path) -> None:
 def write_trained(path: Path, ours: Solo) -> Manifest:
     """A checkpoint of weights and moments, padding of the vocabulary left out as the specs say."""
     tensors = {}
-    held = {"": dict(ours.optimizer.masters)} | {f"optim.{k}.": t for k, t in ours.optimizer.moments().items()}
+    held = {"": dict(ours.optimizer.main_params)} | {f"optim.{k}.": t for k, t in ours.optimizer.state().items()}
     for prefix, values in held.items():
         for name, value in values.items():
             spec = ours.chunk.specs[name]
             local = value.detach().view(spec.local_view)
-            parts = tuple(TensorPart(piece.place, local[piece.local.slices]) for piece in spec.pieces)
+            parts = tuple(TensorPart(piece.global_box, local[piece.local_box.slices]) for piece in spec.pieces)
             tensors[prefix + name] = GlobalTensor(spec.shape, spec.view, value.dtype, parts)
     config = RunConfig(model=ours.chunk.config, precision=PrecisionConfig(params_dtype="fp32"))
     save_sharded(path, tensors, {"iteration": 3}, to_dict(config), Group())

@@ -29,7 +29,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.run import ComputeConfig, RunConfig
-from megatron.distributed.mesh import destroy_distributed
+from megatron.distributed.launch import destroy_distributed
 from megatron.kernels.registry import select_kernels
 from megatron.training.build import Trainer, build_trainer, join_distributed
 from megatron.training.failure_report import host_name

@@ -222,7 +222,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])
     weights.release(head)
-    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
+    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.scale)
     return ModelOutputs(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 

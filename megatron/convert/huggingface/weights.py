@@ -226,7 +226,7 @@ def fill_weights(
     for name, tensor in tensors.items():
         spec, local = specs[name], tensor.detach().zero_()
         for slot in shard_boxes(spec, shares.get(name) or ParamShard(0, prod(spec.local_shape))):
-            slot.of(local).copy_(source.read(name, spec.view, slot.piece.place))
+            slot.view_in(local).copy_(source.read(name, spec.view, slot.piece.global_box))
 
 
 BLOCK_ELEMENTS = 16 << 20

@@ -179,7 +179,7 @@ class HealthMonitor:
             self._handles.pop().remove()
         trainer = self.trainer
         world = trainer.mesh.world
-        for name, share in trainer.buckets.counted().items():
+        for name, share in trainer.buckets.counted_shards().items():
             self.sums[self.rows[layer_name(name)]] += self._parameter_sums(name, share)
         sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
         finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
@@ -196,11 +196,11 @@ class HealthMonitor:
         trainer = self.trainer
         spec = trainer.specs[name]
         out = torch.zeros_like(self.sums[0])
-        first = share.start - trainer.buckets.shares[name].start
-        held = trainer.buckets.grads[name], trainer.optimizer.masters[name], self.before[name].to(trainer.device)
+        first = share.start - trainer.buckets.shards[name].start
+        held = trainer.buckets.grads[name], trainer.optimizer.main_params[name], self.before[name].to(trainer.device)
         counted = [x.view(-1)[first : first + share.numel] for x in held]
         for slot in shard_boxes(spec, share, spec.owned):
-            gradient, after, before = (slot.of(x) for x in counted)
+            gradient, after, before = (slot.view_in(x) for x in counted)
             out[GRADIENT] += square_sum(gradient)
             out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
             out[ELEMENTS] += gradient.numel()
@@ -214,7 +214,7 @@ def watch_next_step(trainer: Trainer) -> HealthMonitor:
     """Observe the next step. Copies the weights to host memory, which is the only wait for the device."""
     model = trainer.config.model
     rows = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
-    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.masters.items()}
+    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.main_params.items()}
     sums = torch.zeros(len(rows), COLUMNS, dtype=torch.float64, device=trainer.device)
     chosen = sums.new_zeros(len(rows), model.num_experts or 0)
     logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=trainer.device)
@@ -324,14 +324,14 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
     grad_seed = trainer.scaler.scale / count_tokens(trainer, batches).clamp(min=1.0)
     program = add_communication(sequential_schedule(trainer.mesh.placement))
     trainer.buckets.start_step(len(batches))
-    with trainer.buckets.unreduced():
+    with trainer.buckets.without_reduction():
         for i, batch in enumerate(batches):
             with record_outputs(trainer.chunks) as outputs:
                 trainer.compute([batch], grad_seed, program)
             if first is None:
                 first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
     for chunk in trainer.chunks.values():
-        chunk.sums.take()
+        chunk.sums.pop()
     return first
 
 
@@ -444,7 +444,7 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
         copies = comm.all_gather(mine, group).view(group.size, -1)
         differing_parts.update(indices[(copies != mine).any(0)].tolist())
     return [
-        WeightCopy(what, piece.place, int(digests[i]))
+        WeightCopy(what, piece.global_box, int(digests[i]))
         for i, (what, piece, _) in enumerate(parts)
         if i in differing_parts
     ]
@@ -455,15 +455,19 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
     mesh = trainer.mesh
     for name, spec in trainer.specs.items():
         weight = trainer.params[name].detach()
-        master = trainer.optimizer.masters.get(name)
+        master = trainer.optimizer.main_params.get(name)
         tensors = [(name, weight, ParamShard(0, weight.numel()), mesh.group(*spec.reduce_axes))]
         if master is not None and master.dtype != weight.dtype:
-            share = trainer.buckets.shares[name]
-            tensors.append((f"the master of {name}", master, share, mesh.copies(*spec.reduce_axes)))
+            share = trainer.buckets.shards[name]
+            tensors.append((f"the master of {name}", master, share, mesh.optimizer_replica_group(*spec.reduce_axes)))
         for what, tensor, share, data_parallel in tensors:
             for slot in shard_boxes(spec, share):
-                groups = [data_parallel, mesh.sharers(slot.piece.replicas), *([mesh.ends] if spec.tied else [])]
-                yield what, slot.piece, slot.of(tensor), [group for group in groups if group.size > 1]
+                groups = [
+                    data_parallel,
+                    mesh.tp_subgroup(slot.piece.tp_ranks),
+                    *([mesh.embedding_group] if spec.tied else []),
+                ]
+                yield what, slot.piece, slot.view_in(tensor), [group for group in groups if group.size > 1]
 
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:

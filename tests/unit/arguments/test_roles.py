@@ -204,7 +204,7 @@ def losses(flags: str) -> tuple[float, ...]:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
-    held = [*trainer.params.values(), *trainer.optimizer.average.values()]
+    held = [*trainer.params.values(), *trainer.optimizer.ema.values()]
     return (*found, sum(p.abs().sum().item() for p in held))
 
 

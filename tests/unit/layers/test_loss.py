@@ -39,10 +39,10 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
 
 
 def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
-    sink, x = GradAccumulator(), x.detach().requires_grad_()
+    grad_accumulator, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    sink.bind({"w": dw}.__getitem__, lambda name: None)
-    vocabulary = VocabularyShard(0, HELD, Group(), sink, "w", chunk_tokens=chunk)
+    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
+    vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk)
     objective, entropy = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
     assert x.grad is not None
@@ -169,12 +169,12 @@ def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> 
         return saved
 
     solo.buckets.start_step(4)
-    sink = solo.sink if early else GradAccumulator()  # another one is not given the seed
-    pipeline = Pipeline({0: solo.chunk}, (0,), 0, {}, lambda batch: torch.empty(0), sink)
+    grad_accumulator = solo.grad_accumulator if early else GradAccumulator()  # another one is not given the seed
+    pipeline = Pipeline({0: solo.chunk}, (0,), 0, {}, lambda batch: torch.empty(0), grad_accumulator)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         pipeline.run(actions, batches, seed)
     solo.buckets.finish()
-    assert solo.sink.loss_seed is None
+    assert solo.grad_accumulator.loss_seed is None
     return solo, sum(kept)
 
 

@@ -99,8 +99,8 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
     weights = [p.data for p in trainer.params.values()]
     counts = [count for _, rule in o.groups for count in rule.step_counts]
-    grads = [bucket.own for bucket in trainer.buckets.buckets]
-    return [*weights, *o.masters.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
+    grads = [bucket.shard for bucket in trainer.buckets.buckets]
+    return [*weights, *o.main_params.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
 
 
 def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:

@@ -113,7 +113,7 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
     group = Group((0, 1), 0, None, "tp")
 
     def wait() -> None:
-        with timers("optimizer"), group.waiting(torch.zeros(())):
+        with timers("optimizer"), group.blocked(torch.zeros(())):
             clock.now += 1.0
 
     wait()
@@ -178,14 +178,14 @@ def test_asking_the_ranks_is_no_communication_of_the_next_steps(
     group = Group((0, 1), 0, None, "world")
 
     def gather(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
-        with world.waiting(torch.zeros(())):
+        with world.blocked(torch.zeros(())):
             clock.now += 1.0
         return [mine, mine]
 
     monkeypatch.setattr(metrics, "gather_rank_stats", gather)
     window = MetricsWindow(CPU, seq_length=1, world=group)
     for _ in range(2):
-        with group.waiting(torch.zeros(())):
+        with group.blocked(torch.zeros(())):
             clock.now += 0.25
         window.add(step(3.0), samples=1)
         record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.distributed.mesh import FAILED_KEY
+from megatron.distributed.launch import FAILED_KEY
 from megatron.training import failure_report
 from megatron.training.failure_report import PositionReporter, ignore_sigterm, rank_positions
 
