@@ -49,10 +49,11 @@ class _LayerNormOnCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            x, weight, bias = (t.float().requires_grad_() for t in ctx.saved_tensors)
-            y = F.layer_norm(x, weight.shape, weight, bias, ctx.eps)
-        return *torch.autograd.grad(y, (x, weight, bias), dy.float()), None
+        x, weight, bias = (t.float() for t in ctx.saved_tensors)
+        _, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, ctx.eps)
+        return *torch.ops.aten.native_layer_norm_backward(
+            dy.float(), x, weight.shape, mean, rstd, weight, bias, [True, True, True]
+        ), None
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def test_a_plugins_linear_is_checked_and_trains(fault: str, no_plugins: None) ->
     batch = random_batch(tiny())
     plain, other = Solo.build(tiny()), Solo.build(tiny(), kernels=Kernels(linear=made))
     for solo in (plain, other):
-        solo.sink.multiply = solo.chunk.context.kernels.linear.weight_gradient
+        solo.grad_accumulator.multiply = solo.chunk.context.kernels.linear.weight_gradient
         solo.backward([batch])
     same = [torch.allclose(other.buckets.grads[n], g, rtol=1e-9, atol=1e-12) for n, g in plain.buckets.grads.items()]
     assert all(same) if fault == "none" else not all(same)
