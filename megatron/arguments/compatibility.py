@@ -1,8 +1,7 @@
 """The comparison of a checkpoint's configuration with that of the run that loads it: what changed, and what may not.
 
 Every config field has a role, such as the shape of tensors, the data or the schedule. The resume mode determines
-which
-roles may change; ``compare_configs`` reports changes, and refuses those that are not allowed.
+which roles may change; ``compare_configs`` reports changes, and refuses those that are not allowed.
 """
 
 from __future__ import annotations

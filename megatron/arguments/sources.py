@@ -1,8 +1,7 @@
 """The sources of config values: presets, files, flags and ``--set``; merging them; writing a config as text.
 
 A source is a flat mapping of field name to value. Reading one does not stop at the first mistake: it returns the
-values
-that could be read and the problems of the others.
+values that could be read and the problems of the others.
 """
 
 from __future__ import annotations

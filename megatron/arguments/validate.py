@@ -1,21 +1,19 @@
 """All checks of a configuration: ``find_problems`` runs them and reports everything at once.
 
 Numbers are checked against their limits first; later checks skip values already known to be wrong. The checks of the
-model, parallelism, training, data and checkpoints are in ``checks/``. Those of kernels, the stop file, logging
-folders,
-profiling and CUDA graphs, and of options that are set without effect, are here.
+model, parallelism, training, data and checkpoints are in ``checks/``. Those of kernels, the stop file, logging folders,
+profiling and CUDA graphs, and of options that are set without effect (``needs`` of their fields), are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import fields, replace
-from os.path import exists, isdir
+from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.arguments.checks import checkpoint, data, model, parallel, training
-from megatron.arguments.checks import model as model_module
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import flat_values
 from megatron.checkpoint.object_store import RemotePath, parse_location
@@ -35,9 +33,6 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 KERNEL_CHECKS = (check_kernels,)
-
-
-# unlike pathlib's it does not raise for a very long name
 
 
 def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -75,9 +70,6 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 STOPPING_CHECKS = (check_stop_file, check_skip_train)
-
-
-# unlike pathlib's they do not raise for a very long name
 
 
 NAMED_PLACES = ("run_dir", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity")
@@ -314,7 +306,7 @@ def _no_effect(names: list[str], need: Need) -> str:
 CHECKS = (
     *model.MODEL_CHECKS,
     *parallel.LAYOUT_CHECKS,
-    *model_module.EXPERT_CHECKS,
+    *model.EXPERT_CHECKS,
     *parallel.SHARDING_CHECKS,
     *parallel.PIPELINE_CHECKS,
     *training.BATCH_CHECKS,
