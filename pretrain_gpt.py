@@ -13,6 +13,7 @@ from megatron.arguments.cli import ParsedArguments, parse
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     startup = StartupTimer.of_process()
     startup.enter("flags")
     try:
-        parsed = parse(argv, recall=stored_config)
+        parsed = parse(argv, recall=stored_config, read_model=read_model_values)
         config = with_vocabulary(parsed.config)
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
         position = start.iteration, start.consumed_samples

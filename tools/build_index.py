@@ -19,6 +19,7 @@ from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.dataset import Dataset
 from megatron.data.dataset_info import resolve_vocab_size
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        parsed = parse([*argv, "--check-config"], recall=stored_config)
+        parsed = parse([*argv, "--check-config"], recall=stored_config, read_model=read_model_values)
         folder = cache_folder(parsed.config)
         before = {cache_identity(path) for path in folder.glob("*/")}
         source = build_run_data(parsed.config, parsed.world_size)

@@ -23,6 +23,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
@@ -153,7 +154,7 @@ def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[
         extra = [word for flag in assumed.values() for word in flag]
         try:
             asked = [*flags, *extra, "--check-config", "--world-size", str(world_size)]
-            return parse(asked, environ={}).config, list(assumed.values())
+            return parse(asked, environ={}, read_model=read_model_values).config, list(assumed.values())
         except UserError as error:
             found = {p.code for p in error.problems}
             lacking = {code: flag for code, flag in ASSUMED_FLAGS.items() if code in found and code not in assumed}

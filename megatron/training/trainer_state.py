@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.arguments.compatibility import Role, resume_mode_fixes
+from megatron.arguments.compatibility import resume_mode_fixes
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.option import Role
 from megatron.convert.huggingface.weights import WeightSource, fill_weights
 from megatron.convert.saved_model import EMA_PREFIX
 from megatron.data.dataset import split_label

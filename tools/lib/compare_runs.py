@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.arguments.compatibility import Role, role_of
+from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
+from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError

@@ -83,6 +83,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_model_values(folder: Path) -> FieldValues:
+    """Return the fields of `ModelConfig`, by name, that a folder's ``config.json`` determines.
+
+    Raises:
+        UserError: when it cannot be read, or the model is not supported.
+    """
+    return model_config_values(read_config(folder), str(folder / CONFIG_FILE))
+
+
 def read_model_type(config: JsonObject, where: str) -> str:
     """Return the model type of a config.json, a key of ``MODEL_FAMILIES``.
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments.compatibility import ROLE_OF_FIELD, Role, compare_configs
+from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import to_dict
 from megatron.config.model import ModelConfig
+from megatron.config.option import Role
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -190,7 +191,9 @@ LEFT_OUT = {
 }
 UNTRIED = {name for names in LEFT_OUT.values() for name in names.split()}
 TRIED = sorted(
-    name for name, role in ROLE_OF_FIELD.items() if role not in (Role.SHAPE, Role.START) and name not in UNTRIED
+    name
+    for name, setting in SETTINGS.items()
+    if setting.option.role not in (Role.SHAPE, Role.START) and name not in UNTRIED
 )
 
 
@@ -215,4 +218,4 @@ def test_an_option_changes_the_losses_unless_it_is_free(name: str) -> None:
     changed = f"{setting.flag} {CHANGED[name]}" if name in CHANGED else setting.spell(not setting.default)
     before, after = losses(context), losses(f"{context} {changed}")
     same = all(abs(a - b) <= 1e-10 * abs(a) for a, b in zip(before, after))
-    assert same == (ROLE_OF_FIELD[name] is Role.FREE), (before, after)
+    assert same == (SETTINGS[name].option.role is Role.FREE), (before, after)

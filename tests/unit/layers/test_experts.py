@@ -188,7 +188,7 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
         original = GradAccumulator.accumulate_wgrad
         monkeypatch.setattr(
             GradAccumulator,
-            "add",
+            "accumulate_wgrad",
             lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
         )
     with pytest.raises(AssertionError):
