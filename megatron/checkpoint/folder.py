@@ -9,7 +9,7 @@ hour later. So the folder numbers its starts (*epochs*), and start 7 has
     SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
 
 **Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
-If it is locked by an earlier start of the same job (`Start.follows`: Slurm requeued the job, srun began a later step,
+If it is locked by an earlier start of the same job (`JobStart.follows`: Slurm requeued the job, srun began a later step,
 torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start is
 rejected. It then creates the staging folder of the next epoch under a temporary name, with the locked lease file in
 it, and renames it. A rename cannot replace a folder that is not empty, so of two starts that take the same epoch one
@@ -43,7 +43,6 @@ Programs that write a checkpoint without a lease, as tools do, stage it in the c
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
@@ -52,11 +51,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import (
+from megatron.checkpoint.durable_files import LockState, make_folder, try_lock
+from megatron.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
-    make_folder,
     save_elsewhere_flags,
     strip_folder,
 )
@@ -74,7 +73,6 @@ from megatron.checkpoint.lease import (
     staging_folder_of,
     stored_lease,
     take_over_staging,
-    try_lock,
 )
 from megatron.checkpoint.object_store import Location, RemotePath, local_path
 from megatron.checkpoint.publish import (
@@ -159,7 +157,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: if there is none; lists the invalid ones.
-            DamagedError: if ``folder`` is itself a checkpoint, and damaged.
+            DamagedCheckpointError: if ``folder`` is itself a checkpoint, and damaged.
             NewerVersionError: if a checkpoint has a newer format version; it is not damaged, so no older one is used.
         """
         if self.is_checkpoint:
@@ -208,7 +206,7 @@ class CheckpointFolder:
         keep_last: int | None,
         keep_every: int | None = None,
         newest: int | None = None,
-        claim: Lease | None = None,
+        lease: Lease | None = None,
     ) -> list[Location]:
         """Delete old checkpoints and leftovers; must not run during a save.
 
@@ -216,7 +214,7 @@ class CheckpointFolder:
             keep_last: number of newest valid checkpoints to keep; None: all.
             keep_every: iterations that are a multiple of it are kept permanently.
             newest: the iteration just saved. Later ones, which the run skipped as invalid, are kept and not counted.
-            claim: lease on the folder. Without one, staging folders are not touched.
+            lease: lease on the folder. Without one, staging folders are not touched.
 
         Returns:
             The deleted checkpoints. Damaged ones newer than the kept ones are not deleted, for inspection.
@@ -225,10 +223,10 @@ class CheckpointFolder:
             OSError: if the disk fails, or the staging folder is gone.
             SupersededError: if a later start holds the folder, in an object store.
         """
-        staging = staging_folder_of(claim)
+        staging = staging_folder_of(lease)
         for path in self.leftovers:
             if isinstance(path, RemotePath):
-                self._remove(path, claim)
+                self._remove(path, lease)
             elif path.parent == (staging or self.folder):
                 recover(local_path(self.folder / path.name.partition(".")[0]), staging)
         if keep_last is None:
@@ -241,15 +239,15 @@ class CheckpointFolder:
             if kept < keep_last:
                 kept += self._is_valid(path)
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
-                self._remove(path, claim)
+                self._remove(path, lease)
                 deleted.append(path)
         return deleted
 
-    def _remove(self, path: Location, claim: Lease | None) -> None:
+    def _remove(self, path: Location, lease: Lease | None) -> None:
         """Delete a checkpoint or a leftover; in a store, check the lease immediately before."""
-        if isinstance(path, RemotePath) and claim is not None:
-            claim.check()
-        delete_checkpoint(path, staging_folder_of(claim))
+        if isinstance(path, RemotePath) and lease is not None:
+            lease.check()
+        delete_checkpoint(path, staging_folder_of(lease))
 
     def _is_valid(self, path: Location) -> bool:
         try:
@@ -281,11 +279,11 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
         return
     try:
         make_folder(folder)
-        claim, file, superseded = _acquire_on_disk(folder, holder, flag)
+        lease, file, superseded = _acquire_on_disk(folder, holder, flag)
     except OSError as error:
         raise _not_writable(error, folder, flag) from error
     try:
-        yield replace(claim, notes=(*superseded, *_fence(claim, folder, flag)))
+        yield replace(lease, notes=(*superseded, *_fence(lease, folder, flag)))
     finally:
         os.close(file)
 
@@ -294,11 +292,11 @@ def _acquire_in_store(folder: RemotePath, holder: LeaseHolder, flag: str) -> Lea
     """Write the lease to an object store, which also checks that the store is writable."""
     try:
         previous = stored_lease(folder)
-        claim = Lease(folder, previous.epoch + 1 if previous else 1, holder)
-        (folder / LEASE_FILE).write_bytes(claim.text)
+        lease = Lease(folder, previous.epoch + 1 if previous else 1, holder)
+        (folder / LEASE_FILE).write_bytes(lease.text)
     except OSError as error:
         raise _not_writable(error, folder, flag) from error
-    return claim
+    return lease
 
 
 def _acquire_on_disk(folder: Path, holder: LeaseHolder, flag: str) -> tuple[Lease, int, list[str]]:
@@ -313,10 +311,10 @@ def _acquire_on_disk(folder: Path, holder: LeaseHolder, flag: str) -> tuple[Leas
             if not holder.start.follows(last.holder.start):
                 raise CheckpointError(*_in_use(last, holder, flag))
             superseded = [f"start {last.epoch}, of {last.holder}, is superseded: it may still be alive"]
-        claim = Lease(folder, last.epoch + 1 if last else 1, holder)
-        file = create_staging_folder(claim, folder)
+        lease = Lease(folder, last.epoch + 1 if last else 1, holder)
+        file = create_staging_folder(lease, folder)
         if file is not None:
-            return claim, file, superseded
+            return lease, file, superseded
 
 
 def _is_locked(staging: Path) -> bool:
@@ -326,18 +324,18 @@ def _is_locked(staging: Path) -> bool:
     except FileNotFoundError:  # being taken over, or deleted
         return False
     try:
-        return not try_lock(file, fcntl.LOCK_SH)  # shared, so that concurrent checks do not block each other
+        return try_lock(file, shared=True) is LockState.HELD  # shared: concurrent checks do not block each other
     finally:
         os.close(file)
 
 
-def _fence(claim: Lease, folder: Path, flag: str) -> list[str]:
+def _fence(lease: Lease, folder: Path, flag: str) -> list[str]:
     """Fence off all earlier starts, then check that no later start has done the same to this one."""
     try:
         try:
-            return take_over_staging(folder, claim.epoch)
+            return take_over_staging(folder, lease.epoch)
         finally:
-            raise_if_superseded(claim)
+            raise_if_superseded(lease)
     except OSError as error:
         raise _not_writable(error, folder, flag) from error
 

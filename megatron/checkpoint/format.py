@@ -19,7 +19,8 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, checksum, read_error
+from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
 from megatron.checkpoint.object_store import Location, RemotePath, local_path, parse_location
 from megatron.distributed.sharding import Box
 
@@ -267,7 +268,7 @@ class Manifest:
         """Read a manifest, verify it against the marker, and check the presence and size of all files.
 
         Raises:
-            DamagedError: if the marker, the manifest or a file is missing, truncated or corrupted.
+            DamagedCheckpointError: if the marker, the manifest or a file is missing, truncated or corrupted.
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
@@ -290,7 +291,7 @@ class Manifest:
         """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
 
         Raises:
-            DamagedError: if the marker or the manifest is missing, truncated or corrupted.
+            DamagedCheckpointError: if the marker or the manifest is missing, truncated or corrupted.
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
@@ -318,7 +319,7 @@ class Manifest:
         """Return the content of a small file such as ``tokenizer/tokenizer.json``, verified by its checksum.
 
         Raises:
-            DamagedError: if the file is missing or corrupted.
+            DamagedCheckpointError: if the file is missing or corrupted.
             KeyError: if the manifest does not list it.
         """
         record, content = self.files[name], _read(self.folder, name)
@@ -331,7 +332,7 @@ class Manifest:
         """Check that the chunks of a tensor partition it.
 
         Raises:
-            DamagedError: if they do not.
+            DamagedCheckpointError: if they do not.
         """
         record = self.tensors[name]
         problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
@@ -342,7 +343,7 @@ class Manifest:
         """Check the presence and size of a file on disk.
 
         Raises:
-            DamagedError: if it is missing or has another size.
+            DamagedCheckpointError: if it is missing or has another size.
         """
         path = local_path(self.folder / name)
         try:

@@ -9,7 +9,6 @@ describes the protocol.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -23,7 +22,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable_files import UNSUPPORTED_ERRNO, SupersededError, make_folder, sync_folder
+from megatron.checkpoint.durable_files import durable_rename, make_folder, try_lock
+from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.object_store import Location, RemotePath
 from megatron.checkpoint.publish import (
     DELETED_SUFFIX,
@@ -141,9 +141,6 @@ def _interrupted_saves(staging: Path) -> Iterator[str]:
 LEASE_FILE = "claim.json"
 """The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
 
-NO_LOCKS_ERRNO = (*UNSUPPORTED_ERRNO, errno.ENOSYS, errno.ENOLCK)
-"""Errno values of a file system without locks."""
-
 LOST_RACE_ERRNO = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 """Errno values meaning that another process took this epoch first, or a later start removed this one."""
 
@@ -236,7 +233,7 @@ class Leases:
     @property
     def notes(self) -> list[str]:
         """Notes of both leases."""
-        return [note for claim in (self.save, self.node) if claim is not None for note in claim.notes]
+        return [note for lease in (self.save, self.node) if lease is not None for note in lease.notes]
 
     def look(self) -> None:
         """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call.
@@ -249,12 +246,12 @@ class Leases:
             self.save.check()
 
 
-def staging_folder_of(claim: Lease | None) -> Path | None:
+def staging_folder_of(lease: Lease | None) -> Path | None:
     """Return the staging folder of a lease; None without a lease and in an object store."""
-    return claim.staging if claim is not None else None
+    return lease.staging if lease is not None else None
 
 
-def raise_if_superseded(claim: Lease | None) -> None:
+def raise_if_superseded(lease: Lease | None) -> None:
     """Raise SupersededError if a later start holds the folder; ignore I/O errors.
 
     Called after another failure, to find out whether losing the lease was its cause.
@@ -262,12 +259,12 @@ def raise_if_superseded(claim: Lease | None) -> None:
     Raises:
         SupersededError: if a later start holds the folder.
     """
-    if claim is not None:
+    if lease is not None:
         with suppress(OSError):
-            claim.check()
+            lease.check()
 
 
-def create_staging_folder(claim: Lease, folder: Path) -> int | None:
+def create_staging_folder(lease: Lease, folder: Path) -> int | None:
     """Create the staging folder of a start with its lease file.
 
     Returns:
@@ -276,17 +273,16 @@ def create_staging_folder(claim: Lease, folder: Path) -> int | None:
     Raises:
         OSError: if the disk fails.
     """
-    target = staging_folder(folder, claim.epoch)
-    draft = target.with_name(f"{target.name}.{claim.holder.token}")
+    target = staging_folder(folder, lease.epoch)
+    draft = target.with_name(f"{target.name}.{lease.holder.token}")
     os.mkdir(draft)
     file = os.open(draft / LEASE_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try_lock(file)
-        os.write(file, claim.text)
+        os.write(file, lease.text)
         os.fsync(file)
-        os.rename(draft, target)
-        sync_folder(folder)
-        if max(epoch for epoch, _ in staging_folders(folder)) == claim.epoch:
+        durable_rename(draft, target)
+        if max(epoch for epoch, _ in staging_folders(folder)) == lease.epoch:
             return file
         shutil.rmtree(target)  # delayed for so long that a later start exists
     except OSError as error:
@@ -296,22 +292,6 @@ def create_staging_folder(claim: Lease, folder: Path) -> int | None:
             raise
     os.close(file)
     return None
-
-
-def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file without blocking; return False if another process holds it, True if there are no locks.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS_ERRNO:
-            raise
-    return True
 
 
 def newest_lease(folder: Path) -> Lease | None:

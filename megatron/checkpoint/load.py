@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import (
     BoxIndex,
     Manifest,
@@ -56,7 +56,7 @@ class PartsLoadPlanner(LoadPlanner):
 
         Raises:
             CheckpointError: if a tensor is missing from the checkpoint, or has another shape or kind of type.
-            DamagedError: if the chunks of a tensor are not a partition.
+            DamagedCheckpointError: if the chunks of a tensor are not a partition.
         """
         problems = [text for name, tensor in self._tensors.items() for text in self._problems(name, tensor)]
         if problems:
@@ -173,7 +173,7 @@ class CheckpointStorageReader(StorageReader):
         """Read and verify chunks in file order, and fill all items from each.
 
         Raises:
-            DamagedError: if a chunk is missing or its checksum differs.
+            DamagedCheckpointError: if a chunk is missing or its checksum differs.
         """
         wanted: dict[TensorChunk, ReadRequests] = defaultdict(list)
         for item in plan.items:
@@ -230,7 +230,7 @@ def save_sharded(
     config: dict[str, Any],
     group: Group,
     files: Mapping[str, Path | bytes] | None = None,
-    claim: Lease | None = None,
+    lease: Lease | None = None,
 ) -> None:
     """Write a checkpoint; when the call returns it is published and on disk.
 
@@ -244,7 +244,7 @@ def save_sharded(
         config: options, as JSON; rank 0's is written.
         group: the ranks that write.
         files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
-        claim: lease of this start on the folder that contains the checkpoint.
+        lease: lease of this start on the folder that contains the checkpoint.
 
     Raises:
         StorageError: if the disk fails on any rank.
@@ -256,7 +256,7 @@ def save_sharded(
     from megatron.checkpoint.save import CheckpointExtras, CheckpointWriter, PartsSavePlanner
 
     planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, claim)
+    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, lease)
 
     _run_collectively(
         lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),
@@ -276,7 +276,7 @@ def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group:
 
     Raises:
         CheckpointError: if the checkpoint lacks a tensor or has it in another shape.
-        DamagedError: if a file is missing or a checksum differs.
+        DamagedCheckpointError: if a file is missing or a checksum differs.
         UnreachableError: if an object store does not answer.
     """
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -338,7 +338,7 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: if the checkpoint has no such tensor, or the box is not inside it.
-            DamagedError: if a file is missing or a checksum differs.
+            DamagedCheckpointError: if a file is missing or a checksum differs.
         """
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.manifest.path} has no tensor {name}")

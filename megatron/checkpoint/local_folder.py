@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, strip_folder
+from megatron.checkpoint.errors import DamagedCheckpointError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.lease import Lease
@@ -83,7 +83,7 @@ class NodeCheckpoint:
     files: frozenset[str]  # files that are present with their full size
 
 
-def list_node_checkpoints(folder: Path, claim: Lease | None = None) -> tuple[list[NodeCheckpoint], list[str]]:
+def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[list[NodeCheckpoint], list[str]]:
     """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints.
 
     Raises:
@@ -91,7 +91,7 @@ def list_node_checkpoints(folder: Path, claim: Lease | None = None) -> tuple[lis
         OSError: if the disk fails.
     """
     checkpoints = CheckpointFolder(folder)
-    checkpoints.retain(None, claim=claim)  # deletes leftovers only
+    checkpoints.retain(None, lease=lease)  # deletes leftovers only
     held, notes = [], []
     for iteration, path in checkpoints.named():
         try:
@@ -159,7 +159,7 @@ def choose_sources(
         bad: damaged copies, and why.
 
     Raises:
-        DamagedError: if no good copy of a file is left.
+        DamagedCheckpointError: if no good copy of a file is left.
     """
     chosen, count = {}, max([*needs, *checkpoint.files]) + 1
     for node, names in needs.items():

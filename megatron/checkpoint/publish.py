@@ -24,7 +24,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError, make_folder, sync_folder, write_file
+from megatron.checkpoint.durable_files import durable_rename, make_folder, publish_file, sync_folder
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content
 from megatron.checkpoint.object_store import Location, RemotePath
 
@@ -137,9 +138,7 @@ def write_marker(folder: Path, manifest: bytes) -> None:
     Raises:
         OSError: if the disk fails.
     """
-    write_file(folder / f"{MARKER}.part", marker_content(manifest))
-    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # a partly written marker must not count
-    sync_folder(folder)
+    publish_file(folder / MARKER, marker_content(manifest))  # a partly written marker must not count
 
 
 def publish_staged(final: Path, staging: Path | None = None) -> None:
@@ -195,8 +194,7 @@ def recover(final: Path, staging: Path | None = None) -> None:
     if is_complete(final):
         delete_checkpoint(old, staging)
     elif is_complete(old) and not _exists(final):
-        os.rename(old, final)
-        sync_folder(final.parent)
+        durable_rename(old, final)
 
 
 def is_interrupted(path: Location) -> bool:

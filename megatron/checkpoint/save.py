@@ -25,15 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from megatron.checkpoint.durable_files import (
-    StorageError,
-    checksum,
-    make_parent_folders,
-    save_elsewhere_flags,
-    storage_error,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.durable_files import checksum, make_parent_folders, sync_folder, write_file
+from megatron.checkpoint.errors import StorageError, save_elsewhere_flags, storage_error
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
@@ -165,9 +158,9 @@ class FileResult:
 class CheckpointWriter(StorageWriter):
     """Writes one safetensors file per rank, then the manifest and the marker on rank 0."""
 
-    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, claim: Lease | None = None) -> None:
-        self._final, self._extra, self._rank, self._claim = final, extra, rank, claim
-        self._staging = staging_folder_of(claim)
+    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, lease: Lease | None = None) -> None:
+        self._final, self._extra, self._rank, self._lease = final, extra, rank, lease
+        self._staging = staging_folder_of(lease)
         self._folder: Location | None = None
 
     def abandon(self) -> None:
@@ -199,8 +192,8 @@ class CheckpointWriter(StorageWriter):
         return [replace(plan, storage_data=folder) for plan in plans]
 
     def _begin(self) -> Location:
-        if self._claim is not None:
-            self._claim.ready()
+        if self._lease is not None:
+            self._lease.ready()
         return (
             new_upload(self._final)
             if isinstance(self._final, RemotePath)
@@ -231,8 +224,8 @@ class CheckpointWriter(StorageWriter):
         content, files = build_manifest(kinds, results, write_small_files(folder, self._extra.files), self._extra)
         if isinstance(folder, RemotePath):
             _check_lengths(folder, files, folder.files())
-            if self._claim is not None:
-                self._claim.check()
+            if self._lease is not None:
+                self._lease.check()
             publish_upload(folder, content)
             return
         write_file(folder / MANIFEST, content)
@@ -247,7 +240,7 @@ class CheckpointWriter(StorageWriter):
         try:
             return action()
         except (OSError, StorageError) as error:
-            raise_if_superseded(self._claim)
+            raise_if_superseded(self._lease)
             if isinstance(error, StorageError):
                 raise
             older = CheckpointFolder(self._final.parent).resume_folder()
@@ -421,15 +414,15 @@ def local_bytes(tensors: Mapping[str, GlobalTensor]) -> int:
     return sum(part.box.numel * tensor.dtype.itemsize for tensor in tensors.values() for part in tensor.parts)
 
 
-def disk_space_problem(folder: Location, size: int, claim: Lease | None = None) -> Problem | None:
+def disk_space_problem(folder: Location, size: int, lease: Lease | None = None) -> Problem | None:
     """Return the problem (E816) if the disk of a ``--save`` folder cannot hold ``size`` more bytes, else None."""
-    message = disk_space_message(folder, size, claim)
+    message = disk_space_message(folder, size, lease)
     if message is None:
         return None
     return Problem("E816", message, ("free some space", save_elsewhere_flags(CheckpointFolder(folder).resume_folder())))
 
 
-def disk_space_message(folder: Location, size: int, claim: Lease | None = None) -> str | None:
+def disk_space_message(folder: Location, size: int, lease: Lease | None = None) -> str | None:
     """Return a message if the disk of ``folder`` cannot hold ``size`` more bytes, else None.
 
     Space held by interrupted saves is freed first. If the free space is unknown, the check passes.
@@ -438,7 +431,7 @@ def disk_space_message(folder: Location, size: int, claim: Lease | None = None) 
     if free is None or free >= size:
         return None
     with suppress(OSError):
-        CheckpointFolder(folder).retain(None, claim=claim)
+        CheckpointFolder(folder).retain(None, lease=lease)
     free = _free_bytes(folder)
     if free is None or free >= size:
         return None

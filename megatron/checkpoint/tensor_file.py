@@ -23,7 +23,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import BLOCK, DamagedCheckpointError, checksum, create_file, read_error
+from megatron.checkpoint.durable_files import BLOCK, checksum, create_file
+from megatron.checkpoint.errors import DamagedCheckpointError, read_error
 from megatron.checkpoint.format import ITEM_BYTES, FileRecord, Manifest, TensorChunk, to_dims
 from megatron.checkpoint.object_store import RANGE, RANGES, Location, RemotePath, print_warning
 from megatron.distributed.sharding import Box
@@ -159,7 +160,7 @@ class TensorFile:
         """Map a file and check its header.
 
         Raises:
-            DamagedError: if it cannot be read or its header is invalid.
+            DamagedCheckpointError: if it cannot be read or its header is invalid.
         """
         self.path = Path(path)
         try:
@@ -298,7 +299,7 @@ class ChunkReader:
         """Return a chunk of tensor ``name``, shape ``chunk.box.size``; its memory is reused by the next call.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs.
+            DamagedCheckpointError: if it cannot be read or its checksum differs.
             UnreachableError: if an object store does not answer.
         """
         if len(self._memory) < chunk.bytes:
@@ -315,7 +316,7 @@ class ChunkReader:
         """Read a chunk into a contiguous CPU tensor of the same type and size.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs; the content of ``out`` is then undefined.
+            DamagedCheckpointError: if it cannot be read or its checksum differs; the content of ``out`` is then undefined.
         """
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
@@ -324,7 +325,7 @@ class ChunkReader:
         """Verify the checksum of a chunk of tensor ``name``, one block at a time.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs.
+            DamagedCheckpointError: if it cannot be read or its checksum differs.
         """
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
@@ -332,7 +333,7 @@ class ChunkReader:
         """Verify, once per file, the bytes that belong to no chunk.
 
         Raises:
-            DamagedError: if their checksum differs.
+            DamagedCheckpointError: if their checksum differs.
         """
         if file not in self._proved:
             record = self._manifest.files[file]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, TensorChunk, split_box
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.tensor_file import ChunkReader
@@ -83,7 +83,7 @@ def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
     """Summarise a tensor of at least one element.
 
     Raises:
-        DamagedError: if it is missing or a checksum differs.
+        DamagedCheckpointError: if it is missing or a checksum differs.
     """
     minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
     for box in _small_boxes(reader, name):
@@ -103,7 +103,7 @@ def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> Tens
     """Compare a tensor that has the same shape and view in both checkpoints.
 
     Raises:
-        DamagedError: if it is missing or a checksum differs in one of them.
+        DamagedCheckpointError: if it is missing or a checksum differs in one of them.
     """
     identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
     for box in _small_boxes(a, name):

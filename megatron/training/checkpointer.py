@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
 from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, raise_if_superseded
@@ -174,7 +174,7 @@ class SaveJob:
         """Delete checkpoints that need not be kept; return a warning if that fails."""
         try:
             Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.lease)
+            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, lease=self.lease)
         except SupersededError:
             raise
         except (CheckpointError, OSError) as error:
@@ -233,7 +233,7 @@ def prepare_save(trainer: Trainer) -> SaveJob:
         config=to_dict(trainer.config),
         files=trainer.files,
         started=started,
-        lease=trainer.claims.save,
+        lease=trainer.leases.save,
     )
 
 
@@ -247,7 +247,7 @@ def check_disk_space(trainer: Trainer) -> None:
     if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
         return
     if problem := _shortage(
-        trainer.config.checkpoint, checkpoint_bytes(trainer), trainer.mesh.world, trainer.claims.save
+        trainer.config.checkpoint, checkpoint_bytes(trainer), trainer.mesh.world, trainer.leases.save
     ):
         raise UserError([problem])
 
@@ -447,7 +447,7 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     config = trainer.config
     if config.checkpoint.local_save is not None:
         trainer.local = open_local_store(
-            config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node
+            config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.leases.node
         )
         notes += local_save_notes(trainer.local)
     recorded = tokenizer_files(config.data, config.model.vocab)
@@ -482,7 +482,7 @@ def _opened(trainer: Trainer, candidate: CheckpointCandidate, notes: list[str]) 
     """Return a checkpoint's manifest and the small files that it carries, and append to ``notes``; collective.
 
     Raises:
-        DamagedError: on every rank, if it cannot be used.
+        DamagedCheckpointError: on every rank, if it cannot be used.
     """
     world = trainer.mesh.world
     if not isinstance(candidate, LocalCheckpoint):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
 from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder

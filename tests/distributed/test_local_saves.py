@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint import local_store as exchange_module
-from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.local_folder import NodeMap

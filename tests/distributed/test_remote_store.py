@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint import object_store
-from megatron.checkpoint.durable_files import StorageError
+from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded, save_sharded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.durable_files import StorageError
+from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.folder import acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import LEASE_FILE

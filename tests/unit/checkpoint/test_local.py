@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
 from megatron.checkpoint.local_folder import (

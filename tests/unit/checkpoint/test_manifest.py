@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError
 from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,

@@ -23,7 +23,7 @@ import torch
 
 from megatron.checkpoint import folder, object_store, tensor_file
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.durable_files import (
+from megatron.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
@@ -390,8 +390,8 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
     """Whether the new one began before the old one's save, or in the middle of it."""
     runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
     with folder.acquire_lease(RUN) as old, ExitStack() as stack:
-        save_sharded(runs.path(1), tensors, {}, {}, ALONE, claim=old)
-        save_sharded(runs.path(2), tensors, {}, {}, ALONE, claim=old)
+        save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
+        save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
 
         def overtaken(*args: Any) -> Any:
             assert stack.enter_context(folder.acquire_lease(RUN)).epoch == 2
@@ -400,12 +400,12 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(save_module, "write_tensors", overtaken)
             with pytest.raises(SupersededError, match=r"E817 start 1 .* by start 2"):
-                save_sharded(runs.path(3), tensors, {}, {}, ALONE, claim=old)
+                save_sharded(runs.path(3), tensors, {}, {}, ALONE, lease=old)
         left = dict(store.objects)
         with pytest.raises(SupersededError):
-            save_sharded(runs.path(4), tensors, {}, {}, ALONE, claim=old)
+            save_sharded(runs.path(4), tensors, {}, {}, ALONE, lease=old)
         with pytest.raises(SupersededError):
-            runs.retain(1, claim=old)
+            runs.retain(1, lease=old)
         assert store.objects == left
         assert [iteration for iteration, path in runs.named() if (path / MARKER).exists()] == [2, 1]
 
