@@ -68,7 +68,9 @@ def describe_os_error(error: OSError) -> str:
     return "the disk is full" if is_disk_full(error) else error.strerror or str(error)
 
 
-def storage_error(error: OSError, folder: Location, rank: int, older: Location | None = None) -> StorageError:
+def storage_error(
+    error: OSError, folder: Location, rank: int, older: Location | None = None, local: bool = False
+) -> StorageError:
     """Return the error for a checkpoint that could not be written to ``folder``.
 
     Args:
@@ -76,16 +78,20 @@ def storage_error(error: OSError, folder: Location, rank: int, older: Location |
         folder: of the checkpoint.
         rank: that failed.
         older: folder with earlier checkpoints of the run, to resume from when saving elsewhere; None if there are none.
+        local: True for a checkpoint on the nodes' own disks.
     """
-    fixes = [save_elsewhere_flags(older)]
-    if is_disk_full(error):
-        fixes = ["free some space", *fixes]
-    if isinstance(folder, RemotePath):
-        fixes = [_store_fix(error), *fixes]
+    fixes = ["free some space"] if is_disk_full(error) else []
+    if local:
+        fixes.append("--local-save ELSEWHERE")
+    elif isinstance(folder, RemotePath):
+        fixes = [_store_fix(error), *fixes, save_elsewhere_flags(older)]
     elif error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
-    sentence = f"{error.filename or folder}: {describe_os_error(error)} (rank {rank}); no checkpoint was written"
-    return StorageError(sentence, *fixes)
+    else:
+        fixes.append(save_elsewhere_flags(older))
+    what = "local checkpoint" if local else "checkpoint"
+    where = f"{error.filename or folder}: {describe_os_error(error)} (rank {rank})"
+    return StorageError(f"{where}; no {what} was written", *fixes)
 
 
 def _store_fix(error: OSError) -> str:

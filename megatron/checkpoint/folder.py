@@ -9,8 +9,8 @@ hour later. So the folder numbers its starts (*epochs*), and start 7 has
     SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
 
 **Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
-If it is locked by an earlier start of the same job (`JobStart.follows`: Slurm requeued the job, srun began a later step,
-torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start is
+If it is locked by an earlier start of the same job (`JobStart.follows`: Slurm requeued the job, srun began a later
+step, torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start is
 rejected. It then creates the staging folder of the next epoch under a temporary name, with the locked lease file in
 it, and renames it. A rename cannot replace a folder that is not empty, so of two starts that take the same epoch one
 fails and tries again.

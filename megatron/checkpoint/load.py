@@ -3,7 +3,6 @@
 ``load_sharded`` fills the parts of every rank through torch.distributed.checkpoint; ``CheckpointStorageReader`` also
 serves any other program that uses that library. ``CheckpointReader`` reads tensors by name in a single process, for
 conversion, inspection and generation. Everything that is read is verified by its checksum.
-torch.distributed.checkpoint is imported on first use because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -35,8 +36,6 @@ from megatron.checkpoint.format import (
     relative_box,
     whole_box,
 )
-from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.object_store import Location
 from megatron.checkpoint.tensor_file import DTYPES, ChunkReader, GlobalTensor
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
@@ -223,47 +222,6 @@ def _fill(reader: ChunkReader, chunk: TensorChunk, wanted: ReadRequests, planner
         planner.commit_tensor(item, target)
 
 
-def save_sharded(
-    folder: Location,
-    tensors: Mapping[str, GlobalTensor],
-    state: Mapping[str, Any],
-    config: dict[str, Any],
-    group: Group,
-    files: Mapping[str, Path | bytes] | None = None,
-    lease: Lease | None = None,
-) -> None:
-    """Write a checkpoint; when the call returns it is published and on disk.
-
-    Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
-    replaced only when the new one is complete.
-
-    Args:
-        folder: of the checkpoint, such as ``save/iter_0000100``.
-        tensors: with the parts this rank writes; tensors without parts on this rank may be omitted.
-        state: plain numbers, as JSON; rank 0's is written.
-        config: options, as JSON; rank 0's is written.
-        group: the ranks that write.
-        files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
-        lease: lease of this start on the folder that contains the checkpoint.
-
-    Raises:
-        StorageError: if the disk fails on any rank.
-        SupersededError: if a later start holds the folder.
-        TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from megatron.checkpoint.save import CheckpointExtras, CheckpointWriter, PartsSavePlanner
-
-    planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, lease)
-
-    _run_collectively(
-        lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),
-        undo=writer.abandon,
-    )
-
-
 def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
     """Fill this rank's parts in place from a checkpoint written with any layout.
 
@@ -279,27 +237,22 @@ def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group:
         DamagedCheckpointError: if a file is missing or a checksum differs.
         UnreachableError: if an object store does not answer.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     planner, reader = PartsLoadPlanner(tensors, manifest), CheckpointStorageReader(manifest)
-    _run_collectively(lambda: load(dict(tensors), storage_reader=reader, planner=planner, **_ranks(group)))
+    call_collectively(load, group, state_dict=dict(tensors), storage_reader=reader, planner=planner)
 
 
-def _ranks(group: Group) -> dict[str, Any]:
-    return {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
-
-
-def _run_collectively(action: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> None:
-    """Run a collective action; raise the error of the lowest failed rank on every rank.
+def call_collectively(
+    act: Callable[..., Any], group: Group, undo: Callable[[], None] = lambda: None, **arguments: Any
+) -> None:
+    """Call a function of torch.distributed.checkpoint; raise the error of the lowest failed rank on every rank.
 
     ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    ranks: dict[str, Any] = {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action()
+            act(**arguments, **ranks)
     except CheckpointException as error:
         undo()
         cause = error.failures[min(error.failures)][0]

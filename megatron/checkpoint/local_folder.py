@@ -1,15 +1,14 @@
 """Checkpoints on node-local disks: what each node has, and which nodes together have a complete checkpoint.
 
 A node has the files of its own ranks, copies of those of the previous node, and the manifest of the whole checkpoint,
-so any single node may be lost. No torch and no communication here: see `local_saving` and `local_loading`.
+so any single node may be lost. No torch and no communication here: see `local_store`.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.errors import DamagedCheckpointError, strip_folder
@@ -74,16 +73,25 @@ class NodeMap:
 
 
 @dataclass(frozen=True)
-class NodeCheckpoint:
-    """The part of a checkpoint that a node has."""
+class LocalCheckpoint:
+    """A checkpoint on the nodes' disks, as far as it is on one of them or on all."""
 
     iteration: int  # steps taken when it was saved
     mark: str  # content of the marker; equal on nodes that took part in the same save
     run: str | None  # the ``--save`` folder of the run that wrote it
-    files: frozenset[str]  # files that are present with their full size
+    files: Mapping[
+        int, frozenset[str]
+    ]  # files that are present with their full size, by node; only nodes that have the manifest
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the files in ``names`` that no node has."""
+        present = frozenset().union(*self.files.values())
+        return [name for name in names if name not in present]
 
 
-def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[list[NodeCheckpoint], list[str]]:
+def list_node_checkpoints(
+    folder: Path, node: int, lease: Lease | None = None
+) -> tuple[list[LocalCheckpoint], list[str]]:
     """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints.
 
     Raises:
@@ -102,7 +110,7 @@ def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[lis
         mark = local_path(path / MARKER).read_text()
         run = manifest.config.get("checkpoint", {}).get("save")
         files = frozenset(name for name in manifest.files if _has_file(manifest, name))
-        held.append(NodeCheckpoint(iteration, mark, run, files))
+        held.append(LocalCheckpoint(iteration, mark, run, {node: files}))
     return held, notes
 
 
@@ -114,34 +122,13 @@ def _has_file(manifest: Manifest, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class LocalCheckpoint:
-    """A checkpoint whose files are spread over the nodes."""
-
-    iteration: int  # steps taken when it was saved
-    mark: str  # content of its marker
-    run: str | None  # the ``--save`` folder of the run that wrote it
-    files: Mapping[int, frozenset[str]]  # present files by node; nodes without the manifest have none
-
-    def missing(self, names: Sequence[str]) -> list[str]:
-        """Return the files in ``names`` that no node has."""
-        present = frozenset().union(*self.files.values())
-        return [name for name in names if name not in present]
-
-
-def merge_node_checkpoints(by_node: Sequence[Sequence[NodeCheckpoint]]) -> list[LocalCheckpoint]:
-    """Merge the nodes' parts into checkpoints, newest first; of one iteration, those on more nodes first."""
-    found: dict[tuple[int, str], dict[int, NodeCheckpoint]] = defaultdict(dict)
-    for node, of_node in enumerate(by_node):
-        for held in of_node:
-            found[held.iteration, held.mark][node] = held
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1]), reverse=True)
-    return [
-        LocalCheckpoint(
-            iteration, mark, next(iter(nodes.values())).run, {node: held.files for node, held in nodes.items()}
-        )
-        for (iteration, mark), nodes in ordered
-    ]
+def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckpoint]:
+    """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
+    merged: dict[tuple[int, str], LocalCheckpoint] = {}
+    for part in parts:
+        same_save = merged.get((part.iteration, part.mark), part)
+        merged[part.iteration, part.mark] = replace(same_save, files={**same_save.files, **part.files})
+    return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
 
 
 FileCopy = tuple[int, str]

@@ -20,22 +20,14 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.durable_files import NewFile, make_parent_folders, sync_folder, write_file
-from megatron.checkpoint.errors import (
-    DamagedCheckpointError,
-    StorageError,
-    describe_os_error,
-    is_disk_full,
-    strip_folder,
-)
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, storage_error, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
     BoxIndex,
-    FileRecord,
     Manifest,
     TensorChunk,
     marker_content,
@@ -63,6 +55,7 @@ from megatron.checkpoint.save import (
     CheckpointExtras,
     FileResult,
     PartsSavePlanner,
+    as_storage_errors,
     build_manifest,
     disk_space_message,
     local_bytes,
@@ -245,10 +238,6 @@ class _FileReceiver(_TransferEnd):
         return self.error
 
 
-DISK_FULL_FIXES = "free some space", "--local-save ELSEWHERE"
-"""Fixes for a full disk."""
-
-
 def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
     """Write a checkpoint to the nodes' folders; collective over the store's group.
 
@@ -300,7 +289,11 @@ def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], 
     folder, planner, leads = staged_path(final, store.staging), PartsSavePlanner(tensors), store.leads
 
     def on_all_ranks(action: Callable[[], T]) -> list[T]:
-        return gather_results(lambda: _with_storage_errors(action, final, store), store.group)
+        def guarded() -> T:
+            with as_storage_errors(store.lease, lambda error: storage_error(error, final, store.rank, local=True)):
+                return action()
+
+        return gather_results(guarded, store.group)
 
     def on_leaders(action: Callable[[], object]) -> None:
         on_all_ranks(lambda: action() if leads else None)
@@ -313,7 +306,9 @@ def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], 
     own_plan = plans[store.rank]
     results = on_all_ranks(lambda: write_tensors(folder, store.rank, own_plan, planner) if own_plan.items else [])
     on_all_ranks(lambda: _copy_to_next_node(store, folder, results))
-    content = on_all_ranks(lambda: _manifest_text(plans, results, small[0], extra) if store.rank == 0 else b"")[0]
+    kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
+    flat = [result for of_rank in results for result in of_rank]
+    content = on_all_ranks(lambda: build_manifest(kinds, flat, small[0], extra)[0] if store.rank == 0 else b"")[0]
     on_leaders(lambda: _write_manifest(folder, content))
     on_leaders(lambda: _publish_local(store, final, content))
 
@@ -323,19 +318,11 @@ def _create_staged_folder(store: LocalStore, final: Path, sizes: Sequence[int]) 
     kept = {store.node, (store.node - 1) % store.nodes.count}
     size = sum(sizes[rank] for node in kept for rank in store.nodes.ranks(node))
     if message := disk_space_message(store.folder, size, store.lease):
-        raise StorageError(f"{message} (rank {store.rank}); no local checkpoint was written", *DISK_FULL_FIXES)
+        sentence = f"{message} (rank {store.rank}); no local checkpoint was written"
+        raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
     if store.lease is not None:
         store.lease.ready()
     create_staged(final, store.staging)
-
-
-def _manifest_text(
-    plans: list[SavePlan], results: list[list[WriteResult]], small: Mapping[str, FileRecord], extra: CheckpointExtras
-) -> bytes:
-    """Return the text of the manifest of the whole checkpoint."""
-    kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
-    content, _ = build_manifest(kinds, [result for of_rank in results for result in of_rank], small, extra)
-    return content
 
 
 def _write_manifest(folder: Path, content: bytes) -> None:
@@ -365,16 +352,6 @@ def _transfer_of(folder: Path, results: list[WriteResult], peer: int) -> FileTra
     return FileTransfer(folder / files[0].name, peer, files[0].record.bytes) if files else None
 
 
-def _with_storage_errors(action: Callable[[], T], final: Path, store: LocalStore) -> T:
-    """Run ``action``; convert disk errors to StorageError, or SupersededError if a later start holds the folder."""
-    try:
-        return action()
-    except OSError as error:
-        raise_if_superseded(store.lease)
-        message = f"{error.filename or final}: {describe_os_error(error)} (rank {store.rank}); no local checkpoint was written"
-        raise StorageError(message, *(DISK_FULL_FIXES if is_disk_full(error) else DISK_FULL_FIXES[1:])) from error
-
-
 def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], list[str]]:
     """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective.
 
@@ -383,11 +360,10 @@ def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], li
         OSError: if a disk fails, on every rank.
     """
     found = gather_results(
-        lambda: list_node_checkpoints(store.folder, store.lease) if store.leads else ([], []), store.group
+        lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.leads else ([], []), store.group
     )
-    by_node = [found[store.nodes.ranks(node)[0]] for node in range(store.nodes.count)]
-    notes = [f"node {node}: {note}" for node, (_, of_node) in enumerate(by_node) for note in of_node]
-    return merge_node_checkpoints([held for held, _ in by_node]), notes
+    notes = [f"node {store.nodes.of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
+    return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
 
 
 def read_local_manifest(store: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
@@ -40,6 +41,7 @@ from megatron.checkpoint.format import (
     split_box,
 )
 from megatron.checkpoint.lease import Lease, raise_if_superseded, staging_folder_of
+from megatron.checkpoint.load import call_collectively
 from megatron.checkpoint.object_store import Location, RemotePath, local_path, retry
 from megatron.checkpoint.publish import (
     create_staged,
@@ -52,6 +54,7 @@ from megatron.checkpoint.publish import (
 )
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem
+from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 from megatron.planner.memory import format_binary
@@ -63,6 +66,39 @@ T = TypeVar("T")
 
 TensorKinds = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 """Shape, view and type of tensors, by name."""
+
+
+def save_sharded(
+    folder: Location,
+    tensors: Mapping[str, GlobalTensor],
+    state: Mapping[str, Any],
+    config: dict[str, Any],
+    group: Group,
+    files: Mapping[str, Path | bytes] | None = None,
+    lease: Lease | None = None,
+) -> None:
+    """Write a checkpoint; when the call returns it is published and on disk.
+
+    Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
+    replaced only when the new one is complete.
+
+    Args:
+        folder: of the checkpoint, such as ``save/iter_0000100``.
+        tensors: with the parts this rank writes; tensors without parts on this rank may be omitted.
+        state: plain numbers, as JSON; rank 0's is written.
+        config: options, as JSON; rank 0's is written.
+        group: the ranks that write.
+        files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
+        lease: lease of this start on the folder that contains the checkpoint.
+
+    Raises:
+        StorageError: if the disk fails on any rank.
+        SupersededError: if a later start holds the folder.
+        TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
+    """
+    planner = PartsSavePlanner(tensors)
+    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, lease)
+    call_collectively(save, group, writer.abandon, state_dict=dict(tensors), storage_writer=writer, planner=planner)
 
 
 class PartsSavePlanner(SavePlanner):
@@ -188,36 +224,37 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the staging folder on rank 0 and send its path to all ranks in their plans."""
-        folder = self._folder = self._storage_errors(self._begin)
+        with self._storage_errors():
+            if self._lease is not None:
+                self._lease.ready()
+            if isinstance(self._final, RemotePath):
+                folder: Location = new_upload(self._final)
+            else:
+                folder = create_staged(self._final, self._staging)
+        self._folder = folder
         return [replace(plan, storage_data=folder) for plan in plans]
-
-    def _begin(self) -> Location:
-        if self._lease is not None:
-            self._lease.ready()
-        return (
-            new_upload(self._final)
-            if isinstance(self._final, RemotePath)
-            else create_staged(self._final, self._staging)
-        )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's file, chunk by chunk."""
+        folder: Location = plan.storage_data
+        results: list[WriteResult] = []
+        if plan.items:
+            with self._storage_errors():
+                if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
+                    results = retry(lambda: write_tensors(folder, self._rank, plan, planner))
+                else:
+                    results = write_tensors(folder, self._rank, plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(self._storage_errors(lambda: self._write(plan, planner)) if plan.items else [])
+        future.set_result(results)
         return future
 
     def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """Write small files, manifest and marker, and publish the checkpoint."""
         flat = [result for of_rank in results for result in of_rank]
-        self._storage_errors(lambda: self._finish(metadata.planner_data, flat))
+        with self._storage_errors():
+            self._publish(metadata.planner_data, flat)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        folder: Location = plan.storage_data
-        if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
-            return retry(lambda: write_tensors(folder, self._rank, plan, planner))
-        return write_tensors(folder, self._rank, plan, planner)
-
-    def _finish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
+    def _publish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
         folder = self._folder
         if folder is None:
             raise ValueError("finish() was called before prepare_global_plan()")
@@ -235,16 +272,23 @@ class CheckpointWriter(StorageWriter):
         write_marker(folder, content)
         publish_staged(local_path(self._final), self._staging)
 
-    def _storage_errors(self, action: Callable[[], T]) -> T:
-        """Run ``action``; convert disk errors to StorageError, or SupersededError if a later start holds the folder."""
-        try:
-            return action()
-        except (OSError, StorageError) as error:
-            raise_if_superseded(self._lease)
-            if isinstance(error, StorageError):
-                raise
-            older = CheckpointFolder(self._final.parent).resume_folder()
-            raise storage_error(error, self._final, self._rank, older) from error
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        folder = CheckpointFolder(self._final.parent)
+        return as_storage_errors(
+            self._lease, lambda error: storage_error(error, self._final, self._rank, folder.resume_folder())
+        )
+
+
+@contextmanager
+def as_storage_errors(lease: Lease | None, describe: Callable[[OSError], StorageError]) -> Iterator[None]:
+    """Raise disk errors as StorageError, or as SupersededError if a later start holds the folder."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        raise_if_superseded(lease)
+        if isinstance(error, StorageError):
+            raise
+        raise describe(error) from error
 
 
 def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -316,7 +316,7 @@ class ChunkReader:
         """Read a chunk into a contiguous CPU tensor of the same type and size.
 
         Raises:
-            DamagedCheckpointError: if it cannot be read or its checksum differs; the content of ``out`` is then undefined.
+            DamagedCheckpointError: if it cannot be read or its checksum differs; ``out`` is then undefined.
         """
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
@@ -367,9 +367,8 @@ class ChunkReader:
                 return
             self.close()  # discards data read ahead
             if attempt < READ_ATTEMPTS and isinstance(path, RemotePath):
-                print_warning(
-                    f"{path}: {what} arrived with flipped bytes; reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
-                )
+                again = f"reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
+                print_warning(f"{path}: {what} arrived with flipped bytes; {again}")
         raise DamagedCheckpointError(f"{path} has flipped bytes ({what})")
 
     def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:

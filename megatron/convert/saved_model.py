@@ -21,8 +21,9 @@ from megatron.arguments.sources import from_dict, to_dict
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, split_box
-from megatron.checkpoint.load import CheckpointReader, save_sharded
+from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig

@@ -28,11 +28,10 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.local_folder import LocalCheckpoint
-from megatron.checkpoint.local_store import LocalStore, fetch_missing_files
+from megatron.checkpoint.local_store import fetch_missing_files
 from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
@@ -432,6 +431,41 @@ def _source_or_error(options: CheckpointConfig) -> ResumeSource | UserError:
         return error
 
 
+@dataclass(frozen=True)
+class ResumeCandidate:
+    """A checkpoint that a trainer may resume from, in a folder that all ranks see or on the nodes' own disks."""
+
+    trainer: Trainer
+    where: CheckpointCandidate
+
+    @property
+    def path(self) -> Location:
+        """Folder of the checkpoint, or of this node's part of it."""
+        if not isinstance(self.where, LocalCheckpoint):
+            return self.where
+        if self.trainer.local is None:
+            raise ValueError("there are local checkpoints, but no local_save")
+        return CheckpointFolder(self.trainer.local.folder).path(self.where.iteration)
+
+    def open(self) -> tuple[Manifest, dict[str, bytes], list[str]]:
+        """Return manifest, small files to carry on, and notes; collective. Fetches files that this node lacks.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if it cannot be used.
+        """
+        world, store = self.trainer.mesh.world, self.trainer.local
+        if not isinstance(self.where, LocalCheckpoint) or store is None:
+            manifest = run_on_rank0(lambda: Manifest.open(self.path), world)
+            notes: list[str] = []
+        else:
+            wanted = tensors_to_load(self.trainer, local_tensors(self.trainer))
+            try:
+                manifest, notes = fetch_missing_files(store, self.where, wanted)
+            except (OSError, StorageError) as error:
+                raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
+        return manifest, run_on_rank0(partial(saved_tokenizer_files, manifest), world), notes
+
+
 def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     """Load what the run starts from into a trainer that was built with ``fresh=source.fresh``; collective.
 
@@ -460,8 +494,10 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
         restore_from_source(trainer, HuggingFaceWeights(source.hf, config.model))
         return [*notes, f"weights from {source.hf}", *tokenizer_notes(recorded, carried)]
     for candidate in source.candidates:
+        saved = ResumeCandidate(trainer, candidate)
         try:
-            manifest, files = _opened(trainer, candidate, notes)
+            manifest, files, found = saved.open()
+            notes += found
             changes = compare_with_checkpoint(manifest, config, trainer.mesh.world.size, source.mode, notes)
             trainer.files = files_to_carry(recorded, files)
             if source.mode == "weights-only":
@@ -472,46 +508,10 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
                 notes += restore_run(trainer, manifest, changes.batches_since)
                 loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedCheckpointError as error:
-            notes.append(passed_over_note(_path_of(trainer, candidate), error))
+            notes.append(passed_over_note(saved.path, error))
             continue
         return [*notes, loaded, *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
-
-
-def _opened(trainer: Trainer, candidate: CheckpointCandidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """Return a checkpoint's manifest and the small files that it carries, and append to ``notes``; collective.
-
-    Raises:
-        DamagedCheckpointError: on every rank, if it cannot be used.
-    """
-    world = trainer.mesh.world
-    if not isinstance(candidate, LocalCheckpoint):
-        return run_on_rank0(partial(_manifest_and_files, candidate), world)
-    try:
-        manifest, transfer_notes = fetch_missing_files(
-            _tier(trainer), candidate, tensors_to_load(trainer, local_tensors(trainer))
-        )
-    except (OSError, StorageError) as error:
-        raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
-    notes += transfer_notes
-    return manifest, run_on_rank0(partial(saved_tokenizer_files, manifest), world)
-
-
-def _manifest_and_files(path: Location) -> tuple[Manifest, dict[str, bytes]]:
-    manifest = Manifest.open(path)
-    return manifest, saved_tokenizer_files(manifest)
-
-
-def _tier(trainer: Trainer) -> LocalStore:
-    if trainer.local is None:
-        raise ValueError("there are local checkpoints, but no local_save")
-    return trainer.local
-
-
-def _path_of(trainer: Trainer, candidate: CheckpointCandidate) -> Location:
-    if not isinstance(candidate, LocalCheckpoint):
-        return candidate
-    return CheckpointFolder(_tier(trainer).folder).path(candidate.iteration)
 
 
 def tokenizer_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:

@@ -38,11 +38,10 @@ from megatron.checkpoint import folder as folder_module
 from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.local_folder import NodeMap
 from megatron.checkpoint.local_store import LocalStore, delete_other_local_checkpoints, save_local
 from megatron.checkpoint.publish import create_staged
-from megatron.checkpoint.save import CheckpointExtras, write_small_files
+from megatron.checkpoint.save import CheckpointExtras, save_sharded, write_small_files
 from megatron.config.launch import JobStart
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, is_whole, watched

@@ -18,7 +18,6 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
 from megatron.checkpoint.local_folder import (
     LocalCheckpoint,
-    NodeCheckpoint,
     NodeMap,
     choose_sources,
     is_local_checkpoint,
@@ -67,15 +66,16 @@ def test_ranks_and_their_neighbours() -> None:
     assert not NodeMap.counted([0, 0, 1]).are_even
 
 
-def held(iteration: int, mark: str, *files: str) -> NodeCheckpoint:
-    return NodeCheckpoint(iteration, mark, RUN, frozenset(files))
+def held(node: int, iteration: int, mark: str, *files: str) -> LocalCheckpoint:
+    return LocalCheckpoint(iteration, mark, RUN, {node: frozenset(files)})
 
 
 def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
-    found = merge_node_checkpoints([[held(3, "x", "a"), held(2, "y", "a")], [held(3, "z", "b")], [held(3, "x", "c")]])
+    parts = [held(0, 3, "x", "a"), held(0, 2, "y", "a"), held(1, 3, "z", "b"), held(2, 3, "x", "c")]
+    found = merge_node_checkpoints(parts)
     assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
     assert found[0].missing(["a", "b", "c"]) == ["b"]
-    assert merge_node_checkpoints([[], []]) == []
+    assert merge_node_checkpoints([]) == []
 
 
 names = st.frozensets(st.sampled_from("abc"))
@@ -115,12 +115,12 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     (runs.path(4) / MARKER).write_text("0" * 16)
     (runs.path(3) / "tensors_00000.safetensors").unlink()
     runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
-    found, notes = list_node_checkpoints(tmp_path)
-    assert [(h.iteration, len(h.files)) for h in found] == [(3, 1), (2, 2), (1, 2)]
+    found, notes = list_node_checkpoints(tmp_path, 0)
+    assert [(h.iteration, len(h.files[0])) for h in found] == [(3, 1), (2, 2), (1, 2)]
     assert found[0].mark == marker_content((runs.path(3) / MANIFEST).read_bytes()).decode()
     (note,) = notes
     assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not match {MANIFEST}")
-    assert list_node_checkpoints(tmp_path / "none") == ([], [])
+    assert list_node_checkpoints(tmp_path / "none", 0) == ([], [])
 
 
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
     (path / MANIFEST).write_bytes(text)
     (path / MARKER).write_bytes(marker_content(text))
     with pytest.raises(NewerVersionError):
-        list_node_checkpoints(tmp_path)
+        list_node_checkpoints(tmp_path, 0)
 
 
 def tier(folder: Path) -> LocalStore:

@@ -33,9 +33,10 @@ from megatron.checkpoint.errors import (
 )
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest, marker_content, marker_folder, whole_box
-from megatron.checkpoint.load import CheckpointReader, load_sharded, save_sharded
+from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.object_store import RemoteFileWriter, RemotePath, local_path, missing_library, parse_location
 from megatron.checkpoint.publish import delete_remote, stale_uploads
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
