@@ -25,7 +25,8 @@ from typing import Any, Self, TypeVar
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.local_folder import LocalCheckpoint

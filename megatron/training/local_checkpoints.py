@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder
 from megatron.checkpoint.local_store import LocalStore, find_local_checkpoints, gather_results, read_local_manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.folder import acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import LEASE_FILE
 from megatron.checkpoint.verify import list_damage

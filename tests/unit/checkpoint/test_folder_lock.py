@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import LEASE_FILE
 
 HOLDER = """

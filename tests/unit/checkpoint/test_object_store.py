@@ -21,7 +21,7 @@ import pytest
 import s3fs
 import torch
 
-from megatron.checkpoint import folder, object_store, tensor_file
+from megatron.checkpoint import fencing, object_store, tensor_file
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.errors import (
     CheckpointError,
@@ -380,22 +380,26 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
 
 
 def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
-    with folder.acquire_lease(RUN), folder.acquire_lease(RUN):
+    with fencing.acquire_lease(RUN), fencing.acquire_lease(RUN):
         assert json.loads(store.objects["bucket/runs/a/claim.json"])["epoch"] == 2
     assert CheckpointFolder(RUN).named() == []
-    with failing(store, lambda r: "403"), pytest.raises(StorageError, match="access denied"), folder.acquire_lease(RUN):
+    with (
+        failing(store, lambda r: "403"),
+        pytest.raises(StorageError, match="access denied"),
+        fencing.acquire_lease(RUN),
+    ):
         pass
 
 
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
     runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
-    with folder.acquire_lease(RUN) as old, ExitStack() as stack:
+    with fencing.acquire_lease(RUN) as old, ExitStack() as stack:
         save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
         save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
 
         def overtaken(*args: Any) -> Any:
-            assert stack.enter_context(folder.acquire_lease(RUN)).epoch == 2
+            assert stack.enter_context(fencing.acquire_lease(RUN)).epoch == 2
             return real(*args)
 
         with monkeypatch.context() as patch:
