@@ -10,25 +10,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron.checkpoint.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    strip_folder,
-)
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
-from megatron.checkpoint.lease import (
-    STAGED_NAME,
-    Lease,
-    staged_entries,
-    staging_folder_of,
-)
+from megatron.checkpoint.lease import Lease, staging_folder_of
 from megatron.checkpoint.object_store import Location, RemotePath, local_path
 from megatron.checkpoint.publish import (
     REPLACED_SUFFIX,
+    STAGED_NAME,
     STAGED_SUFFIX,
     delete_checkpoint,
     is_complete,
     recover,
+    staged_entries,
     stale_uploads,
 )
 

@@ -2,9 +2,8 @@
 
 A checkpoint stores global tensors, independent of the layout that wrote them. The manifest lists every tensor with
 its stored shape, the view that boxes refer to, and its chunks: boxes of the view with their place in a file and a
-checksum. ``GlobalTensor`` and ``TensorPart`` describe which boxes a rank writes or reads. Boxes can be intersected,
-split, and checked to partition a tensor. The check is necessary: torch.distributed.checkpoint silently drops
-duplicate boxes and ignores holes.
+checksum. Boxes can be intersected, split, and checked to partition a tensor. The check is necessary:
+torch.distributed.checkpoint silently drops duplicate boxes and ignores holes.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def format_box(box: Box) -> str:
 def match_view_dims(shape: View, view: View) -> tuple[slice, ...] | None:
     """Return the dimensions of ``view`` that make up each dimension of ``shape``; None if it does not refine ``shape``.
 
-    >>> folding((12, 5), (2, 6, 5))
+    >>> match_view_dims((12, 5), (2, 6, 5))
     (slice(0, 2, None), slice(2, 3, None))
     """
     found, first = [], 0
@@ -272,7 +271,7 @@ class Manifest:
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
-        manifest = cls.described(path)
+        manifest = cls.read(path)
         sizes = None
         if isinstance(manifest.folder, RemotePath):
             try:
@@ -287,7 +286,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def described(cls, path: Location) -> Manifest:
+    def read(cls, path: Location) -> Manifest:
         """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
 
         Raises:
@@ -328,7 +327,7 @@ class Manifest:
             raise DamagedCheckpointError(f"{self.folder / name} {how} (content)")
         return content
 
-    def prove(self, name: str) -> None:
+    def check_partition(self, name: str) -> None:
         """Check that the chunks of a tensor partition it.
 
         Raises:

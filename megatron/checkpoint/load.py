@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -63,7 +63,7 @@ class PartsLoadPlanner(LoadPlanner):
             raise CheckpointError(f"{self._manifest.path} does not match:\n" + "\n".join(problems[:10]) + more)
         for name, tensor in self._tensors.items():
             if tensor.parts:
-                self._manifest.prove(name)
+                self._manifest.check_partition(name)
         return LoadPlan([item for name in self._tensors for item in self._items(name)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -300,7 +300,7 @@ class CheckpointReader:
         if not is_inside(box, record.view):
             raise CheckpointError(f"{format_box(box)} is not inside {name}, which is {list(record.view)}")
         if name not in self._indices:
-            self.manifest.prove(name)
+            self.manifest.check_partition(name)
             self._indices[name] = BoxIndex(chunk.box for chunk in record.chunks)
         out = torch.empty(box.size, dtype=self.dtype(name))
         for number, shared in self._indices[name].shared(box):

@@ -40,10 +40,10 @@ def is_local_checkpoint(path: Path, pattern: str) -> bool:
 class NodeMap:
     """Assignment of ranks to nodes."""
 
-    of: tuple[int, ...]  # node of every rank, counted from 0
+    node_of: tuple[int, ...]  # node of every rank, counted from 0
 
     @classmethod
-    def counted(cls, numbers: Sequence[int]) -> NodeMap:
+    def from_launcher(cls, numbers: Sequence[int]) -> NodeMap:
         """Create from the launcher's node number of every rank, which may have gaps."""
         known = sorted(set(numbers))
         return cls(tuple(known.index(number) for number in numbers))
@@ -51,7 +51,7 @@ class NodeMap:
     @property
     def count(self) -> int:
         """Number of nodes."""
-        return max(self.of) + 1
+        return max(self.node_of) + 1
 
     @property
     def are_even(self) -> bool:
@@ -60,15 +60,15 @@ class NodeMap:
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks on a node; the first one is its leader."""
-        return [rank for rank, number in enumerate(self.of) if number == node]
+        return [rank for rank, number in enumerate(self.node_of) if number == node]
 
-    def leads(self, rank: int) -> bool:
+    def is_leader(self, rank: int) -> bool:
         """Return True if a rank is the leader of its node."""
-        return self.ranks(self.of[rank])[0] == rank
+        return self.ranks(self.node_of[rank])[0] == rank
 
     def neighbour(self, rank: int, step: int) -> int:
         """Return the rank at the same position ``step`` nodes further in the ring of nodes."""
-        node = self.of[rank]
+        node = self.node_of[rank]
         return self.ranks((node + step) % self.count)[self.ranks(node).index(rank)]
 
 
@@ -103,7 +103,7 @@ def list_node_checkpoints(
     held, notes = [], []
     for iteration, path in checkpoints.named():
         try:
-            manifest = Manifest.described(path)
+            manifest = Manifest.read(path)
         except DamagedCheckpointError as error:
             notes.append(f"passed over {path}: {strip_folder(path, error)}")
             continue

@@ -29,7 +29,6 @@ from megatron.checkpoint.format import (
     MANIFEST,
     BoxIndex,
     Manifest,
-    TensorChunk,
     marker_content,
     parse_manifest,
 )
@@ -63,6 +62,7 @@ from megatron.checkpoint.save import (
     write_tensors,
 )
 from megatron.checkpoint.tensor_file import ChunkReader, GlobalTensor
+from megatron.checkpoint.verify import chunks_by_file, list_file_damage
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 
@@ -82,7 +82,7 @@ class LocalStore:
     folder: Path  # of this rank's node
     nodes: NodeMap  # which ranks are on which node
     group: Group  # all ranks, for collectives
-    wire: Group  # all ranks with a separate communicator, for files: point-to-point calls differ between ranks
+    file_group: Group  # all ranks with a separate communicator, for files: point-to-point calls differ between ranks
     lease: Lease | None = None  # lease on the node's folder, the same for all ranks of the node
 
     @property
@@ -98,12 +98,12 @@ class LocalStore:
     @property
     def node(self) -> int:
         """Node of this rank."""
-        return self.nodes.of[self.rank]
+        return self.nodes.node_of[self.rank]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True if this rank is the leader of its node."""
-        return self.nodes.leads(self.rank)
+        return self.nodes.is_leader(self.rank)
 
 
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
@@ -256,7 +256,7 @@ def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTe
     try:
         _write(store, final, tensors, extra)
     except Exception:
-        if store.leads:
+        if store.is_leader:
             discard_staged(final, store.staging)
         raise
     return final
@@ -272,7 +272,7 @@ def delete_other_local_checkpoints(store: LocalStore, iteration: int) -> str | N
         SupersededError: if a later start holds the node's folder.
     """
     try:
-        gather_results(lambda: _remove_others(store, iteration) if store.leads else None, store.group)
+        gather_results(lambda: _remove_others(store, iteration) if store.is_leader else None, store.group)
     except OSError as error:
         raise_if_superseded(store.lease)
         return f"older local checkpoints are not deleted: {error}"
@@ -286,7 +286,7 @@ def _remove_others(store: LocalStore, iteration: int) -> None:
 
 
 def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
-    folder, planner, leads = staged_path(final, store.staging), PartsSavePlanner(tensors), store.leads
+    folder, planner, leads = staged_path(final, store.staging), PartsSavePlanner(tensors), store.is_leader
 
     def on_all_ranks(action: Callable[[], T]) -> list[T]:
         def guarded() -> T:
@@ -341,7 +341,7 @@ def _copy_to_next_node(store: LocalStore, folder: Path, results: list[list[Write
         return
     target, source = store.nodes.neighbour(store.rank, 1), store.nodes.neighbour(store.rank, -1)
     sent, received = _transfer_of(folder, results[store.rank], target), _transfer_of(folder, results[source], source)
-    error = send_and_receive(sent, received, store.wire)
+    error = send_and_receive(sent, received, store.file_group)
     if error is not None:
         raise error
 
@@ -360,9 +360,10 @@ def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], li
         OSError: if a disk fails, on every rank.
     """
     found = gather_results(
-        lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.leads else ([], []), store.group
+        lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.is_leader else ([], []),
+        store.group,
     )
-    notes = [f"node {store.nodes.of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
+    notes = [f"node {store.nodes.node_of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
     return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
 
 
@@ -444,20 +445,11 @@ def _choose_verified(
 
 def _problems(manifest: Manifest, copies: Iterable[FileCopy]) -> dict[FileCopy, str]:
     """Return the damaged ones among this node's copies, and why."""
-    copies, found = list(copies), {}
-    inside: dict[str, list[tuple[str, TensorChunk]]] = {file: [] for _, file in copies}
-    for name, record in manifest.tensors.items():
-        for chunk in record.chunks:
-            if chunk.file in inside:
-                inside[chunk.file].append((name, chunk))
-    reader = ChunkReader(manifest)
+    reader, chunks, found = ChunkReader(manifest), chunks_by_file(manifest), {}
     for node, file in copies:
-        try:
-            reader.verify_head(file)
-            for name, chunk in sorted(inside[file], key=lambda item: item[1].offset):
-                reader.prove(name, chunk)
-        except DamagedCheckpointError as error:
-            found[node, file] = strip_folder(manifest.path, error)
+        problem = next(list_file_damage(reader, file, chunks[file]), None)
+        if problem is not None:
+            found[node, file] = strip_folder(manifest.path, problem)
     reader.close()
     return found
 
@@ -472,15 +464,15 @@ def _fetch(
     moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
 
     def prepare() -> None:
-        if store.leads and is_new:
+        if store.is_leader and is_new:
             create_staged(final, store.staging)
-        for name in [name for name, _, node in moves if store.leads and node == store.node]:
+        for name in [name for name, _, node in moves if store.is_leader and node == store.node]:
             make_parent_folders(folder, name)
 
     def finish() -> None:
-        if store.leads:
+        if store.is_leader:
             sync_folder(folder)
-        if store.leads and is_new:
+        if store.is_leader and is_new:
             write_file(folder / MANIFEST, content)
             write_marker(folder, content)
             publish_staged(final, store.staging)
@@ -503,9 +495,11 @@ def _move(store: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple
         receiver = receivers[number % len(receivers)]
         size = manifest.files[name].bytes
         if store.rank == sender:
-            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, store.wire))
+            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, store.file_group))
         elif store.rank == receiver:
-            errors.append(send_and_receive(None, FileTransfer(folder / name, sender, size, store.staging), store.wire))
+            errors.append(
+                send_and_receive(None, FileTransfer(folder / name, sender, size, store.staging), store.file_group)
+            )
     for error in errors:
         if error is not None:
             raise error

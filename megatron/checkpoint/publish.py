@@ -267,7 +267,7 @@ def stale_uploads(path: RemotePath) -> list[RemotePath]:
     if not (path / MARKER).exists():
         return [path]
     try:
-        inside = Manifest.described(path).inside
+        inside = Manifest.read(path).inside
     except CheckpointError:  # damaged: the published upload is unknown
         return []
     return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]

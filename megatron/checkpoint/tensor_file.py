@@ -2,7 +2,8 @@
 
 A file is the length of its header (uint64), the header (JSON: type, shape and byte range by key), and the elements.
 All shapes are known in advance, so the header is written first and tensors are streamed. ``ChunkReader`` reads chunks
-from a disk or an object store and verifies their checksums.
+from a disk or an object store and verifies their checksums. ``GlobalTensor`` and ``TensorPart`` describe which boxes
+of a tensor a rank writes or reads.
 """
 
 from __future__ import annotations
@@ -287,9 +288,9 @@ class ChunkReader:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._open: tuple[str, ByteSource] | None = None
-        self._proved: set[str] = set()
+        self._verified_heads: set[str] = set()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._held: TensorChunk | None = None
+        self._in_memory: TensorChunk | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored type of a tensor."""
@@ -306,10 +307,10 @@ class ChunkReader:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
         tensor = self._memory[: chunk.bytes].view(self.dtype(name)).view(chunk.box.size)
-        if self._held is not chunk:
-            self._held = None
+        if self._in_memory is not chunk:
+            self._in_memory = None
             self.load_into(name, chunk, tensor)
-            self._held = chunk
+            self._in_memory = chunk
         return tensor
 
     def load_into(self, name: str, chunk: TensorChunk, out: Tensor) -> None:
@@ -321,7 +322,7 @@ class ChunkReader:
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
 
-    def prove(self, name: str, chunk: TensorChunk) -> None:
+    def verify(self, name: str, chunk: TensorChunk) -> None:
         """Verify the checksum of a chunk of tensor ``name``, one block at a time.
 
         Raises:
@@ -335,10 +336,10 @@ class ChunkReader:
         Raises:
             DamagedCheckpointError: if their checksum differs.
         """
-        if file not in self._proved:
+        if file not in self._verified_heads:
             record = self._manifest.files[file]
             self._read(file, 0, record.head, None, record.xxh3, "header" if record.head < record.bytes else "content")
-            self._proved.add(file)
+            self._verified_heads.add(file)
 
     def close(self) -> None:
         """Close the open file; also called on deletion."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,26 +26,36 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
     reader = ChunkReader(manifest)
     for name in manifest.tensors:
         try:
-            manifest.prove(name)
+            manifest.check_partition(name)
         except DamagedCheckpointError as error:
             yield str(error)
-    chunks: dict[str, list[tuple[str, TensorChunk]]] = {file: [] for file in manifest.files}
+    for file, chunks in chunks_by_file(manifest).items():
+        yield from _uncovered(manifest, file, [chunk for _, chunk in chunks])
+        yield from list_file_damage(reader, file, chunks)
+    reader.close()
+
+
+NamedChunks = list[tuple[str, TensorChunk]]
+"""Chunks, each with the name of its tensor."""
+
+
+def chunks_by_file(manifest: Manifest) -> dict[str, NamedChunks]:
+    """Return the chunks in every file, in the order of their bytes."""
+    chunks: dict[str, NamedChunks] = {file: [] for file in manifest.files}
     for name, record in manifest.tensors.items():
         for chunk in record.chunks:
             chunks[chunk.file].append((name, chunk))
-    for file in manifest.files:
+    return {file: sorted(inside, key=lambda item: item[1].offset) for file, inside in chunks.items()}
+
+
+def list_file_damage(reader: ChunkReader, file: str, chunks: NamedChunks) -> Iterator[str]:
+    """Yield one message per checksum of a file that differs: that of its head, then those of its ``chunks``."""
+    checks = [partial(reader.verify_head, file), *(partial(reader.verify, name, chunk) for name, chunk in chunks)]
+    for check in checks:
         try:
-            reader.verify_head(file)
+            check()
         except DamagedCheckpointError as error:
             yield str(error)
-        inside = sorted(chunks[file], key=lambda item: item[1].offset)
-        yield from _uncovered(manifest, file, [chunk for _, chunk in inside])
-        for name, chunk in inside:
-            try:
-                reader.prove(name, chunk)
-            except DamagedCheckpointError as error:
-                yield str(error)
-    reader.close()
 
 
 def _uncovered(manifest: Manifest, file: str, chunks: list[TensorChunk]) -> Iterator[str]:

@@ -54,16 +54,16 @@ def test_a_folder_is_a_nodes() -> None:
 
 
 def test_ranks_and_their_neighbours() -> None:
-    nodes = NodeMap.counted([0, 0, 4, 4, 8, 8])
-    assert nodes.of == (0, 0, 1, 1, 2, 2)
+    nodes = NodeMap.from_launcher([0, 0, 4, 4, 8, 8])
+    assert nodes.node_of == (0, 0, 1, 1, 2, 2)
     assert (nodes.count, nodes.are_even) == (3, True)
     assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
     assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert [rank for rank in range(6) if nodes.leads(rank)] == [0, 2, 4]
-    cyclic = NodeMap.counted([7, 5, 7, 5])
+    assert [rank for rank in range(6) if nodes.is_leader(rank)] == [0, 2, 4]
+    cyclic = NodeMap.from_launcher([7, 5, 7, 5])
     assert cyclic.ranks(0) == [1, 3]
     assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]
-    assert not NodeMap.counted([0, 0, 1]).are_even
+    assert not NodeMap.from_launcher([0, 0, 1]).are_even
 
 
 def held(node: int, iteration: int, mark: str, *files: str) -> LocalCheckpoint:
