@@ -13,12 +13,12 @@ import secrets
 import shutil
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable_files import durable_rename, make_folder, try_lock
+from megatron.checkpoint.durable_files import durable_rename, make_folder, try_lock, write_file
 from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.object_store import Location, RemotePath
 from megatron.checkpoint.publish import staging_folder, staging_folders
@@ -163,21 +163,21 @@ def create_staging_folder(lease: Lease, folder: Path) -> int | None:
     target = staging_folder(folder, lease.epoch)
     draft = target.with_name(f"{target.name}.{lease.holder.token}")
     os.mkdir(draft)
-    file = os.open(draft / LEASE_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try_lock(file)
-        os.write(file, lease.text)
-        os.fsync(file)
-        durable_rename(draft, target)
-        if max(epoch for epoch, _ in staging_folders(folder)) == lease.epoch:
-            return file
-        shutil.rmtree(target)  # delayed for so long that a later start exists
-    except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if error.errno not in LOST_RACE_ERRNO:
-            os.close(file)
-            raise
-    os.close(file)
+    with ExitStack() as opened:
+        try:
+            write_file(draft / LEASE_FILE, lease.text)
+            file = os.open(draft / LEASE_FILE, os.O_RDWR)  # NFS refuses exclusive locks of files open for reading only
+            opened.callback(os.close, file)
+            try_lock(file)
+            durable_rename(draft, target)
+            if max(epoch for epoch, _ in staging_folders(folder)) == lease.epoch:
+                opened.pop_all()
+                return file
+            shutil.rmtree(target)  # delayed for so long that a later start exists
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if error.errno not in LOST_RACE_ERRNO:
+                raise
     return None
 
 

@@ -247,7 +247,7 @@ class IndexedDatasetWriter:
         """Rename everything but the index."""
         self._remove_unwanted()
         for suffix in ("bin", *self._extra_files):
-            os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
+            os.rename(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
             for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._extra_files}:
                 old.unlink()
