@@ -52,7 +52,7 @@ from megatron.checkpoint.publish import (
     publish_upload,
     write_marker,
 )
-from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorFileWriter, TensorPart
+from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
@@ -168,10 +168,15 @@ def _write_item(name: str, part: int, box: Box, tensor: GlobalTensor) -> WriteIt
     return WriteItem(dcp_metadata.MetadataIndex(name, box.start, part), WriteItemType.SHARD, tensor_data=data)
 
 
-def _box(item: WriteItem) -> Box:
+def _data(item: WriteItem) -> TensorWriteData:
     if item.tensor_data is None:
         raise ValueError(f"{item.index.fqn} is not a tensor")
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+    return item.tensor_data
+
+
+def _box(item: WriteItem) -> Box:
+    chunk = _data(item).chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 @dataclass
@@ -298,7 +303,11 @@ def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlan
         OSError: if the disk fails.
     """
     name = f"tensors_{rank:05d}.safetensors"
-    entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
+    entries: list[TensorEntry] = []
+    for item in plan.items:
+        box = _box(item)
+        key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
+        entries.append((key, _data(item).properties.dtype, box.size))
     results = []
     with TensorFileWriter(folder / name, entries) as file:
         for item, entry in zip(plan.items, entries):
@@ -339,17 +348,15 @@ def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> di
     Raises:
         OSError: if the disk fails.
     """
-    return {name: _write_small(folder, name, content) for name, content in files.items()}
-
-
-def _write_small(folder: Location, name: str, content: Path | bytes) -> FileRecord:
-    data = content if isinstance(content, bytes) else content.read_bytes()
-    parent = (folder / name).parent
-    if isinstance(folder, Path):
-        make_parent_folders(folder, name)
-    write_file(folder / name, data)
-    sync_folder(parent)
-    return FileRecord(len(data), len(data), checksum(data))
+    records = {}
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        if isinstance(folder, Path):
+            make_parent_folders(folder, name)
+        write_file(folder / name, data)
+        sync_folder((folder / name).parent)
+        records[name] = FileRecord(len(data), len(data), checksum(data))
+    return records
 
 
 def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:
@@ -363,16 +370,6 @@ def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: M
                 f"{folder.parent}, or not all ranks see the same folder; no checkpoint was written",
                 "--save A_FOLDER_OF_ITS_OWN",
             )
-
-
-def _key(item: WriteItem) -> str:
-    return f"{item.index.fqn}@{','.join(map(str, _box(item).start))}"
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    if item.tensor_data is None:
-        raise ValueError(f"{item.index.fqn} is not a tensor")
-    return item.tensor_data.properties.dtype
 
 
 ALIGNMENT = 64

@@ -152,13 +152,16 @@ def test_locks(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.ENOTSUP
+    codes = iter([*unsupported, errno.EIO])
+
     def flock(file: object, how: int) -> None:
+        code = next(codes)
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (tmp_path / "lock").open("wb") as file:
-        for code in (errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.ENOTSUP):
+        for _ in unsupported:
             assert try_lock(file) is LockState.UNSUPPORTED
-        code = errno.EIO
         with pytest.raises(OSError, match="Input/output error"):
             try_lock(file)
