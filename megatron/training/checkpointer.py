@@ -448,23 +448,20 @@ class ResumeCandidate:
             raise ValueError("there are local checkpoints, but no local_save")
         return CheckpointFolder(self.trainer.local.folder).path(self.where.iteration)
 
-    def open(self) -> tuple[Manifest, dict[str, bytes], list[str]]:
-        """Return manifest, small files to carry on, and notes; collective. Fetches files that this node lacks.
+    def open(self) -> tuple[Manifest, list[str]]:
+        """Fetch the files that this node lacks; return the manifest, and notes on damaged copies. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if it cannot be used.
         """
-        world, store = self.trainer.mesh.world, self.trainer.local
+        store = self.trainer.local
         if not isinstance(self.where, LocalCheckpoint) or store is None:
-            manifest = run_on_rank0(lambda: Manifest.open(self.path), world)
-            notes: list[str] = []
-        else:
-            wanted = tensors_to_load(self.trainer, local_tensors(self.trainer))
-            try:
-                manifest, notes = fetch_missing_files(store, self.where, wanted)
-            except (OSError, StorageError) as error:
-                raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
-        return manifest, run_on_rank0(partial(saved_tokenizer_files, manifest), world), notes
+            return run_on_rank0(lambda: Manifest.open(self.path), self.trainer.mesh.world), []
+        wanted = tensors_to_load(self.trainer, local_tensors(self.trainer))
+        try:
+            return fetch_missing_files(store, self.where, wanted)
+        except (OSError, StorageError) as error:
+            raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
 
 
 def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
@@ -494,12 +491,14 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
         trainer.files = files_to_carry(recorded, carried)
         restore_from_source(trainer, HuggingFaceWeights(source.hf, config.model))
         return [*notes, f"weights from {source.hf}", *tokenizer_notes(recorded, carried)]
-    for candidate in source.candidates:
-        saved = ResumeCandidate(trainer, candidate)
+    world = trainer.mesh.world
+    for where in source.candidates:
+        candidate = ResumeCandidate(trainer, where)
         try:
-            manifest, files, found = saved.open()
+            manifest, found = candidate.open()
             notes += found
-            changes = compare_with_checkpoint(manifest, config, trainer.mesh.world.size, source.mode, notes)
+            files = run_on_rank0(partial(saved_tokenizer_files, manifest), world)
+            changes = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
             trainer.files = files_to_carry(recorded, files)
             if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
@@ -509,7 +508,7 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
                 notes += restore_run(trainer, manifest, changes.batches_since)
                 loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedCheckpointError as error:
-            notes.append(passed_over_note(saved.path, error))
+            notes.append(passed_over_note(candidate.path, error))
             continue
         return [*notes, loaded, *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
