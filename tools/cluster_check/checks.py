@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron.arguments.cli import parse
-from megatron.checkpoint.durable_files import publish_file
+from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.run import ComputeConfig, RunConfig
@@ -380,7 +380,7 @@ def trace_file_name(case: LayoutCase, dtype: str, rank: int) -> str:
 def save_atomic(path: Path, value: object) -> None:
     """Write a file atomically."""
     torch.save(value, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    durable_rename(path.with_suffix(".new"), path)
 
 
 def is_done(folder: Path, case: LayoutCase, dtype: str, ranks: int) -> bool:
