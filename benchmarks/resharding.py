@@ -28,7 +28,7 @@ from benchmarks.record import conditions, keep, machine
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.run import RunConfig
 from megatron.distributed import comm

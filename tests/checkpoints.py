@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.data.tokenizers import huggingface

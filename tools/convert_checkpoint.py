@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if the conversion fails, 2 for invalid flags.
     """
     args = parse_flags(argv)
-    from megatron.checkpoint.durable_files import CheckpointError
+    from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
     from megatron.convert.huggingface.check import uncovered_by_check
 

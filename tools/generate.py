@@ -12,7 +12,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.settings import SETTINGS
@@ -184,7 +184,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
 
     Raises:
         UserError: if the device does not exist.
-        DamagedError: if weights fail their checksums.
+        DamagedCheckpointError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.launch import init_distributed

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.durable_files import CheckpointError, NewerVersionError, strip_folder
+from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.object_store import Location, RemotePath, parse_location

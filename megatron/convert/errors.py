@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megatron.arguments.validate import find_problems
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.object_store import Location
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig

@@ -18,11 +18,12 @@ from torch import Tensor
 from megatron.arguments.compatibility import unknown_options
 from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import from_dict, to_dict
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, split_box
-from megatron.checkpoint.load import CheckpointReader, save_sharded
+from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
@@ -65,7 +66,7 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
 
     Raises:
         CheckpointError: when there is none, or a newer version wrote it.
-        DamagedError: when it is damaged.
+        DamagedCheckpointError: when it is damaged.
     """
     manifest, skipped = CheckpointFolder(path).newest(step)
     notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
@@ -119,7 +120,7 @@ class SavedModel:
 
         Raises:
             ValueError: when ``view`` is not that of the tensor.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         stored = self._prefix + name
         if view != self._reader.view(stored):
@@ -204,7 +205,7 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     """Return the content of the same files in a checkpoint.
 
     Raises:
-        DamagedError: when one is missing or changed.
+        DamagedCheckpointError: when one is missing or changed.
     """
     known = (*(TOKENIZER_PREFIX + name for name in TOKENIZER_FILES), GENERATION_CONFIG_FILE)
     return {name: manifest.read_file(name) for name in known if name in manifest.files}

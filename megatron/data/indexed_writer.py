@@ -20,7 +20,6 @@ A document is a run of sequences: usually one, none when it is empty.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import secrets
@@ -38,6 +37,14 @@ from typing import IO, Any, NoReturn, Self, TextIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from megatron.checkpoint.durable_files import (
+    LockState,
+    durable_rename,
+    sync_file,
+    sync_folder,
+    try_lock,
+    write_file,
+)
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX
@@ -106,7 +113,7 @@ class IndexedDatasetWriter:
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "xb"))
             with suppress(OSError):  # where files cannot be locked, leftovers are never removed
-                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(self._bin)
             self._open = files.pop_all()
         self._boundaries.write(np.zeros(1, "<i8").data)
         return self
@@ -217,16 +224,14 @@ class IndexedDatasetWriter:
         if self._sequences != self._sequences_of_documents:
             raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
         self._check_targets()
-        _sync(self._bin)
+        sync_file(self._bin)
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         for suffix, content in self._extra_files.items():
-            with open(self._part(suffix), "wb") as file:
-                file.write(content)
-                _sync(file)
+            write_file(Path(self._part(suffix)), content)
         with open(self._part("idx"), "wb") as file:
             self._write_index(file)
-            _sync(file)
+            sync_file(file)
 
     def _check_targets(self) -> None:
         """Refuse folders in the place of files, while an older pair is still intact."""
@@ -242,15 +247,14 @@ class IndexedDatasetWriter:
         """Rename everything but the index."""
         self._remove_unwanted()
         for suffix in ("bin", *self._extra_files):
-            os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
+            os.rename(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
             for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._extra_files}:
                 old.unlink()
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def _name_index(self) -> None:
-        os.replace(self._part("idx"), f"{self._prefix}.idx")
-        _sync_folder(Path(self._prefix).parent)
+        durable_rename(Path(self._part("idx")), Path(f"{self._prefix}.idx"))
         self._published = True
 
     def _remove_unwanted(self) -> None:
@@ -360,26 +364,13 @@ def remove_unfinished_files(prefix: str | Path) -> list[Path]:
     removed = []
     for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
         with suppress(OSError), open(ids, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(file) is not LockState.ACQUIRED:
+                continue
             writer = ids.split(".")[-2]
             for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{writer}.part")):
                 path.unlink()
                 removed.append(path)
     return removed
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Fsync a folder, so that renames in it survive a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)

@@ -188,7 +188,7 @@ class Trainer:
     notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
     local: LocalStore | None = None  # checkpoints on the nodes' own disks
-    claims: Leases = field(default_factory=Leases)  # leases on the folders that checkpoints are written to
+    leases: Leases = field(default_factory=Leases)  # leases on the folders that checkpoints are written to
 
     def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None, program: Program | None = None) -> None:
         """Run the pipeline over this rank's micro-batches.

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import torch
 
-from megatron.checkpoint.durable_files import CheckpointError, SupersededError
+from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder
 from megatron.checkpoint.local_store import LocalStore, find_local_checkpoints, gather_results, read_local_manifest
@@ -29,26 +30,28 @@ from megatron.training.resume_source import ResumeSource, applies_to_own_checkpo
 from megatron.training.trainer_state import run_state, tensors_to_save
 
 
-def open_local_store(options: CheckpointConfig, group: Group, wire: Group, lease: Lease | None = None) -> LocalStore:
+def open_local_store(
+    options: CheckpointConfig, group: Group, file_group: Group, lease: Lease | None = None
+) -> LocalStore:
     """Open the nodes' folders of a run with ``local_save``; collective over ``group``.
 
     Args:
         options: options with a ``local_save``.
         group: all ranks.
-        wire: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if no
-            files are sent.
+        file_group: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if
+            no files are sent.
         lease: lease on this node's folder.
 
     Raises:
         UserError: if the nodes have different numbers of ranks.
 
     """
-    nodes = NodeMap.counted(comm.all_gather_objects(Launch.read(os.environ).node, group))
+    nodes = NodeMap.from_launcher(comm.all_gather_objects(Launch.read(os.environ).node, group))
     if not nodes.are_even:
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
         sentence = f"--local-save: the nodes have {counts} ranks; all need the same number, because they copy in pairs"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return LocalStore(node_folder(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, lease)
+    return LocalStore(node_folder(str(options.local_save), nodes.node_of[group.rank]), nodes, group, file_group, lease)
 
 
 @contextmanager
@@ -70,7 +73,7 @@ def hold_node_folders(options: CheckpointConfig, world: Group) -> Iterator[Lease
 
 
 def _acquire(stack: ExitStack, store: LocalStore, pattern: str) -> Lease | None:
-    if not store.leads:
+    if not store.is_leader:
         return None
     try:
         return stack.enter_context(acquire_lease(store.folder, "--local-save", JobStart.read(os.environ)))

@@ -15,20 +15,14 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from megatron.checkpoint.durable_files import (
-    DamagedCheckpointError,
-    StorageError,
-    describe_os_error,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.durable_files import publish_file
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, describe_os_error
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.object_store import Location, parse_location
@@ -192,28 +186,22 @@ def write_facts(folder: Path, facts: FinishedFacts) -> None:
         StorageError: if it cannot be written.
     """
     path = folder / FINISHED_FILE
-    part = folder / f"{FINISHED_FILE}.part"
     try:
-        part.unlink(missing_ok=True)
-        write_file(part, (json.dumps(facts, indent=2) + "\n").encode())
-        os.rename(part, path)
-        sync_folder(folder)
+        publish_file(path, (json.dumps(facts, indent=2) + "\n").encode())
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         sentence = f"{path}, which marks the end of training, cannot be written: {describe_os_error(error)}"
         raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
 
 
 def _write_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.claims.save is not None:
-        trainer.claims.save.check()
+    if trainer.leases.save is not None:
+        trainer.leases.save.check()
     write_facts(folder, _facts(trainer))
 
 
 def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.claims.save is not None:
-        trainer.claims.save.check()
+    if trainer.leases.save is not None:
+        trainer.leases.save.check()
     (folder / FINISHED_FILE).unlink(missing_ok=True)
 
 

@@ -188,7 +188,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
 
 
 def build_and_train(
-    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartupTimer, claims: Leases
+    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartupTimer, leases: Leases
 ) -> int:
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world = stop.world
@@ -198,13 +198,13 @@ def build_and_train(
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)
         trainer.startup = startup
-        trainer.claims = claims
+        trainer.leases = leases
         stop.world = trainer.mesh.world
         take_step = StepRunner(trainer)
         with startup("checkpoint"):
-            notes = [*notes, *claims.notes, *trainer.notes, *load_start_state(trainer, source)]
+            notes = [*notes, *leases.notes, *trainer.notes, *load_start_state(trainer, source)]
         check_disk_space(trainer)
-        facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
+        facts = start_facts(os.environ, None if leases.save is None else leases.save.epoch)
         if source.fresh and config.logging.run_dir is not None:
             trainer.run_id = previous_run_id(Path(config.logging.run_dir) / METRICS_FILE, facts)
         notes += missing_journal_notes(config.logging, trainer.run_id)
@@ -220,7 +220,7 @@ def build_and_train(
             run_id=trainer.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            check=claims.look,
+            check=leases.look,
             **position,
         )
     with log, publish_position_on_failure(trainer.mesh, trainer.pipeline):

@@ -91,7 +91,7 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
         Notes on the data.
 
     Raises:
-        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
         UserError: if the training data are not those that the run was reading.
 
@@ -135,7 +135,7 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     """Start a new run with the weights of a checkpoint; collective.
 
     Raises:
-        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
 
     """

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megatron.arguments.resolve import resolve
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.distributed.launch import world_group

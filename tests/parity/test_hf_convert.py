@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron.arguments.cli import parse
+from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.run import ComputeConfig, RunConfig
@@ -36,7 +37,7 @@ from megatron.training.failure_report import host_name
 from megatron.training.loggers.run_folder import environment_info, git_state, read_history
 from megatron.training.main import run
 from tools.cluster_check import filesystem
-from tools.cluster_check.filesystem import FileSystemProbe, write_text_atomic
+from tools.cluster_check.filesystem import FileSystemProbe
 from tools.cluster_check.launcher import LaunchResult, RankLauncher
 from tools.cluster_check.report import FAILED, OK, SKIPPED, WARNING, CheckSection
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, trace_steps
@@ -76,7 +77,7 @@ def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
     facts |= {"rank": launch.rank, "size": launch.world_size, "host": hostname, "local_rank": launch.local_rank}
     if launch.local_rank == 0:  # the kernel checks take time, so run them once per node
         facts |= machine_facts(device)
-    write_text_atomic(folder / f"machine.{launch.rank}.json", json.dumps(facts))
+    publish_file(folder / f"machine.{launch.rank}.json", json.dumps(facts).encode())
 
 
 def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -379,7 +380,7 @@ def trace_file_name(case: LayoutCase, dtype: str, rank: int) -> str:
 def save_atomic(path: Path, value: object) -> None:
     """Write a file atomically."""
     torch.save(value, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    durable_rename(path.with_suffix(".new"), path)
 
 
 def is_done(folder: Path, case: LayoutCase, dtype: str, ranks: int) -> bool:

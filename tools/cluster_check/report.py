@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.cluster_check.filesystem import write_text_atomic
+from megatron.checkpoint.durable_files import publish_file
 
 OK, WARNING, SKIPPED, FAILED = "ok", "warning", "skipped", "FAILED"
 SEVERITY = (SKIPPED, OK, WARNING, FAILED)
@@ -85,8 +85,8 @@ class ClusterReport:
         values = {"version": REPORT_VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
         values |= {"without": self.without, "about": self.about, "command": self.command}
         parts = [{"verdict": part.verdict} | asdict(part) for part in self.parts]
-        write_text_atomic(folder / JSON, json.dumps(values | {"parts": parts}, indent=1) + "\n")
-        write_text_atomic(folder / MARKDOWN, self.markdown())
+        publish_file(folder / JSON, (json.dumps(values | {"parts": parts}, indent=1) + "\n").encode())
+        publish_file(folder / MARKDOWN, self.markdown().encode())
 
     def markdown(self) -> str:
         """Return the page: the verdict, a table of the parts, then each part's checks."""

@@ -8,7 +8,6 @@ before it is complete and checked.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError, make_folder, sync_folder, write_file
+from megatron.checkpoint.durable_files import durable_rename, make_folder, sync_folder, write_file
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import CONFIG_FILE, SPECIAL_TOKEN_IDS, build_config_json, model_type_for
@@ -68,7 +68,7 @@ class RoundedWeights:
 
         Raises:
             CheckpointError: when a value overflows the data type.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         exact = self._saved.read(name, view, box)
         rounded = exact.to(self._dtype)
@@ -133,7 +133,7 @@ class HuggingFaceExport:
 
         Raises:
             StorageError: when writing fails; the files are then removed.
-            DamagedError: when a checksum of the checkpoint does not match.
+            DamagedCheckpointError: when a checksum of the checkpoint does not match.
         """
         with self._removing_on_failure():
             if self.building.exists():
@@ -152,10 +152,8 @@ class HuggingFaceExport:
             StorageError: when renaming fails; the files are then removed.
         """
         with self._removing_on_failure():
-            os.rename(self.pending_config, self.building / CONFIG_FILE)
-            sync_folder(self.building)
-            os.rename(self.building, self.folder)  # replaces an empty folder
-            sync_folder(self.folder.parent)
+            durable_rename(self.pending_config, self.building / CONFIG_FILE)
+            durable_rename(self.building, self.folder)  # replaces an empty folder
 
     def abandon(self) -> None:
         """Remove the unpublished files."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import intersect, relative_box, split_box
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.model import ModelConfig
@@ -58,7 +58,7 @@ class HuggingFaceWeights:
         Raises:
             UserError: when the model type in config.json is not supported.
             CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
-            DamagedError: when a file cannot be read.
+            DamagedCheckpointError: when a file cannot be read.
         """
         self.folder = Path(folder)
         self.specs = build_on_meta(model).specs  # of all tensors, by our names
@@ -162,7 +162,7 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
 
     Raises:
         CheckpointError: when there are no safetensors files. Pickled weights are refused, because they can run code.
-        DamagedError: when the index and the files contradict each other.
+        DamagedCheckpointError: when the index and the files contradict each other.
     """
     if (folder / WEIGHTS_FILE).exists():
         file = TensorFile(folder / WEIGHTS_FILE)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import models, trainers
 
+from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, pluralize
 from megatron.data.preprocess.corpus import TextDocument, read_documents
@@ -100,11 +101,9 @@ def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
     temporary.mkdir()
     try:
         for name, content in files.items():
-            with open(temporary / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, folder)
+            write_file(temporary / name, content)
+        sync_folder(temporary)
+        durable_rename(temporary, folder)  # replaces an empty folder
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

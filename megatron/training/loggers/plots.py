@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from megatron.checkpoint.durable_files import publish_file
 from megatron.training.loggers.console import format_compact, format_exponent, format_plain
 from megatron.training.loggers.run_folder import RunHistory
 
@@ -98,15 +99,12 @@ def _save(figure: Figure, out: Path) -> None:
         raise OSError(f"{out} cannot be written: it is a folder")
     if not out.suffix:  # matplotlib would append one
         raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
-    partial = out.with_name(f".partial-{out.name}")
+    image = BytesIO()
+    figure.savefig(image, format=out.suffix.removeprefix("."))
     try:
-        figure.savefig(partial)
-        os.replace(partial, out)
+        publish_file(out, image.getvalue())
     except OSError as error:
         raise OSError(f"{out} cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def running_mean(values: np.ndarray, least: int = 0) -> np.ndarray:

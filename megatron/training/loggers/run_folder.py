@@ -23,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.durable_files import publish_file
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import MetricValues
 from megatron.training.startup import start_phrase
@@ -69,7 +70,7 @@ def write_run_folder(
     renamed = _rename_changed(folder, texts)
     for name, text in texts.items():
         if text:
-            (folder / name).write_text(text)
+            publish_file(folder / name, text.encode())
     return renamed
 
 

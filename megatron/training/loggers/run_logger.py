@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from megatron.arguments.sources import to_dict, to_yaml
-from megatron.checkpoint.durable_files import SupersededError
+from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.object_store import Location
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig

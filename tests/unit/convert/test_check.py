@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface import weight_map
 from megatron.convert.huggingface.check import (

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import models, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.config.model import ModelConfig
 from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface

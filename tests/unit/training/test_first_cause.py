@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, SupersededError
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError

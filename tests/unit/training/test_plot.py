@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,8 +140,8 @@ def test_the_legend_is_beside_the_data(tmp_path: Path, monkeypatch: pytest.Monke
     overlaps = []
     savefig = Figure.savefig
 
-    def look(figure: Figure, path: Path) -> None:
-        savefig(figure, path)
+    def look(figure: Figure, *arguments: Any, **options: Any) -> None:
+        savefig(figure, *arguments, **options)
         (legend,) = figure.legends
         overlaps.extend(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
