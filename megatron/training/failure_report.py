@@ -36,7 +36,7 @@ from megatron.distributed.mesh import (
 from megatron.distributed.timing import NO_SPAN
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.loggers.base import JsonLinesLogger
+from megatron.training.loggers.jsonl import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""

@@ -47,7 +47,6 @@ from megatron.training.callbacks.profiler import NO_REQUEST, Profiler, ProfileRe
 from megatron.training.checkpointer import Checkpointer, run_on_rank0
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.local_checkpoints import save_local_checkpoint
-from megatron.training.loggers.base import EvaluationRecord
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.step import evaluate
@@ -411,7 +410,7 @@ def log_health_and_check_replicas(
         return
     with window.paused():
         if vitals is not None:
-            log.health(vitals.report(metrics))
+            log.log(vitals.report(metrics).metrics())
         if compare:
             check_weight_copies(trainer)
 
@@ -443,9 +442,7 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger) -> None:
         with trainer.optimizer.averaged():
             average_loss = evaluate(trainer, split).item()
     trainer.evaluated[split] = trainer.iteration
-    samples = trainer.consumed_samples
-    tokens = samples * trainer.config.training.seq_length
-    log.evaluation(EvaluationRecord(trainer.iteration, samples, tokens, loss, split, average_loss))
+    log.evaluation(split, loss, average_loss)
 
 
 def _every(interval: int | None, iteration: int) -> bool:

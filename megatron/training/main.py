@@ -45,8 +45,9 @@ from megatron.training.failure_report import (
     record_failure,
 )
 from megatron.training.local_checkpoints import hold_node_folders
+from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary
-from megatron.training.loggers.run_logger import RunLogger, print_line, print_warning
+from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loggers.wandb import missing_journal_notes
 from megatron.training.loop import StopRequest, train
 from megatron.training.resume_source import read_only_options

@@ -36,7 +36,7 @@ from megatron.training.callbacks.profile_report import (
     is_layer,
     read_events,
 )
-from megatron.training.loggers.run_logger import print_line, print_warning
+from megatron.training.loggers.console import print_line, print_warning
 
 REQUEST_SIGNAL = signal.SIGUSR2
 REQUEST_FILE = "PROFILE"

@@ -7,18 +7,17 @@ client's files if offline, sends the rows of the journal after it, and skips rep
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from megatron.config.run import LoggingConfig
-from megatron.training.loggers.base import JsonLinesLogger, LoggerOpenError, MetricValues, error_summary, scalar_metrics
+from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
+from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
 
 IMPLICIT_METRICS = ("iteration", "time")
 
@@ -47,27 +46,23 @@ class WandbJournal:
             raise OSError(f"{reason}: --wandb-save-dir ANOTHER_FOLDER") from error
         self._file.write({"start": iteration})
 
-    def record(self, values: MetricValues) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics."""
-        self._file.write(scalar_metrics(values))
+        self._file.write({"iteration": step, **scalar_metrics(metrics)})
 
-    def event(self, values: MetricValues) -> None:
-        """Do nothing: events are not part of the curves."""
-
-    def flush(self) -> None:
-        """Do nothing: lines are not buffered."""
-
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Read the journal."""
+    """Read the journal; empty if there is none."""
     past = JournalContent()
     first_step = 0
     start_of_row: dict[int, int] = {}
-    for line in _lines(path):
+    for line in read_json_lines(path) if path.exists() else ():
+        if line is None or not {"start", "iteration"} & line.keys():
+            continue
         if "start" in line:
             past.starts += 1
             first_step = int(line["start"])
@@ -82,19 +77,9 @@ def read_journal(path: Path) -> JournalContent:
     return past
 
 
-def to_row(numbers: dict[str, Any]) -> WandbRow:
+def to_row(numbers: Mapping[str, Any]) -> WandbRow:
     """Return the metrics that are sent to W&B."""
     return {name: number for name, number in numbers.items() if number is not None and name not in IMPLICIT_METRICS}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # a line cut off by a crash
-            line = json.loads(text)
-            if isinstance(line, dict) and {"start", "iteration"} & line.keys():
-                yield line
 
 
 FILE_HEADER, HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
@@ -203,7 +188,7 @@ class WandbLogger:
         run_id: str,
         iteration: int,
         past: JournalContent,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         """Open the run ``run_id``, or continue it after ``iteration`` steps.
 
@@ -213,7 +198,7 @@ class WandbLogger:
             run_id: the run's ID, as in the checkpoints.
             iteration: steps taken before this start.
             past: the journal of earlier starts; its rows are removed to free memory.
-            say: prints where to find the curves.
+            print_line: prints where to find the curves.
 
         Raises:
             LoggerOpenError: if the package is missing, no user is logged in, or the server does not answer.
@@ -223,6 +208,7 @@ class WandbLogger:
         self._first_step = iteration
         self._step = iteration
         self._row: WandbRow = {}
+        self._failed = False
         self._restarts = past.starts
         self._last_reported = self._last_step(wandb_folder(options), run_id, max(past.rows, default=-1))
         for step in sorted(step for step in past.rows if self._last_reported < step <= iteration):
@@ -230,7 +216,7 @@ class WandbLogger:
         past.rows.clear()
         if past.starts or iteration:
             self._run.summary["error"] = ""  # clear the error of the previous start
-        self._print_location(say)
+        self._print_location(print_line)
 
     def _last_step(self, files: Path, run_id: str, last_journaled: int) -> int:
         """Return the last step that W&B has: from the server, or from the client's files if offline."""
@@ -241,36 +227,37 @@ class WandbLogger:
         except Exception:  # the file format may change with the version; a gap is better than duplicate steps
             return last_journaled
 
-    def _print_location(self, say: Callable[[str], None]) -> None:
+    def _print_location(self, print_line: Callable[[str], None]) -> None:
         if self._run.disabled:
-            say("Weights & Biases is disabled by its settings: the journal is sent at the first start that enables it")
+            print_line(
+                "Weights & Biases is disabled by its settings: the journal is sent at the first start that enables it"
+            )
             return
         if self._run.offline:  # the client makes a folder per start, named by the time and the run
             folder = quote(str(Path(self._run.dir).parent.parent))
             command = f"wandb sync {folder}/offline-run-*-{self._run.id}"
-            say(f"Weights & Biases: offline; send all starts with: {command}")
+            print_line(f"Weights & Biases: offline; send all starts with: {command}")
         else:
-            say(f"Weights & Biases: {self._run.url}")
+            print_line(f"Weights & Biases: {self._run.url}")
         if self._last_reported > self._first_step:
             last = self._last_reported
-            say(f"Weights & Biases has this run up to step {last} and continues there from step {last + 1}")
+            print_line(f"Weights & Biases has this run up to step {last} and continues there from step {last + 1}")
 
-    def record(self, values: MetricValues) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Add metrics to the row of their step, and send the row of the previous step."""
-        numbers = scalar_metrics(values)
-        step = int(numbers["iteration"])
         if self._first_step < step <= self._last_reported:
             self._row = {}
             return
         if step > self._step:
             self.flush()
         self._step = step
-        self._row |= to_row(numbers)
+        self._row |= to_row(scalar_metrics(metrics))
 
-    def event(self, values: MetricValues) -> None:
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Write errors to the run's summary."""
-        if values.get("event") == "error":
-            self._run.summary["error"] = str(values.get("text", ""))
+        if kind == "error":
+            self._failed = True
+            self._run.summary["error"] = fields["text"]
 
     def flush(self) -> None:
         """Send the row. A row at the start's first iteration is kept, since the earlier start may have sent one."""
@@ -283,10 +270,10 @@ class WandbLogger:
         self._run.log({**row, **samples, "restarts": self._restarts}, step=step, commit=True)
         self._last_reported = step
 
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Send the last row and wait for the server, with a timeout."""
         self.flush()
-        self._run.finish(exit_code=1 if failed else 0)
+        self._run.finish(exit_code=1 if self._failed else 0)
 
 
 def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any:
