@@ -39,6 +39,9 @@ PACKAGES = (
     *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
+INCIDENTS_FILE = "incidents.md"
+INCIDENT_EVENTS = ("warning", "error", "stop")
+EVALUATION_KINDS = ("validation", "test")
 
 
 def write_run_folder(
@@ -150,10 +153,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-INCIDENTS_FILE = "incidents.md"
-INCIDENT_EVENTS = ("warning", "error", "stop")
-
-
 class IncidentLogger:
     """Writes one line of Markdown per incident, with its time (UTC) and step."""
 
@@ -192,9 +191,6 @@ class IncidentLogger:
     def _write(self, seconds: float, text: str) -> None:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
         self._file.write(f"- {at} step {self._step}: {' '.join(text.split())}\n")
-
-
-EVALUATION_KINDS = ("validation", "test")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,49 @@ from megatron.config.run import LoggingConfig
 from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
 from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
 
+WANDB_MODES = ("online", "offline", "disabled")
+OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
+TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
 IMPLICIT_METRICS = ("iteration", "time")
 
+FILE_HEADER_BYTES, FRAGMENT_HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
+FULL_FRAGMENT, LAST_FRAGMENT = 1, 4  # types of fragments that end a record; 2 is the first and 3 a middle fragment
+
 WandbRow = dict[str, float]
+
+
+def wandb_disabled(variables: Mapping[str, str] = os.environ) -> bool:
+    """Return True if ``WANDB_MODE`` disables Weights & Biases."""
+    return variables.get("WANDB_MODE") == "disabled"
+
+
+def check_wandb_mode(variables: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError if ``WANDB_MODE`` is unknown."""
+    mode = variables.get("WANDB_MODE") or WANDB_MODES[0]
+    if mode not in WANDB_MODES + OTHER_WANDB_MODES:
+        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES)}")
+
+
+def wandb_folder(options: LoggingConfig) -> Path:
+    """Return the folder of the client's files and the journal."""
+    return Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
+
+
+def journal_path(options: LoggingConfig, run_id: str) -> Path:
+    """Return the path of the run's journal."""
+    return wandb_folder(options) / f"journal-{run_id}.jsonl"
+
+
+def missing_journal_notes(options: LoggingConfig, run_id: str) -> list[str]:
+    """Return a note if an earlier start's journal is missing; ``run_id`` is empty for a new run."""
+    if not run_id or options.wandb_project is None or wandb_disabled() or journal_path(options, run_id).exists():
+        return []
+    return [
+        f"Weights & Biases: {wandb_folder(options)} has no journal of this run, {run_id}. "
+        "If earlier starts used another "
+        "folder (--wandb-save-dir, --run-dir), use the same one; otherwise rows that they did not send are missing, "
+        "and in offline mode repeated steps appear twice"
+    ]
 
 
 @dataclass
@@ -80,102 +120,6 @@ def read_journal(path: Path) -> JournalContent:
 def to_row(numbers: Mapping[str, Any]) -> WandbRow:
     """Return the metrics that are sent to W&B."""
     return {name: number for name, number in numbers.items() if number is not None and name not in IMPLICIT_METRICS}
-
-
-FILE_HEADER, HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
-FULL_FRAGMENT, LAST_FRAGMENT = 1, 4  # types of fragments that end a record; 2 is the first and 3 a middle fragment
-
-
-def last_step_on_disk(folder: Path, run_id: str) -> int:
-    """Return the last step of all starts of the run in the files under ``folder``; -1 if there is none."""
-    from wandb.proto import wandb_internal_pb2
-
-    last = -1
-    for path in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
-        for data in leveldb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
-            if record.HasField("history"):
-                last = max(last, record.history.step.num)
-    return last
-
-
-def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a ``.wandb`` file, up to one cut off by a crash.
-
-    The file has a header of seven bytes and then the LevelDB log format: blocks of 32 KiB of fragments, each with
-    checksum, length, type and data. A record is one or more fragments.
-    """
-    position = FILE_HEADER
-    record = b""
-    while position + HEADER.size <= len(data):
-        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
-        if left_in_block < HEADER.size:  # padding at the end of a block
-            position += left_in_block
-            continue
-        _, length, kind = HEADER.unpack_from(data, position)
-        start = position + HEADER.size
-        position = start + length
-        if kind == 0 or position > len(data):
-            return
-        record += data[start:position]
-        if kind in (FULL_FRAGMENT, LAST_FRAGMENT):
-            yield record
-            record = b""
-
-
-WANDB_MODES = ("online", "offline", "disabled")
-OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
-
-
-def wandb_disabled(variables: Mapping[str, str] = os.environ) -> bool:
-    """Return True if ``WANDB_MODE`` disables Weights & Biases."""
-    return variables.get("WANDB_MODE") == "disabled"
-
-
-def check_wandb_mode(variables: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if ``WANDB_MODE`` is unknown."""
-    mode = variables.get("WANDB_MODE") or WANDB_MODES[0]
-    if mode not in WANDB_MODES + OTHER_WANDB_MODES:
-        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES)}")
-
-
-def open_failure_message(error: Exception, journal: Path) -> str:
-    """Return why the client could not be opened, a fix, and where the rows are kept."""
-    why = error_summary(error)
-    if isinstance(error, ModuleNotFoundError):
-        why, fix = f"it needs a package that is not installed ({error.name})", "pip install wandb"
-    elif "wandb login" in why:
-        why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
-    elif isinstance(error, ValueError):
-        fix = "WANDB_MODE=offline"
-    else:
-        fix = "WANDB_MODE=offline writes to this disk"
-    return f"{why}: {fix}; {journal} keeps the rows and sends them when this run is resumed from a checkpoint"
-
-
-TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
-
-
-def wandb_folder(options: LoggingConfig) -> Path:
-    """Return the folder of the client's files and the journal."""
-    return Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
-
-
-def journal_path(options: LoggingConfig, run_id: str) -> Path:
-    """Return the path of the run's journal."""
-    return wandb_folder(options) / f"journal-{run_id}.jsonl"
-
-
-def missing_journal_notes(options: LoggingConfig, run_id: str) -> list[str]:
-    """Return a note if an earlier start's journal is missing; ``run_id`` is empty for a new run."""
-    if not run_id or options.wandb_project is None or wandb_disabled() or journal_path(options, run_id).exists():
-        return []
-    return [
-        f"Weights & Biases: {wandb_folder(options)} has no journal of this run, {run_id}. "
-        "If earlier starts used another "
-        "folder (--wandb-save-dir, --run-dir), use the same one; otherwise rows that they did not send are missing, "
-        "and in offline mode repeated steps appear twice"
-    ]
 
 
 class WandbLogger:
@@ -301,3 +245,54 @@ def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any
         )
     except Exception as error:  # the client raises many types
         raise LoggerOpenError(open_failure_message(error, journal_path(options, run_id))) from error
+
+
+def open_failure_message(error: Exception, journal: Path) -> str:
+    """Return why the client could not be opened, a fix, and where the rows are kept."""
+    why = error_summary(error)
+    if isinstance(error, ModuleNotFoundError):
+        why, fix = f"it needs a package that is not installed ({error.name})", "pip install wandb"
+    elif "wandb login" in why:
+        why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
+    elif isinstance(error, ValueError):
+        fix = "WANDB_MODE=offline"
+    else:
+        fix = "WANDB_MODE=offline writes to this disk"
+    return f"{why}: {fix}; {journal} keeps the rows and sends them when this run is resumed from a checkpoint"
+
+
+def last_step_on_disk(folder: Path, run_id: str) -> int:
+    """Return the last step of all starts of the run in the files under ``folder``; -1 if there is none."""
+    from wandb.proto import wandb_internal_pb2
+
+    last = -1
+    for path in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
+        for data in leveldb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
+            if record.HasField("history"):
+                last = max(last, record.history.step.num)
+    return last
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a ``.wandb`` file, up to one cut off by a crash.
+
+    The file has a header of seven bytes and then the LevelDB log format: blocks of 32 KiB of fragments, each with
+    checksum, length, type and data. A record is one or more fragments.
+    """
+    position = FILE_HEADER_BYTES
+    record = b""
+    while position + FRAGMENT_HEADER.size <= len(data):
+        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
+        if left_in_block < FRAGMENT_HEADER.size:  # padding at the end of a block
+            position += left_in_block
+            continue
+        _, length, kind = FRAGMENT_HEADER.unpack_from(data, position)
+        start = position + FRAGMENT_HEADER.size
+        position = start + length
+        if kind == 0 or position > len(data):
+            return
+        record += data[start:position]
+        if kind in (FULL_FRAGMENT, LAST_FRAGMENT):
+            yield record
+            record = b""

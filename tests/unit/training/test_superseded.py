@@ -25,16 +25,16 @@ from unittest.mock import patch
 from megatron.checkpoint import save as saving
 from tests.runs import start, tiny_run
 
-folder, real = Path(sys.argv[1]), saving.publish
+folder, real = Path(sys.argv[1]), saving.publish_staged
 
-def publish(final, shop):
+def publish(final, staging):
     if final.name == "iter_0000004":
         (folder / "hangs").touch()
         while (folder / "hangs").exists():
             time.sleep(0.01)
-    real(final, shop)
+    real(final, staging)
 
-with patch.object(saving, "publish", publish):
+with patch.object(saving, "publish_staged", publish):
     told = start(tiny_run(folder, sys.argv[2]))
 print(told.err, flush=True)
 os._exit(told.status)
