@@ -48,7 +48,7 @@ from megatron.training.checkpointer import Checkpointer, run_on_rank0
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.local_checkpoints import save_local_checkpoint
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.metrics import MetricsWindow, StepMetrics
+from megatron.training.metrics import MetricsWindow, StepMetrics, evaluation_metrics
 from megatron.training.step import evaluate
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -442,7 +442,7 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger) -> None:
         with trainer.optimizer.averaged():
             average_loss = evaluate(trainer, split).item()
     trainer.evaluated[split] = trainer.iteration
-    log.evaluation(split, loss, average_loss)
+    log.log(evaluation_metrics(split, loss, average_loss))
 
 
 def _every(interval: int | None, iteration: int) -> bool:

@@ -46,7 +46,7 @@ from megatron.training.loggers.run_folder import (
 )
 from megatron.training.loggers.tensorboard import TensorBoardLogger
 from megatron.training.loggers.wandb import WandbJournal, WandbLogger, journal_path, wandb_disabled
-from megatron.training.metrics import device_name, evaluation_metrics
+from megatron.training.metrics import device_name
 from megatron.training.startup import StartFacts
 from megatron.training.throughput import ThroughputModel
 
@@ -196,10 +196,6 @@ class RunLogger:
         if self._superseded is not None:
             raise self._superseded
         self.log({**metrics, **self._throughput_model.metrics(metrics), "world-size": self._world_size})
-
-    def evaluation(self, split: str, loss: float, average: float | None = None) -> None:
-        """Report the result of an evaluation; see `evaluation_metrics`."""
-        self.log(evaluation_metrics(split, loss, average))
 
     def log(self, metrics: Metrics) -> None:
         """Report any metrics of the current step. Their names should not clash with those of `METRICS`."""

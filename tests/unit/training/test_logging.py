@@ -22,6 +22,7 @@ from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
 from megatron.training.loggers import console, run_logger
 from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.metrics import evaluation_metrics
 from tests.runs import column, records, start, tiny_run
 
 RECORD: Metrics = {
@@ -62,7 +63,7 @@ def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys
     folder = tmp_path / "run"
     with run_log(folder) as log:
         log.train(RECORD)
-        log.evaluation("valid", 2.75)
+        log.log(evaluation_metrics("valid", 2.75))
         log.note("stopped")
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(" 10/100 4.00K tok | loss 2.5000 ")
@@ -84,7 +85,7 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
     """Dashboards depend on these; a change here breaks them."""
     with run_log(tmp_path) as log:
         log.train(RECORD)
-        log.evaluation("valid", 2.75)
+        log.log(evaluation_metrics("valid", 2.75))
     _, train, validation = lines(tmp_path)
     megatron = {
         "world-size",
@@ -114,7 +115,7 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
 def test_evaluations_are_told_apart_by_name(tmp_path: Path) -> None:
     with run_log(tmp_path) as log:
         for split in ("valid:wiki", "test"):
-            log.evaluation(split, 2.75)
+            log.log(evaluation_metrics(split, 2.75))
     _, wiki, test = lines(tmp_path)
     assert (wiki["validation-set"], wiki["lm loss validation"]) == ("wiki", 2.75)
     assert test["lm loss test"] == 2.75
@@ -134,7 +135,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     folder = tmp_path / "run"
     with run_log(folder, enabled=False) as log:
         log.train(RECORD)
-        log.evaluation("valid", 2.75)
+        log.log(evaluation_metrics("valid", 2.75))
         log.note("stopped")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")

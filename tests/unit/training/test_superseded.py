@@ -22,10 +22,10 @@ HANGING = """
 import os, sys, time
 from pathlib import Path
 from unittest.mock import patch
-from megatron.checkpoint import save as saving
+from megatron.checkpoint import save
 from tests.runs import start, tiny_run
 
-folder, real = Path(sys.argv[1]), saving.publish_staged
+folder, real = Path(sys.argv[1]), save.publish_staged
 
 def publish(final, staging):
     if final.name == "iter_0000004":
@@ -34,7 +34,7 @@ def publish(final, staging):
             time.sleep(0.01)
     real(final, staging)
 
-with patch.object(saving, "publish_staged", publish):
+with patch.object(save, "publish_staged", publish):
     told = start(tiny_run(folder, sys.argv[2]))
 print(told.err, flush=True)
 os._exit(told.status)
