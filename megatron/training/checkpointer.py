@@ -50,7 +50,6 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import is_peer_lost
-from megatron.training.build import Trainer
 from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
@@ -60,6 +59,7 @@ from megatron.training.resume_source import (
     find_resume_source,
     passed_over_note,
 )
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import (
     local_tensors,
     restore_from_source,

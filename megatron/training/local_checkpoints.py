@@ -22,10 +22,10 @@ from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.training.build import Trainer
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import ResumeSource, applies_to_own_checkpoints, newest_own_step, passed_over_note
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state, tensors_to_save
 
 

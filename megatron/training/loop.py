@@ -35,7 +35,6 @@ from megatron.checkpoint.object_store import Location, parse_location
 from megatron.data.dataset import split_kind
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.training.build import Trainer
 from megatron.training.callbacks.health import (
     HealthMonitor,
     NonFiniteError,
@@ -51,6 +50,7 @@ from megatron.training.loggers.base import EvaluationRecord
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.step import evaluate
+from megatron.training.trainer import Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

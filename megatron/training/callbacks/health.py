@@ -28,10 +28,10 @@ from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.moe import Router, Routing
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
-from megatron.training.build import Trainer
 from megatron.training.loggers.console import format_exponent, format_plain
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
+from megatron.training.trainer import Trainer
 
 EMBEDDING, HEAD = "embedding", "head"
 COLUMNS = 8

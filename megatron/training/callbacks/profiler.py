@@ -27,7 +27,6 @@ from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.simulate import Timeline
 from megatron.planner.timeline import write_trace
-from megatron.training.build import Trainer
 from megatron.training.callbacks.profile_report import (
     STEP_PREFIX,
     MemoryCurve,
@@ -37,6 +36,7 @@ from megatron.training.callbacks.profile_report import (
     read_events,
 )
 from megatron.training.loggers.run_logger import print_line, print_warning
+from megatron.training.trainer import Trainer
 
 REQUEST_SIGNAL = signal.SIGUSR2
 REQUEST_FILE = "PROFILE"

@@ -15,7 +15,7 @@ import pytest
 from megatron.config.errors import Problem, UserError
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.masks import BatchArrays, MaskBuilder
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthMonitor, NonFiniteError
 from megatron.training.callbacks.profiler import Profiler
 from megatron.training.cuda_graphs import StepRunner
@@ -23,6 +23,7 @@ from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import StopRequest, train
 from megatron.training.step import evaluate
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state
 from tests.runs import before_step, column, differences, kill, records, saved_steps, spoil_step, start, steps, tiny_run
 
