@@ -286,10 +286,20 @@ class Checkpointer:
     As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
     """
 
-    def __init__(self, trainer: Trainer, log: RunLogger) -> None:
-        """Allocate staging memory and communicators for ``async_save``; collective."""
+    def __init__(
+        self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None] = lambda path: None
+    ) -> None:
+        """Allocate staging memory and communicators for ``async_save``; collective.
+
+        Args:
+            trainer: the run to save.
+            log: reports saves.
+            on_save: called on every rank with the path of each checkpoint that was written.
+
+        """
         self._trainer = trainer
         self._log = log
+        self._on_save = on_save
         self._pending: PendingSave | None = None
         self._lost_contact = False
         options = trainer.config.checkpoint
@@ -382,6 +392,7 @@ class Checkpointer:
         self._log.checkpoint(saved.path, saved.bytes, saved.seconds, saved.blocking)
         if saved.warning:
             self._log.warning(saved.warning)
+        self._on_save(saved.path)
 
     def __enter__(self) -> Self:
         return self

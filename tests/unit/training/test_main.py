@@ -14,7 +14,7 @@ import pretrain_gpt
 from megatron.config.errors import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
-from megatron.training.callbacks.health import NonFiniteError
+from megatron.training.failure_report import NonFiniteError
 from megatron.training.startup import StartupTimer, process_start_time
 from tests.runs import FLAGS, column, tiny_run
 
