@@ -155,7 +155,7 @@ def test_an_error_of_a_factory_names_the_callback(tmp_path: Path) -> None:
     assert "callback stranger (--plugin)" in ran.err
 
 
-PLUGIN = '''
+PLUGIN = """
 from megatron.config.plugins import register
 from megatron.training.callbacks.base import Callback
 
@@ -178,7 +178,7 @@ def second(trainer):
 class Second(Callback):
     def on_stop(self, error):
         self.log.note("second comes second")
-'''
+"""
 
 
 def test_callbacks_of_a_module_are_called_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
