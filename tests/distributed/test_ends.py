@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, tiny_run
@@ -105,7 +105,7 @@ def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) ->
         "import sys, pathlib, pretrain_gpt\n"
         "from tests.runs import before_step\n"
         f"with before_step(3, lambda trainer: pathlib.Path({str(tmp_path / 'stop')!r}).touch()):\n"
-        "    pretrain_gpt.leave(pretrain_gpt.main(sys.argv[1:]))\n"
+        "    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", str(program), *FLAGS.split(), "--run-dir", str(tmp_path / "run")]

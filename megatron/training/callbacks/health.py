@@ -27,9 +27,10 @@ from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.moe import Router, Routing
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
-from megatron.training.build import Trainer
+from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
+from megatron.training.trainer import Trainer
 
 EMBEDDING, HEAD = "embedding", "head"
 COLUMNS = 8
@@ -247,10 +248,6 @@ ModuleOutputs = list[tuple[int, str, bool]]
 """Stage, module name, and whether its whole output is finite."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
-
-
 @dataclass(frozen=True, order=True)
 class NonFiniteFinding:
     """A non-finite output or gradient on one rank; findings are ordered by their time in the step."""
@@ -285,12 +282,12 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
     """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
     first = None
     grad_seed = trainer.scaler.scale / count_tokens(batches, trainer.mesh.replicas).clamp(min=1.0)
-    program = add_communication(sequential_schedule(trainer.mesh.placement))
+    schedule = add_communication(sequential_schedule(trainer.mesh.placement))
     trainer.buckets.start_step(len(batches))
     with trainer.buckets.unreduced():
         for i, batch in enumerate(batches):
             with record_outputs(trainer.chunks) as outputs:
-                trainer.compute([batch], grad_seed, program)
+                trainer.compute([batch], grad_seed, schedule)
             if first is None:
                 first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
     for chunk in trainer.chunks.values():
@@ -463,3 +460,35 @@ def bit_hash(x: Tensor) -> Tensor:
         position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
         total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
     return total
+
+
+class HealthReport(Callback):
+    """Log per-layer metrics every ``--log-health-interval`` steps."""
+
+    observes_modules = True
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Report every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_start(self) -> None:
+        """Register the hooks."""
+        self._monitor = watch_next_step(self.trainer)
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Log the report; collective."""
+        self.log.log(self._monitor.report(metrics).metrics())
+
+
+class ReplicaCheck(Callback):
+    """Compare all copies of the weights every ``--check-weight-hash-across-dp-replicas-interval`` steps."""
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Check every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Raise a UserError if copies differ; collective."""
+        check_weight_copies(self.trainer)
