@@ -33,7 +33,8 @@ from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import local_tensors, restore_run, run_state, tensors_to_save
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it

@@ -30,8 +30,9 @@ from benchmarks.record import RESULTS, keep, machine
 from megatron.arguments.cli import parse
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.parity.families import copy_into, from_gpt2

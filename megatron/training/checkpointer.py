@@ -50,7 +50,6 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost
-from megatron.training.build import Trainer
 from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
@@ -60,6 +59,7 @@ from megatron.training.resume_source import (
     find_resume_source,
     passed_over_note,
 )
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import (
     local_tensors,
     restore_from_source,
@@ -286,10 +286,20 @@ class Checkpointer:
     As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
     """
 
-    def __init__(self, trainer: Trainer, log: RunLogger) -> None:
-        """Allocate staging memory and communicators for ``async_save``; collective."""
+    def __init__(
+        self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None] = lambda path: None
+    ) -> None:
+        """Allocate staging memory and communicators for ``async_save``; collective.
+
+        Args:
+            trainer: the run to save.
+            log: reports saves.
+            on_save: called on every rank with the path of each checkpoint that was written.
+
+        """
         self._trainer = trainer
         self._log = log
+        self._on_save = on_save
         self._pending: PendingSave | None = None
         self._lost_contact = False
         options = trainer.config.checkpoint
@@ -382,6 +392,7 @@ class Checkpointer:
         self._log.checkpoint(saved.path, saved.bytes, saved.seconds, saved.blocking)
         if saved.warning:
             self._log.warning(saved.warning)
+        self._on_save(saved.path)
 
     def __enter__(self) -> Self:
         return self

@@ -21,9 +21,9 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.operation import error_summary
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 WARM_UP_STEPS = 3
 """Eager steps before a capture: they compile, tune and allocate persistent memory."""

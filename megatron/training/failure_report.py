@@ -29,11 +29,14 @@ from megatron.distributed.launch import FAILED_KEY, is_distributed_initialized, 
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.timing import NO_SPAN
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.loggers.base import JsonLinesLogger
+from megatron.training.loggers.jsonl import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
 
 
 class StartRefusedError(Exception):
@@ -55,7 +58,7 @@ FIRST_FAILURE_KEY = "first failure"
 def explain_error(error: BaseException) -> str:
     """Return the text for the console; with a traceback if the error is unexpected."""
     if isinstance(error, EXPECTED_ERRORS):
-        return str(error)
+        return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     if is_peer_lost(error):
         return f"{LOST_CONTACT}\n  {error}"
     return "".join(traceback.format_exception(error)).rstrip()

@@ -23,7 +23,8 @@ from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
 from megatron.planner.memory import format_binary, rank_state_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 
 STATE_PARTS = ("weights", "gradients", "masters", "moments", "average")
 """The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""

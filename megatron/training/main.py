@@ -30,7 +30,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.launch import destroy_distributed, has_any_rank_failed, register_failure, world_group
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer, choose_device, join_distributed
-from megatron.training.callbacks.profiler import PipelineProfiler, Profiler, ProfileRequestListener
+from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import check_disk_space, choose_resume_source, hold_save_folder, load_start_state
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import (
@@ -45,10 +45,11 @@ from megatron.training.failure_report import (
     record_failure,
 )
 from megatron.training.local_checkpoints import hold_node_folders
+from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary
-from megatron.training.loggers.run_logger import RunLogger, print_line, print_warning
+from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loggers.wandb import missing_journal_notes
-from megatron.training.loop import StopRequest, train
+from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import StartupTimer, start_facts, start_phrase
 from megatron.training.throughput import Goodput
@@ -200,7 +201,8 @@ def build_and_train(
         trainer.startup = startup
         trainer.leases = leases
         stop.world = trainer.mesh.world
-        take_step = StepRunner(trainer)
+        on_gpu = trainer.device.type == "cuda"
+        graphs = StepRunner(trainer) if on_gpu or config.compute.cuda_graph != "none" else None
         with startup("checkpoint"):
             notes = [*notes, *leases.notes, *trainer.notes, *load_start_state(trainer, source)]
         check_disk_space(trainer)
@@ -226,17 +228,8 @@ def build_and_train(
     with log, publish_position_on_failure(trainer.mesh, trainer.pipeline):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        note = log.note if log.enabled else print_line  # each rank that records a profile reports it itself
-        options = config.profiling
-        run_dir = config.logging.run_dir
-        pipeline = PipelineProfiler(options, run_dir, trainer, note, print_warning)
-        models = [*trainer.chunks.values()]
-        profiler = Profiler(options, run_dir, world.rank, trainer.device, models, note, print_warning, pipeline)
-        try:
-            with peer_watchdog(world):
-                return train(trainer, take_step, log, stop, profiler)
-        finally:
-            profiler.close(trainer.iteration)
+        with peer_watchdog(world):
+            return train(trainer, graphs, log, stop, build_callbacks(trainer, log, stop))
 
 
 @contextmanager

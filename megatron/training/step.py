@@ -11,8 +11,8 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
 
 UpdateFunction = Callable[[Rates, Tensor, Tensor], UpdateResult]
 """``DistributedOptimizer.update``, or a recording of it: a function of rates, loss scale and loss."""

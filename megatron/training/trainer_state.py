@@ -5,7 +5,6 @@ Tensors are global and carry no layout; the values are the step, the position in
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -31,9 +30,10 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
-from megatron.training.build import DIGEST_MODULUS, Trainer
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.resume_source import Position, is_own_checkpoint, position_of
 from megatron.training.startup import JOB_FACTS, StartFacts
+from megatron.training.trainer import DIGEST_MODULUS, Trainer
 
 RUN_ID_LETTERS = string.ascii_lowercase + string.digits
 RUN_ID_LENGTH = 8
@@ -59,11 +59,9 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
     """
     last: dict[str, Any] = {}
     with suppress(OSError):  # the first start
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            if '"start"' in line:
-                with suppress(ValueError):  # a line cut off by a crash
-                    record = json.loads(line)
-                    last = record if record.get("event") == "start" else last
+        for line in read_json_lines(metrics):
+            if line is not None and line.get("event") == "start":
+                last = line
     same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
     return str(last.get("run-id", "")) if same_job else ""
 

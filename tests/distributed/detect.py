@@ -27,13 +27,14 @@ from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
-from megatron.training.build import build_trainer, check_same_data, check_same_kernels, check_same_schedule
+from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import HealthRecord, check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
-from megatron.training.loop import StopRequest, log_startup
+from megatron.training.loop import StartupReport, StopRequest
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
+from megatron.training.trainer import check_same_data
 from megatron.training.trainer_state import consumed_digest, new_run_id
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
@@ -77,7 +78,9 @@ def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
     """The last rank took 100 s to import; everyone must hear of it."""
     trainer, told = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
     trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
-    log_startup(trainer, SimpleNamespace(start_up=lambda mine, longest: told.append(longest)))  # type: ignore[arg-type]
+    report = StartupReport(trainer)
+    report.log = SimpleNamespace(start_up=lambda mine, longest: told.append(longest))  # type: ignore[assignment]
+    report.on_step_end(SimpleNamespace())  # type: ignore[arg-type]
     return told[0]["imports"]
 
 

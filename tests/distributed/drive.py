@@ -18,8 +18,9 @@ from megatron.data.masks import MaskBuilder
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import evaluate, train_step
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 

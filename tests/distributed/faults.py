@@ -28,7 +28,7 @@ from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.stage import Stage
 from megatron.training import build as build_module
 from megatron.training import step
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 
 
 def bias_added_by_every_rank() -> AbstractContextManager[Any]:

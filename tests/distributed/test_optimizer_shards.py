@@ -20,9 +20,10 @@ from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, S
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training import checkpointer
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
 from megatron.training.step import evaluate, train_step
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import tensors_to_save
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.pool import Pool

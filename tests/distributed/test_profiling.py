@@ -15,7 +15,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, tiny_run
 

@@ -13,9 +13,10 @@ from megatron.config.run import RunConfig
 from megatron.data.masks import document_boundaries
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import collect_sums, count_tokens, mean_loss
+from megatron.training.trainer import Trainer
 
 SHAPES = {
     "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh",

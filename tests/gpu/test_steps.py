@@ -14,9 +14,10 @@ import torch
 
 from megatron.arguments.cli import parse
 from megatron.planner.memory import max_state_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.gpu.models import (
     COMMON,
     RATES,

@@ -195,10 +195,10 @@ def test_sink_gets_what_a_run_reports(page: dict[str, Any], tmp_path: Path) -> N
     warnings: list[str] = []
     sinks = LoggerCollection(warnings.append)
     sinks.add("the table", partial(BackgroundLogger, partial(page["LossTable"], tmp_path / "loss.tsv")))
-    sinks.event({"event": "start", "iteration": 0})
-    sinks.record({"iteration": 1, "lm loss": 2.5})
-    sinks.record({"iteration": 1, "lm loss validation": 3.5})
-    sinks.close(failed=False)
+    sinks.event(0, "start", {})
+    sinks.log(1, {"lm loss": 2.5})
+    sinks.log(1, {"lm loss validation": 3.5})
+    sinks.close()
     assert (tmp_path / "loss.tsv").read_text() == "1\t2.5\n"
     sinks.add("the table", partial(page["LossTable"], tmp_path / "nowhere" / "loss.tsv"))
     assert len(warnings) == 1

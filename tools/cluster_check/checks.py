@@ -32,10 +32,11 @@ from megatron.config.launch import Launch
 from megatron.config.run import ComputeConfig, RunConfig
 from megatron.distributed.launch import destroy_distributed
 from megatron.kernels.registry import select_kernels
-from megatron.training.build import Trainer, build_trainer, join_distributed
+from megatron.training.build import build_trainer, join_distributed
 from megatron.training.failure_report import host_name
 from megatron.training.loggers.run_folder import environment_info, git_state, read_history
 from megatron.training.main import run
+from megatron.training.trainer import Trainer
 from tools.cluster_check import filesystem
 from tools.cluster_check.filesystem import FileSystemProbe
 from tools.cluster_check.launcher import LaunchResult, RankLauncher

@@ -23,6 +23,7 @@ from megatron.config.settings import SETTINGS
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, find_source
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.loggers.run_folder import CONFIG_FILE, DATA_FILE, DIFF_FILE, ENVIRONMENT_FILE, METRICS_FILE
 
 FACT_FILES = (ENVIRONMENT_FILE, DATA_FILE)
@@ -97,12 +98,13 @@ def _read_lines(run: RunFolder) -> None:
     path = run.folder / METRICS_FILE
     unreadable = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    _add_line(run.lines, json.loads(text))
-                except (ValueError, LookupError, TypeError, AttributeError):
-                    unreadable += 1  # a crash may cut a line off
+        for line in read_json_lines(path):
+            try:
+                if line is None:
+                    raise ValueError
+                _add_line(run.lines, line)
+            except (ValueError, LookupError, TypeError):
+                unreadable += 1
     except OSError as error:
         run.missing.append(f"{path} cannot be read: {error.strerror}")
     if unreadable:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ between ranks.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +27,10 @@ from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.moe import Router, Routing
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
-from megatron.training.build import Trainer
-from megatron.training.loggers.console import format_exponent, format_plain
+from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
+from megatron.training.trainer import Trainer
 
 EMBEDDING, HEAD = "embedding", "head"
 COLUMNS = 8
@@ -51,45 +50,13 @@ class HealthRecord:
     over the mean of all experts).
     """
 
-    iteration: int
-    consumed_samples: int  # of the whole run so far
-    consumed_tokens: int  # of the whole run so far
     layers: Mapping[str, Mapping[str, float]]  # by quantity and layer
     totals: Mapping[str, float]  # over all layers, by metric name
 
-    def values(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics named ``health/<quantity>/<layer>``, and totals by Megatron-LM's names where it has them."""
         named = {f"health/{kind}/{layer}": x for kind, layers in self.layers.items() for layer, x in layers.items()}
-        progress = {
-            "iteration": self.iteration,
-            "consumed-samples": self.consumed_samples,
-            "consumed-tokens": self.consumed_tokens,
-        }
-        return {**progress, **self.totals, **named}
-
-    def line(self) -> str:
-        """Return the extreme values and their layers, for the console."""
-        norms = self.layers["grad-norm"]
-        low = min(norms, key=lambda layer: norms[layer])
-        update = format_exponent(self.totals["health/update-ratio/total"])
-        return (
-            f"health at {self.iteration}: gradient {format_plain(norms[low])} {low} "
-            f"to {self._maximum('grad-norm', format_plain)}"
-            f" | update {update}, most {self._maximum('update-ratio', format_exponent)}"
-            f" | activations {self._maximum('activation-rms', format_plain)}"
-            f" | attention logit {self._maximum('attention-logit', format_plain)}"
-            + (
-                f" | busiest expert {self._maximum('expert-load', format_plain)}"
-                if "expert-load" in self.layers
-                else ""
-            )
-        )
-
-    def _maximum(self, quantity: str, formatted: Callable[[float], str]) -> str:
-        """Return the largest value and its layer, such as ``4.1e-3 layers.7``; NaN counts as the largest."""
-        values = self.layers[quantity]
-        layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
-        return f"{formatted(values[layer])} {layer}"
+        return {**self.totals, **named}
 
 
 @dataclass
@@ -169,8 +136,6 @@ class HealthMonitor:
     def report(self, metrics: StepMetrics) -> HealthRecord:
         """Remove the hooks and return the record of the step. Collective over all ranks.
 
-        Call it after the trainer's iteration and samples have been advanced.
-
         Args:
             metrics: results of the step.
 
@@ -188,8 +153,7 @@ class HealthMonitor:
         if chosen.numel():
             busiest = (chosen.amax(1) / chosen.mean(1))[1:-1].tolist()
             layers["expert-load"] = dict(zip([*self.rows][1:-1], busiest))
-        tokens = trainer.consumed_samples * trainer.config.training.seq_length
-        return HealthRecord(trainer.iteration, trainer.consumed_samples, tokens, layers, totals)
+        return HealthRecord(layers, totals)
 
     def _parameter_sums(self, name: str, share: ParamShard) -> Tensor:
         """Return the columns of the parameter's elements that this rank counts, fp64 ``[8]``."""
@@ -284,10 +248,6 @@ ModuleOutputs = list[tuple[int, str, bool]]
 """Stage, module name, and whether its whole output is finite."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
-
-
 @dataclass(frozen=True, order=True)
 class NonFiniteFinding:
     """A non-finite output or gradient on one rank; findings are ordered by their time in the step."""
@@ -322,12 +282,12 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
     """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
     first = None
     grad_seed = trainer.scaler.scale / count_tokens(trainer, batches).clamp(min=1.0)
-    program = add_communication(sequential_schedule(trainer.mesh.placement))
+    schedule = add_communication(sequential_schedule(trainer.mesh.placement))
     trainer.buckets.start_step(len(batches))
     with trainer.buckets.without_reduction():
         for i, batch in enumerate(batches):
             with record_outputs(trainer.chunks) as outputs:
-                trainer.compute([batch], grad_seed, program)
+                trainer.compute([batch], grad_seed, schedule)
             if first is None:
                 first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
     for chunk in trainer.chunks.values():
@@ -504,3 +464,35 @@ def bit_hash(x: Tensor) -> Tensor:
         position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
         total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
     return total
+
+
+class HealthReport(Callback):
+    """Log per-layer metrics every ``--log-health-interval`` steps."""
+
+    observes_modules = True
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Report every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_start(self) -> None:
+        """Register the hooks."""
+        self._monitor = watch_next_step(self.trainer)
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Log the report; collective."""
+        self.log.log(self._monitor.report(metrics).metrics())
+
+
+class ReplicaCheck(Callback):
+    """Compare all copies of the weights every ``--check-weight-hash-across-dp-replicas-interval`` steps."""
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Check every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Raise a UserError if copies differ; collective."""
+        check_weight_copies(self.trainer)

@@ -23,8 +23,9 @@ from megatron.planner.memory import (
     rank_state_bytes,
     reduction_buffer_bytes,
 )
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import local_tensors, parameter_name
 from tests.distributed.pool import Pool
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from megatron.config.errors import UserError
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import main
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, CudaGraphRecorder, GraphedCallable, StepRunner
 from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
 from tests.runs import column, start, tiny_run
 from tests.solo import random_batch
 

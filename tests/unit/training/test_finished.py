@@ -15,7 +15,7 @@ import pytest
 from megatron.checkpoint.errors import StorageError
 from megatron.config.run import RunConfig
 from megatron.training import loop
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.runs import KilledError, before_step, full_disk, kill, records, saved_steps, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 2"

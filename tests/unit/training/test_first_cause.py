@@ -20,8 +20,14 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
 from megatron.training import failure_report
-from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.failure_report import StartRefusedError, failure_kind, host_name, rank_label, record_failure
+from megatron.training.failure_report import (
+    NonFiniteError,
+    StartRefusedError,
+    failure_kind,
+    host_name,
+    rank_label,
+    record_failure,
+)
 from tests.runs import before_step, spoil_step, start, tiny_run
 
 

@@ -180,7 +180,7 @@ def test_the_tool_draws_the_health_of_a_run_into_its_folder(tmp_path: Path, caps
 
 def test_the_tool_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_dir(tmp_path / "run", extra='{"iter'))]) == 0
-    assert f"line 4 of {tmp_path / 'run' / 'metrics.jsonl'}" in capsys.readouterr().err
+    assert f"{tmp_path / 'run' / 'metrics.jsonl'}: 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

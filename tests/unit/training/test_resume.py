@@ -16,7 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.convert.saved_model import import_huggingface
 from megatron.data.errors import DataError
 from megatron.training import checkpointer
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
 from tests.unit.convert.folders import random_weights, write_folder
 
