@@ -14,29 +14,35 @@ from megatron.config import plugins
 from megatron.config.plugins import register
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
+from megatron.optimizer.main_params import WeightBuffers
 from megatron.training import main
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from tests.distributed.pool import Pool
 from tests.runs import tiny_run
 
-OVERLAP = "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"
-PLAIN = "--zero-stage 0"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PLAIN = ""
 
 
 def run_and_compare(rank: int, world_size: int, config: RunConfig) -> list[list[float]]:
     """Run with a callback that compares the weights of all ranks; return their sums, by call and rank."""
     seen: list[list[float]] = []
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    with patch.dict(os.environ, place), patch.dict(plugins._registered, {"callback": {}}):
+    gather = WeightBuffers.gather
+
+    def late(weights: WeightBuffers) -> None:
+        time.sleep(0.3 * rank)
+        gather(weights)
+
+    lateness = patch.object(WeightBuffers, "gather", late)
+    with patch.dict(os.environ, place), patch.dict(plugins._registered, {"callback": {}}), lateness:
 
         @register("callback", "compare")
         class Compare(Callback):
             interval = 2
 
             def compare(self) -> None:
-                if rank == 1:
-                    time.sleep(0.1)  # a late rank
                 weights = torch.cat([p.detach().flatten().double() for p in self.trainer.params.values()])
                 seen.append(comm.all_gather_objects(weights.square().sum().item(), self.trainer.mesh.world))
 
