@@ -67,7 +67,7 @@ def run_and_compare(rank: int, world_size: int, config: RunConfig) -> list[list[
 
 
 def test_weights_are_complete_and_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    flags = "--eval-interval 3 --eval-iters 1 --train-iters 4 --log-health-interval 2"
+    flags = "--eval-interval 3 --eval-iters 1 --train-iters 4"
     ranks = pool.run(2, run_and_compare, tiny_run(tmp_path / "overlap", f"{flags} {OVERLAP}", 2))
     plain = pool.run(2, run_and_compare, tiny_run(tmp_path / "plain", f"{flags} {PLAIN}", 2))
     assert ranks[0] == ranks[1]
