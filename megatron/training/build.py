@@ -188,7 +188,7 @@ def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuffer, Di
 
 
 def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
-    """Create the process groups; collective. The schedule of the full batch says which rank holds which stage."""
+    """Create the process groups; collective. The schedule of the full batch determines which rank holds which stage."""
     model, parallel = config.model, config.parallel
     layout = Layout.from_config(parallel, world_size)
     program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))

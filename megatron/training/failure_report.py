@@ -88,7 +88,7 @@ def _cause(text: str) -> str:
 
 FAILURES_FILE = "failures.jsonl"
 
-CAUSE_PATIENCE = 5.0
+RECORD_TIMEOUT_SECONDS = 5.0
 """Seconds after which a hanging write is abandoned."""
 
 NONFINITE, MEMORY, DEVICE, CONTACT = "nonfinite", "out-of-memory", "device", "lost-contact"
@@ -179,7 +179,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     }
     writer = threading.Thread(target=_append, args=(Path(run_dir) / FAILURES_FILE, line), daemon=True)
     writer.start()
-    writer.join(CAUSE_PATIENCE)
+    writer.join(RECORD_TIMEOUT_SECONDS)
 
 
 def _is_reporter(launch: Launch, kind: str) -> bool:
@@ -201,7 +201,7 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
 POLL_SECONDS = 1.0
 """Seconds between two checks for a failed rank."""
 
-WHEREABOUTS_PATIENCE = 2.0
+POSITION_TIMEOUT_SECONDS = 2.0
 """Seconds that the first rank to fail waits for the positions of the others."""
 
 OTHER_WORK = "other work"
@@ -276,7 +276,7 @@ def rank_positions(rank: int, world_size: int) -> str:
     if not read_texts([_key(rank)]):
         return ""
     keys = [_key(r) for r in range(world_size)]
-    deadline = time.monotonic() + WHEREABOUTS_PATIENCE
+    deadline = time.monotonic() + POSITION_TIMEOUT_SECONDS
     found = read_texts(keys)
     while len(found) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)

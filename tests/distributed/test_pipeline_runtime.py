@@ -93,7 +93,7 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
     pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
-    failure_report.POLL_SECONDS, failure_report.WHEREABOUTS_PATIENCE = 0.1, 4.0  # the machine may be busy
+    failure_report.POLL_SECONDS, failure_report.POSITION_TIMEOUT_SECONDS = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
     try:
         with failure_report.publish_position_on_failure(mesh, pipeline):

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megatron.checkpoint.object_store import Location
 from megatron.config import plugins
 from megatron.config.errors import Problem, UserError
-from megatron.config.plugins import load_plugins, register
+from megatron.config.plugins import register
 from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.base import Metrics
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
-from tests.runs import before_step, column, records, spoil_step, start, tiny_run
+from tests.runs import FLAGS, before_step, column, records, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2"
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register into a table of this test's own."""
     monkeypatch.setitem(plugins._registered, "callback", {})
-    yield
 
 
 class Journal(Callback):
@@ -181,11 +180,11 @@ class Second(Callback):
 """
 
 
-def test_callbacks_of_a_module_are_called_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_a_plugin_are_called_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_callbacks_for_a_test.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    load_plugins(["my_callbacks_for_a_test"])
-    assert start(tiny_run(tmp_path / "run")).status == 0
+    flags = [*FLAGS.split(), "--run-dir", str(tmp_path / "run"), "--plugin", "my_callbacks_for_a_test"]
+    assert pretrain_gpt.main(flags) == 0
     notes = [record["text"] for record in records(tmp_path / "run", "text")]
     assert notes[-2:] == ["first has seen 6 steps", "second comes second"]
 

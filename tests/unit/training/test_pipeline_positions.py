@@ -25,7 +25,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(failure_report, "publish_text", left.__setitem__)
     monkeypatch.setattr(failure_report, "read_texts", found)
     monkeypatch.setattr(failure_report, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(failure_report, "WHEREABOUTS_PATIENCE", 0.1)
+    monkeypatch.setattr(failure_report, "POSITION_TIMEOUT_SECONDS", 0.1)
     return left
 
 
