@@ -184,7 +184,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
 
     Raises:
         UserError: if the device does not exist.
-        DamagedError: if weights fail their checksums.
+        DamagedCheckpointError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.layout import Layout

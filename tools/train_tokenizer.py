@@ -12,7 +12,7 @@ from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files
 from megatron.data.preprocess.encode import run_in_subprocess
-from megatron.data.preprocess.run import StageProgress
+from megatron.data.progress import StageProgress
 from megatron.data.tokenizers.train import (
     MODEL_TYPES,
     TokenizerTrainingOptions,
@@ -85,12 +85,13 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if the input is invalid, 2 for wrong flags, 128 plus the signal number after SIGINT and
         SIGTERM.
     """
-    args = build_parser().parse(argv)
+    parser = build_parser()
+    args = parser.parse(argv)
     try:
         check_flags(args)
     except DataError as error:
-        return _fail(error, 2)
-    return run_tool(lambda: train_and_save(args), _fail, args.output, "--output")
+        return parser.fail(error, 2)
+    return run_tool(parser, lambda _: train_and_save(args), args.output, "--output")
 
 
 def train_and_save(args: argparse.Namespace) -> None:
@@ -116,11 +117,6 @@ def train_and_save(args: argparse.Namespace) -> None:
     print(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
-
-
-def _fail(error: object, status: int) -> int:
-    print(f"train_tokenizer: {error}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
 
     Raises:
         CheckpointError: when there is none, or a newer version wrote it.
-        DamagedError: when it is damaged.
+        DamagedCheckpointError: when it is damaged.
     """
     manifest, skipped = CheckpointFolder(path).newest(step)
     notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
@@ -119,7 +119,7 @@ class SavedModel:
 
         Raises:
             ValueError: when ``view`` is not that of the tensor.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         stored = self._prefix + name
         if view != self._reader.view(stored):
@@ -204,7 +204,7 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     """Return the content of the same files in a checkpoint.
 
     Raises:
-        DamagedError: when one is missing or changed.
+        DamagedCheckpointError: when one is missing or changed.
     """
     known = (*(TOKENIZER_PREFIX + name for name in TOKENIZER_FILES), GENERATION_CONFIG_FILE)
     return {name: manifest.read_file(name) for name in known if name in manifest.files}

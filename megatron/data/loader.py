@@ -140,7 +140,9 @@ class DataSource:
             total += sample_digest(numbers, dataset.sample_hashes(numbers), int(dataset.fingerprint, 16))
         return total % 2**64
 
-    def rank_places(self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int) -> list[range]:
+    def rank_places(
+        self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int
+    ) -> list[range]:
         """Return the places of this data-parallel rank's micro-batches in a global batch.
 
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples

@@ -142,7 +142,7 @@ def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSo
     Raises:
         MismatchError: naming the first difference above ``TOLERANCE``, or tensors that transformers did not use.
         CheckpointError: naming tensors with NaN or infinite values, which make a comparison impossible.
-        DamagedError: when a file cannot be read.
+        DamagedCheckpointError: when a file cannot be read.
     """
     tokens_BS, positions_BS = sample_inputs(model)
     theirs = run_transformers(folder, config, tokens_BS, positions_BS)

@@ -25,7 +25,7 @@ from megatron.checkpoint.durable_files import CheckpointError, StorageError, mak
 from megatron.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import CONFIG_FILE, SPECIAL_TOKEN_IDS, build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import TensorMapping, hf_slots
+from megatron.convert.huggingface.weight_map import TensorMapping, map_tensors
 from megatron.convert.huggingface.weights import WEIGHTS_FILE, WEIGHTS_INDEX_FILE, read_in_blocks
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
@@ -68,7 +68,7 @@ class RoundedWeights:
 
         Raises:
             CheckpointError: when a value overflows the data type.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         exact = self._saved.read(name, view, box)
         rounded = exact.to(self._dtype)
@@ -108,7 +108,7 @@ class HuggingFaceExport:
         self._files[GENERATION_CONFIG_FILE] = _generation(self._files, special)
         kind = model_type_for(saved.model)
         self._items = [
-            ExportedTensor(name, slot) for name, found in hf_slots(kind, saved.specs).items() for slot in found
+            ExportedTensor(name, slot) for name, found in map_tensors(kind, saved.specs).items() for slot in found
         ]
 
     @property
@@ -133,7 +133,7 @@ class HuggingFaceExport:
 
         Raises:
             StorageError: when writing fails; the files are then removed.
-            DamagedError: when a checksum of the checkpoint does not match.
+            DamagedCheckpointError: when a checksum of the checkpoint does not match.
         """
         with self._removing_on_failure():
             if self.building.exists():

@@ -51,7 +51,7 @@ def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
     Raises:
-        DamagedError: if the file is truncated or not in the format of its suffix.
+        DamagedStreamError: if the file is truncated or not in the format of its suffix.
         DataError: if the required library is missing.
     """
     suffix = file.suffix.lower()

@@ -235,7 +235,9 @@ def test_weights_are_divided_by_their_sum_twice() -> None:
     once = megatron_order.normalised(weights)
     dataset = build_segment(golden_parts(0, 1), weights, 20, 32, 1234, None)
     assert isinstance(dataset, BlendedDataset)
-    assert dataset.dataset_index.tolist() == [k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)]
+    assert dataset.dataset_index.tolist() == [
+        k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)
+    ]
     assert dataset.dataset_index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
 
 

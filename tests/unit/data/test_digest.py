@@ -121,7 +121,9 @@ def swapped(source: DataSource) -> DataSource:
     dataset = only_segment(source)
     shuffle = dataset.order.shuffle_index.copy()
     shuffle[[0, 1]] = shuffle[[1, 0]]
-    return replace(source, datasets={"train": GPTDataset(dataset._indexed, dataset.order._replace(shuffle_index=shuffle))})
+    return replace(
+        source, datasets={"train": GPTDataset(dataset._indexed, dataset.order._replace(shuffle_index=shuffle))}
+    )
 
 
 CHANGES: dict[str, Callable[[DataConfig, Path], DataSource]] = {

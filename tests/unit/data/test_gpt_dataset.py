@@ -37,7 +37,11 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
     indexed = IndexedDataset(GOLDEN / name)
     part = split_ranges(case["split"], len(indexed))[SPLITS.index(split)]
     order = build_sample_order(indexed.lengths, part, case[ASKED[split]], case["seq"], case["seed"])
-    for name, table in (("document", order.document_index), ("sample", order.sample_index), ("shuffle", order.shuffle_index)):
+    for name, table in (
+        ("document", order.document_index),
+        ("sample", order.sample_index),
+        ("shuffle", order.shuffle_index),
+    ):
         expected = golden[f"{split}_{name}_index"]
         assert table.dtype == expected.dtype
         np.testing.assert_array_equal(table, expected)

@@ -39,7 +39,9 @@ def step_batches(
     source: DataSource, split: str, consumed: int, size: int, rank: int, ranks: int, step: int
 ) -> list[MicroBatch]:
     """A rank's micro-batches of a step."""
-    return [source.micro_batch(split, places, step) for places in source.rank_places(split, consumed, size, rank, ranks)]
+    return [
+        source.micro_batch(split, places, step) for places in source.rank_places(split, consumed, size, rank, ranks)
+    ]
 
 
 def test_requested_samples_are_those_of_megatron() -> None:

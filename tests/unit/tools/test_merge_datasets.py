@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import ByteProgress
+from megatron.data.progress import ByteProgress
 from tests.unit.data.pairs import content, pair, write
 from tools.merge_datasets import main
 from tools.preprocess_data import main as preprocess
@@ -104,7 +104,7 @@ def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from tools import merge_datasets\n"
-        "merge_datasets.Meter.add = lambda meter, n: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "merge_datasets.ByteProgress.add = lambda meter, n: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_datasets.main(sys.argv[1:])\n"
     )
     flags = ["--input", a, b, "--output-prefix", str(tmp_path / "all")]
