@@ -17,14 +17,12 @@ from megatron.data.tokenizers.train import (
     MODEL_TYPES,
     TokenizerTrainingOptions,
     TokenizerTrainingResult,
-    check_bpe_size,
     check_output_folder,
-    check_sentencepiece_size,
+    check_trained_size,
     save_tokenizer,
     train_tokenizer,
 )
 
-SIZE_CHECKS = {"bpe": check_bpe_size, "sentencepiece": check_sentencepiece_size}
 DEFAULT_SENTENCES = 2_000_000
 
 
@@ -39,7 +37,7 @@ def build_parser() -> ToolParser:
     add_input_flags(parser)
     write = parser.add_argument_group("tokenizer")
     kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
-    write.add_argument("--type", choices=tuple(SIZE_CHECKS), default="bpe", help=kinds)
+    write.add_argument("--type", choices=("bpe", "sentencepiece"), default="bpe", help=kinds)
     entries = "entries, including the 256 bytes and the special tokens"
     write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
     write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
@@ -69,7 +67,7 @@ def format_report(trained: TokenizerTrainingResult, files: int, vocab_size: int)
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise DataError for invalid flags."""
-    SIZE_CHECKS[args.type](args.vocab_size)
+    check_trained_size(args.vocab_size, args.type == "bpe")
     for flag in ("sentencepiece_model_type", "input_sentence_size"):
         if args.type != "sentencepiece" and getattr(args, flag) is not None:
             raise DataError(f"--{flag.replace('_', '-')} applies only to SentencePiece", "--type sentencepiece")

@@ -1,7 +1,6 @@
 """Export of a checkpoint to a Hugging Face folder, tensor by tensor.
 
-The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a
-model
+The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a model
 before it is complete and checked.
 """
 

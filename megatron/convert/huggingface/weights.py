@@ -138,14 +138,14 @@ class HuggingFaceWeights:
                 shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
             if dtype not in SUPPORTED_DTYPES:
                 dtypes.append(f"{key} {dtype}")
-        complaints = {
+        findings = {
             "lacks": expected.keys() - self._files.keys(),
             "ties the output layer to the embedding in config.json, but stores another": untied,
             "holds tensors that the model does not have": unused,
             "holds tensors of another shape than in config.json": shapes,
             "holds tensors of an unsupported data type": dtypes,
         }
-        raise_if_any(self.folder, complaints)
+        raise_if_any(self.folder, findings)
 
     def _head_equals_embedding(self, table: WeightTable) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
