@@ -404,7 +404,7 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
-    """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from these files."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
