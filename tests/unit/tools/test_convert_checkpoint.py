@@ -157,7 +157,7 @@ def test_a_family_of_a_plugin(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "cousin"}))
     command = [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), "--no-check", "--load-hf", str(folder)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    cases = ([], 1, "E851"), (["--plugin", "cousins"], 0, "wrote"), (["--plugin", "no_such"], 1, "E910")
+    cases = ([], 1, "E851"), (["--plugin", "cousins"], 0, "wrote"), (["--plugin", "no_such"], 1, "E914")
     for plugins, status, text in cases:
         save = ["--save", str(tmp_path / f"save-{len(plugins)}{status}")]
         done = subprocess.run([*command, *save, *plugins], capture_output=True, text=True, env=environment)
