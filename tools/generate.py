@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
+from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
 from megatron.inference.text import InferenceError
 
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
+    model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
     )
@@ -212,6 +214,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch.read(os.environ)
     where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
     try:
+        load_plugins(args.plugin)
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:

@@ -1,8 +1,7 @@
 """Access to the weights of a checkpoint, and import of a Hugging Face folder into a checkpoint.
 
 `SavedModel` checks that a checkpoint holds exactly the weights of the model that its configuration describes, and
-reads
-them box by box. `import_huggingface` writes a checkpoint of step 0 one block at a time.
+reads them box by box. `import_huggingface` writes a checkpoint of step 0 one block at a time.
 """
 
 from __future__ import annotations
@@ -138,14 +137,14 @@ class SavedModel:
             stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
         shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
         common = shapes.keys() & stored.keys()
-        complaints = {
+        findings = {
             "lacks": shapes.keys() - stored.keys(),
             "holds tensors that its model does not have": stored.keys() - shapes.keys(),
             "holds tensors of another shape than its model's": {
                 name for name in common if shapes[name] != (stored[name].shape, stored[name].view)
             },
         }
-        raise_if_any(self.manifest.path, complaints)
+        raise_if_any(self.manifest.path, findings)
 
 
 def _read_config(manifest: Manifest) -> RunConfig:

@@ -27,12 +27,11 @@ import shlex
 import shutil
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self, TextIO
+from typing import IO, Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -45,7 +44,6 @@ from megatron.checkpoint.durable_files import (
     try_lock,
     write_file,
 )
-from megatron.config.text import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX
 
@@ -389,38 +387,3 @@ def check_not_existing(prefixes: Iterable[str], overwrite: bool) -> None:
     if found and not overwrite:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise DataError(f"{found[0]} is there already{more}", "--overwrite", "another --output-prefix")
-
-
-TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0  # between two lines
-
-
-class ByteProgress:
-    """Prints the bytes done, the rate and the time left: in place on a terminal, line by line in a file."""
-
-    def __init__(self, stream: TextIO, total: int) -> None:
-        self._stream = stream
-        self._total = total
-        self._done = 0
-        self._terminal = stream.isatty()
-        self._seconds = TERMINAL_SECONDS if self._terminal else FILE_SECONDS
-        self._start = self._reported = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` as done."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if now - self._reported < self._seconds:
-            return
-        self._reported = now
-        rate = self._done / (now - self._start)
-        left = (self._total - self._done) / rate
-        done, total = format_bytes(self._done), format_bytes(self._total)
-        line = f"{done} of {total}, {format_bytes(rate)}/s, {left:,.0f} s left"
-        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Clear the progress line of a terminal."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

@@ -109,7 +109,7 @@ class Trainer:
         self,
         iteration: int,
         consumed_samples: int,
-        stretches: Mapping[str, Sequence[int]] | None = None,
+        segments: Mapping[str, Sequence[int]] | None = None,
         batches_since: tuple[int, int] = (0, 0),
     ) -> None:
         """Set the position of the run, and build its learning-rate schedule and data from there; collective.
@@ -117,7 +117,7 @@ class Trainer:
         Args:
             iteration: steps taken.
             consumed_samples: samples used by them.
-            stretches: segments in which the data were laid out, by split; None for a new run.
+            segments: segments in which the data were laid out, by split; None for a new run.
             batches_since: steps and samples at which the current batch size options took effect.
 
         Raises:
@@ -137,7 +137,7 @@ class Trainer:
         self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
         with self.startup("data"):
             vocab = config.model.vocab
-            self.data = build_data(config.data, config.training, vocab, dp, stretches=stretches, begin=begin)
+            self.data = build_data(config.data, config.training, vocab, dp, segments=segments, begin=begin)
             check_same_data(self.data, self.mesh.world)
 
     @property
@@ -187,7 +187,7 @@ class Trainer:
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
-        places = self.data.share(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
+        places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
         if split == "train":
             self.digest_read += self.data.digest_places(split, places)
         return [self.data.micro_batch(split, group, self.iteration, self.device) for group in places]
@@ -218,7 +218,7 @@ def data_layout(data: DataSource) -> dict[str, str]:
     """Return, by split name, the fingerprint of the data and the numbers of samples that were laid out."""
     return {
         name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
-        + " + ".join(f"{count:,}" for count in data.stretches[name])
+        + " + ".join(f"{count:,}" for count in data.segments[name])
         for name, fingerprint in data.fingerprints.items()
     }
 

@@ -237,7 +237,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "goodput": trainer.goodput.state_dict(),
         "run_id": trainer.run_id,
         "data": {
-            "stretches": {split: list(counts) for split, counts in trainer.data.stretches.items()},
+            "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
             "fingerprints": dict(trainer.data.fingerprints),
             "digest": f"{consumed_digest(trainer):016x}",
         },

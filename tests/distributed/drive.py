@@ -180,7 +180,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     if case.documents.eod is not None:
         ends = torch.rand(ids.shape, generator=generator) < 0.25
         ids = ids.masked_fill(ends, case.documents.eod)
-    columns = case.documents.columns(ids[:, :-1].numpy(), ids[:, 1:].numpy())
+    columns = case.documents.build(ids[:, :-1].numpy(), ids[:, 1:].numpy())
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:])
     samples = torch.arange(case.samples) + step * case.samples

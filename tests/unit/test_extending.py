@@ -259,20 +259,20 @@ def test_schedule_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_dataset(page: dict[str, Any]) -> None:
     source = DataSource({"train": page["Counting"](10, 4, 100)}, {"train": (100,)}, {"train": 96}, 4, 2, 10)
     assert source.summary() == ["train      96 samples, 384 tokens, counted up to 10"]
-    (places,) = source.share("train", 8, 2, 0, 1)
+    (places,) = source.rank_places("train", 8, 2, 0, 1)
     batch = source.micro_batch("train", places, step=4)
     assert batch.tokens.tolist() == [[8, 9, 0, 1], [9, 0, 1, 2]]
     assert batch.labels.tolist() == [[9, 0, 1, 2], [0, 1, 2, 3]]
     assert source.digest("train", 0, 9) == sum(source.digest("train", i, i + 1) for i in range(9)) % 2**64
     assert list(source.fingerprints) == ["train"]
     with pytest.raises(DataError, match="this run has 100"):
-        source.share("train", 99, 2, 0, 1)
+        source.rank_places("train", 99, 2, 0, 1)
 
 
 def test_dataset_of_a_run_that_is_made_longer(page: dict[str, Any]) -> None:
     whole = page["Counting"](50, 8, 30)
-    chain, stretches = build_split("train", page["counting"], (20,), 30)
-    assert stretches == (20, 10)
+    chain, segments = build_split("train", page["counting"], (20,), 30)
+    assert segments == (20, 10)
     assert [chain[i].tokens.tolist() for i in range(30)] == [whole[i].tokens.tolist() for i in range(30)]
-    assert chain.identities(np.arange(30)).tolist() == whole.identities(np.arange(30)).tolist()
+    assert chain.sample_hashes(np.arange(30)).tolist() == whole.sample_hashes(np.arange(30)).tolist()
     assert chain.fingerprint == whole.fingerprint

@@ -264,8 +264,8 @@ def open_samples(run: RunFolder) -> DataSource:
     config = from_dict(known)
     replicas = config.parallel.data_parallel_size(int(run.facts.get("world_size", 1)))
     laid_out = run.facts.get("train.laid_out_for_samples")  # one length per extension of the run
-    stretches = {"train": laid_out} if laid_out else None
-    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
+    segments = {"train": laid_out} if laid_out else None
+    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), segments)
     last = run.lines[max(run.lines)] if run.lines else {}
     digest = last.get(SAMPLES_DIGEST)
     samples = int(last.get("consumed-samples", 0))
@@ -286,7 +286,7 @@ def first_different_index(a: DataSource, b: DataSource, first: int, stop: int) -
         return next((i for i in numbers if not np.array_equal(left[i].tokens, right[i].tokens)), None)
     for at in range(first, stop, DIGEST_BLOCK):
         places = np.arange(at, min(at + DIGEST_BLOCK, stop))
-        (differing,) = np.nonzero(left.identities(places) != right.identities(places))
+        (differing,) = np.nonzero(left.sample_hashes(places) != right.sample_hashes(places))
         if differing.size:
             return int(places[differing[0]])
     return None

@@ -173,10 +173,9 @@ def nonfinite_tensors(folder: Path) -> list[str]:
 def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return random tokens and their positions, both ``[B, S]``.
 
-    Rows are longer than the model's window, up to ``MAX_CHECKED_WINDOW`` (see :func:`uncovered_by_check`). With
-    learned positions,
-    the last row has the last positions. Rotary embedding uses small positions only, since the angles of large positions
-    differ by rounding; the frequencies are compared instead.
+    Rows are longer than the model's window, up to ``MAX_CHECKED_WINDOW`` (see :func:`uncovered_by_check`). With learned
+    positions, the last row has the last positions. Rotary embedding uses small positions only, since the angles of
+    large positions differ by rounding; the frequencies are compared instead.
     """
     window = model.window_size or 0
     length = SAMPLE_TOKENS + window if window <= MAX_CHECKED_WINDOW else SAMPLE_TOKENS
@@ -405,7 +404,7 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
-    """Ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from these files."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:

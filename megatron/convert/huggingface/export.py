@@ -1,7 +1,6 @@
 """Export of a checkpoint to a Hugging Face folder, tensor by tensor.
 
-The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a
-model
+The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a model
 before it is complete and checked.
 """
 
@@ -25,7 +24,7 @@ from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import CONFIG_FILE, SPECIAL_TOKEN_IDS, build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import TensorMapping, hf_slots
+from megatron.convert.huggingface.weight_map import TensorMapping, map_tensors
 from megatron.convert.huggingface.weights import WEIGHTS_FILE, WEIGHTS_INDEX_FILE, read_in_blocks
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
@@ -108,7 +107,7 @@ class HuggingFaceExport:
         self._files[GENERATION_CONFIG_FILE] = _generation(self._files, special)
         kind = model_type_for(saved.model)
         self._items = [
-            ExportedTensor(name, slot) for name, found in hf_slots(kind, saved.specs).items() for slot in found
+            ExportedTensor(name, slot) for name, found in map_tensors(kind, saved.specs).items() for slot in found
         ]
 
     @property

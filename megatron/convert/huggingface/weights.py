@@ -24,7 +24,8 @@ from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.model import ModelConfig
 from megatron.convert.errors import abbreviate, check_model_config, raise_if_any
 from megatron.convert.huggingface.config import CONFIG_FILE, model_config_values, read_config, read_model_type
-from megatron.convert.huggingface.weight_map import WEIGHT_TABLES, TensorMapping, WeightTable, build_on_meta, hf_slots
+from megatron.convert.huggingface.families import WeightTable, model_families
+from megatron.convert.huggingface.weight_map import TensorMapping, build_on_meta, map_tensors
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
 
@@ -64,11 +65,11 @@ class HuggingFaceWeights:
         self.specs = build_on_meta(model).specs  # of all tensors, by our names
         kind = read_model_type(read_config(self.folder), str(self.folder / CONFIG_FILE))
         try:
-            self._slots = hf_slots(kind, self.specs)
+            self._slots = map_tensors(kind, self.specs)
         except KeyError as error:
             raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
         self._files = open_weights(self.folder)
-        table = WEIGHT_TABLES[kind]
+        table = model_families()[kind].weights
         # a model saved without its head has no prefix
         self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
         self._check(table)
@@ -137,14 +138,14 @@ class HuggingFaceWeights:
                 shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
             if dtype not in SUPPORTED_DTYPES:
                 dtypes.append(f"{key} {dtype}")
-        complaints = {
+        findings = {
             "lacks": expected.keys() - self._files.keys(),
             "ties the output layer to the embedding in config.json, but stores another": untied,
             "holds tensors that the model does not have": unused,
             "holds tensors of another shape than in config.json": shapes,
             "holds tensors of an unsupported data type": dtypes,
         }
-        raise_if_any(self.folder, complaints)
+        raise_if_any(self.folder, findings)
 
     def _head_equals_embedding(self, table: WeightTable) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""

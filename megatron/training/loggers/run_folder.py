@@ -120,11 +120,11 @@ def data_summary(data: DataSource) -> dict[str, object]:
     for split, samples in data.used.items():
         dataset = data.datasets[split]
         tokens = samples * data.seq_length
-        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
+        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.source_usage(samples)]
         summary[split] = {
             "samples": samples,
             "tokens": tokens,
-            "laid_out_for_samples": list(data.stretches[split]),
+            "laid_out_for_samples": list(data.segments[split]),
             "fingerprint": data.fingerprints[split],
             "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
         }
