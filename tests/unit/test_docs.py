@@ -74,7 +74,7 @@ def test_training_commands_pass_the_checks(page: Path) -> None:
     for flags, ranks in commands(page.read_text()):
         if "hf:" in flags or "--help" in flags:
             continue
-        flags = re.sub(r"--load \S+", "", re.sub(r"--data-path (?:[^-\s]\S* ?)+", "--mock-data ", flags))
+        flags = re.sub(r"--(?:load|resume-mode) \S+", "", re.sub(r"--data-path (?:[^-\s]\S* ?)+", "--mock-data ", flags))
         argv = shlex.split(flags)
         argv = ["--mock-data"] * ("--mock-data" not in argv) + argv
         if "--vocab-size" not in argv:
