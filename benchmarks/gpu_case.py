@@ -79,7 +79,7 @@ class Bench:
         results: of the settings that were tried.
         winners: the fastest setting so far, by contestant.
         steps: of the winners, built and warm.
-        results: content of the file.
+        report: content of the file.
     """
 
     def __init__(self, name: str, case: Case, device: torch.device, seconds: float, out: Path) -> None:
@@ -87,7 +87,7 @@ class Bench:
         self.deadline = time.monotonic() + seconds
         self.room = 0.85 * torch.cuda.mem_get_info()[0] if device.type == "cuda" else float("inf")
         config = Ours(case.micro_batches[0]).config(case, device)
-        self.results: dict[str, object] = {
+        self.report: dict[str, object] = {
             "case": name,
             "device": device_name(device),
             "peak_flops": peak_flops(device_name(device), "bf16"),
@@ -109,13 +109,13 @@ class Bench:
 
     def note(self, text: str) -> None:
         """Add a note for the readers of the results."""
-        self.keep(notes=[*self.results["notes"], text])
+        self.keep(notes=[*self.report["notes"], text])
 
     def keep(self, **values: object) -> None:
         """Write down what is known; a reader always finds a complete version of the file."""
-        self.results |= values
+        self.report |= values
         part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(self.results, indent=1) + "\n")
+        part.write_text(json.dumps(self.report, indent=1) + "\n")
         part.replace(self.out)
 
     def sync(self) -> None:
@@ -155,7 +155,7 @@ class Bench:
         result.took = time.monotonic() - start
         self.results[setting] = result
         ours = "ours" if isinstance(setting, Ours) else "transformers"
-        self.keep(trials=[*self.results["trials"], {"whose": ours} | asdict(result)])
+        self.keep(trials=[*self.report["trials"], {"whose": ours} | asdict(result)])
         print(f"  {ours:12} {result.name:70} {result.error or f'{1e3 * result.median:.1f} ms'}", flush=True)
         return result
 
