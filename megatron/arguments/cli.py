@@ -26,15 +26,17 @@ from megatron.arguments.sources import (
     flat_values,
     from_assignments,
     from_checkpoint,
-    from_file,
     from_hugging_face,
+    from_mapping,
     merge_values,
+    read_yaml,
     to_dict,
 )
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.launch import Launch, restart_notes
+from megatron.config.plugins import load_plugins
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting, replace_by_flags
 
@@ -205,8 +207,8 @@ def _add(group: Any, setting: Setting) -> None:
 def metavar(setting: Setting) -> str:
     """Return the placeholder for the value in the help."""
     word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
-    if setting.option.choices:
-        word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.option.choices) + "}"
+    if setting.choices:
+        word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.choices) + "}"
     return " ".join([word] * (setting.kind.length or 1)) + (
         " ..." if setting.kind.many and not setting.kind.length else ""
     )
@@ -216,7 +218,7 @@ def help_text(setting: Setting) -> str:
     """Return the help text with the default and long lists of choices."""
     text = setting.option.help
     if _choices_are_long(setting):
-        text += f" One of {', '.join(setting.option.choices or ())}."
+        text += f" One of {', '.join(setting.choices)}."
     if setting.default is None or setting.default == ():
         return text
     return f"{text} [{default_text(setting)}]"
@@ -224,7 +226,7 @@ def help_text(setting: Setting) -> str:
 
 def _choices_are_long(setting: Setting) -> bool:
     """Return True if the choices are too long for the placeholder."""
-    return sum(map(len, setting.option.choices or ())) > MAX_CHOICES_WIDTH
+    return sum(map(len, setting.choices)) > MAX_CHOICES_WIDTH
 
 
 def default_text(setting: Setting) -> str:
@@ -278,10 +280,8 @@ def parse(
     command_line = parse_flags(argv)
     options = command_line.known
     unknown_flags, notes = check_unknown_flags(command_line.foreign)
-    files = [from_file(path) for path in options.config]
-    flags = _from_flags(command_line.given)
-    assignments = from_assignments(options.set)
-    sources = [_from_preset(options.preset), *files, flags, assignments, command_line.malformed, unknown_flags]
+    given = _read_sources(command_line)
+    sources = [_from_preset(options.preset), *given, command_line.malformed, unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
     unreadable: Sequence[Problem] = ()
     try:
@@ -326,8 +326,8 @@ def parse(
     notes += [*validate.profiling_notes(config, world_size), *validate.cuda_graph_notes(config)]
     notes += [*parallel.pipeline_notes(config, world_size), *model.expert_notes(config)]
     notes += [*parallel.sharding_notes(config, world_size), *restart_notes(environ)]
-    given = merge_values(source.values for source in (*files, flags, assignments))
-    notes += map(replace_by_flags, validate.unused_option_notes(config, given))
+    chosen = merge_values(source.values for source in given)
+    notes += map(replace_by_flags, validate.unused_option_notes(config, chosen))
     return ParsedArguments(resolve(config, world_size), world_size, check_only, tuple(notes), fake_rank)
 
 
@@ -337,6 +337,30 @@ def _inherited_notes(names: Iterable[str], own: RunConfig, config: RunConfig) ->
     after = flat_values(config)
     flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
     return [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
+
+
+def _read_sources(command_line: CommandLine) -> list[ConfigSource]:
+    """Return the values of files, flags and ``--set``, after importing the plugins that any of them names.
+
+    Raises:
+        UserError: for a plugin that cannot be imported. Other options are not checked then, because plugins extend
+            the values that these may have.
+    """
+    trees = [(path, read_yaml(path)) for path in command_line.known.config]
+
+    def read() -> list[ConfigSource]:
+        files = [
+            ConfigSource(problems=[tree]) if isinstance(tree, Problem) else from_mapping(tree, path)
+            for path, tree in trees
+        ]
+        return [*files, _from_flags(command_line.given), from_assignments(command_line.known.set)]
+
+    sources = read()
+    plugins = merge_values(source.values for source in sources).get("plugin")
+    if plugins:
+        load_plugins(plugins)
+        sources = read()  # with the names that the plugins registered
+    return sources
 
 
 def _from_preset(name: str | None) -> ConfigSource:
@@ -365,7 +389,7 @@ def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
             sentence = f"{before.spelling} and {flag.spelling} contradict each other: both set {flag.setting.flag}"
             result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
         last[name] = flag
-        result.values[name] = value
+        result.values[name] = result.values.get(name, ()) + value if flag.setting.option.append else value
     return result
 
 

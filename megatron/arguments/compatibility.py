@@ -82,7 +82,8 @@ FIELDS_BY_ROLE = {
         overlap_param_gather grad_reduce_in_bf16
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
         micro_batch_size pad_global_batch recompute_granularity recompute_method recompute_num_layers recompute_modules
-        cross_entropy_chunk_size kernels deterministic cuda_graph exp_avg_dtype exp_avg_sq_dtype store_param_remainders
+        cross_entropy_chunk_size plugin kernels deterministic cuda_graph
+        exp_avg_dtype exp_avg_sq_dtype store_param_remainders
         device eval_interval eval_iters log_interval
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
         multiple_validation_sets validation_set_names

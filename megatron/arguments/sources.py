@@ -53,11 +53,11 @@ class ConfigSource:
 
 def suggest_values(setting: Setting, words: Sequence[str] = ()) -> tuple[str, ...]:
     """Return suggestions in place of a flag with ``words``."""
-    if len(words) > 1 and not setting.kind.many and setting.kind.scalar is str and not setting.option.choices:
+    if len(words) > 1 and not setting.kind.many and setting.kind.scalar is str and not setting.choices:
         text = SEPARATED.get(setting.name, " ").join(words)
         return (f"{setting.flag} {shlex.quote(text)}",)
-    if setting.option.choices:
-        return (f"{setting.flag} {'|'.join(setting.option.choices)}",)
+    if setting.choices:
+        return (f"{setting.flag} {'|'.join(setting.choices)}",)
     if setting.kind.length:
         return (f"{setting.flag} {' '.join(['N'] * setting.kind.length)}",)
     return (setting.flag, setting.negative) if setting.kind.scalar is bool else ()
@@ -128,22 +128,20 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
     return None
 
 
-def from_file(path: str) -> ConfigSource:
-    """Read a YAML file."""
+def read_yaml(path: str) -> Mapping[str, Any] | Problem:
+    """Return the contents of a YAML file of options, or the reason why it cannot be read."""
     import yaml  # slow to import, and seldom needed
 
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text file"
-        return ConfigSource(problems=[Problem("E006", f"--config {path} cannot be read: {reason}")])
+        return Problem("E006", f"--config {path} cannot be read: {reason}")
     except yaml.YAMLError as error:
-        return ConfigSource(problems=[Problem("E006", f"--config {path} is not YAML: {' '.join(str(error).split())}")])
+        return Problem("E006", f"--config {path} is not YAML: {' '.join(str(error).split())}")
     if not isinstance(tree, Mapping):
-        return ConfigSource(
-            problems=[Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")]
-        )
-    return from_mapping(tree, path)
+        return Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")
+    return tree
 
 
 def from_hugging_face(load: Any) -> ConfigSource:

@@ -367,7 +367,8 @@ class ChunkReader:
             self.close()  # discards data read ahead
             if attempt < READ_ATTEMPTS and isinstance(path, RemotePath):
                 print_warning(
-                    f"{path}: {what} arrived with flipped bytes; reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
+                    f"{path}: {what} arrived with flipped bytes; "
+                    f"reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
                 )
         raise DamagedCheckpointError(f"{path} has flipped bytes ({what})")
 

@@ -46,7 +46,10 @@ class Option:
     """The metadata of a config field besides its name, type and default."""
 
     help: str
-    choices: tuple[str, ...] | None = None  # allowed words, for a tuple of every item
+    # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
+    choices: tuple[str, ...] | None = None
+    kind: str | None = None  # of plugins whose names are allowed too
+    append: bool = False  # a repeated flag adds to the tuple instead of replacing it
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] | None = None
@@ -61,6 +64,8 @@ def option(
     help: str,
     *,
     choices: Sequence[str] | None = None,
+    kind: str | None = None,
+    append: bool = False,
     aliases: Mapping[str, Any] | None = None,
     parse: Callable[[str], Any] | None = None,
     example: float | None = None,
@@ -74,10 +79,12 @@ def option(
         default: value when no source sets the field.
         help: one or two sentences.
         choices: allowed words.
+        kind: kind of plugins whose names are allowed too.
+        append: a repeated flag adds to the tuple.
         aliases: extra flags and the constants they store.
         parse: converts the flag's text.
         example: suggested in place of a number that is not allowed.
         limits: ``at_least``, ``above``, ``at_most``, ``below``.
     """
-    record = Option(help, tuple(choices) if choices else None, aliases, Limits(**limits), parse, example)
+    record = Option(help, tuple(choices) if choices else None, kind, append, aliases, Limits(**limits), parse, example)
     return field(default=default, metadata={"option": record})

@@ -67,8 +67,19 @@ def load_plugins(names: Sequence[str]) -> None:
     for name in names:
         try:
             found[name].load() if name in found else import_module(name)
-        except Exception as error:  # a user's module may fail in any way
-            sentence = f"--plugin {name} cannot be imported: {type(error).__name__}: {error}"
-            problems.append(Problem("E910", sentence, ("PYTHONPATH=FOLDER python pretrain_gpt.py ...",)))
+        except (Exception, SystemExit) as error:  # a user's module may fail in any way
+            problems.append(_import_problem(name, error))
     if problems:
         raise UserError(problems)
+
+
+def _import_problem(name: str, error: BaseException) -> Problem:
+    missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+    if missing and name.endswith(".py"):
+        sentence = f"--plugin {name}: a plugin is the name of a module, not a file"
+        return Problem("E914", sentence, (f"write --plugin {name.removesuffix('.py').strip('./').replace('/', '.')}",))
+    if missing:
+        sentence = f"--plugin {name}: no such module in the working folder or on PYTHONPATH, and no such entry point"
+        return Problem("E914", sentence, ("PYTHONPATH=FOLDER python pretrain_gpt.py ...",))
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return Problem("E914", f"--plugin {name} failed while it was imported: {reason}", (f"python -c 'import {name}'",))

@@ -148,8 +148,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Choice of kernels, determinism and CUDA graphs."""
+    """Plugins, choice of kernels, determinism and CUDA graphs."""
 
+    plugin: tuple[str, ...] = option(
+        (),
+        "Modules to import before other options are checked, or names of entry points of the group megatron.plugins. "
+        "They may register optimizers, kernels and more. Repeated flags add up.",
+        append=True,
+    )
     kernels: tuple[str, ...] = option(
         ("auto",),
         "auto (the fastest ones installed that pass the check against PyTorch), torch (plain PyTorch, eager), compiled "
@@ -175,7 +181,9 @@ MOMENTS_PER_PARAMETER = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
-    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS_PER_PARAMETER))
+    optimizer: str = option(
+        "adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS_PER_PARAMETER), kind="optimizer"
+    )
     lr: float = option(1e-4, "Peak learning rate.", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: str = option(

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.config.option import Option
+from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.text import format_number
 
@@ -73,6 +74,12 @@ class Setting:
         return flag("no_" + self.name)
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, with the names that plugins register; empty if any word is allowed."""
+        added = registered(self.option.kind) if self.option.kind else ()
+        return (*(self.option.choices or ()), *added)
+
+    @property
     def spellings(self) -> list[str]:
         """All flags that set this field."""
         negative = [self.negative] if self.kind.scalar is bool else []
@@ -122,9 +129,8 @@ class Setting:
         return tuple(self._check_choice(item) for item in items)
 
     def _check_choice(self, value: Any) -> Any:
-        choices = self.option.choices
-        if choices and value is not None and value not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+        if self.choices and value is not None and value not in self.choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(self.choices)}")
         return value
 
     def _item(self, value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.kernels.compile import compiled, compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
@@ -31,9 +32,27 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     if x.dtype in HALF_DTYPES and x.device.type == "cpu":
-        # torch's CPU kernel would sum the gradients of weight and bias over rows in 16 bits.
-        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+        y: Tensor = _LayerNormOnCPU.apply(x, weight, bias, eps)
+        return y
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class _LayerNormOnCPU(torch.autograd.Function):
+    """LayerNorm with backward in fp32: torch's CPU kernel sums the gradients of weight and bias over rows in 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps = eps
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
+            y = F.layer_norm(inputs[0], inputs[1].shape, *inputs[1:], ctx.eps)
+        return *torch.autograd.grad(y, inputs, dy.float()), None
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

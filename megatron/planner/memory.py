@@ -244,7 +244,9 @@ def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
     """Return the bytes of an element's moments; ``wide`` is the size of its main param."""
     if muons or config.optimizer == "sgd":  # one momentum, always in the precision of the main params
         return wide
-    formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[: MOMENTS_PER_PARAMETER[config.optimizer]]
+    formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[
+        : MOMENTS_PER_PARAMETER.get(config.optimizer, 2)
+    ]  # a plugin: like adam
     return sum(DTYPE_BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 

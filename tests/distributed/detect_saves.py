@@ -130,7 +130,7 @@ def tell_what_is_needed(rank: int, world_size: int, case: Case) -> dict[int, lis
         heard.update({node: sorted(files) for node, files in needs.items()})
         return {}, {}
 
-    with a_node(rank, world_size) as tier, patch.object(local_store, "_proved", proved):
+    with a_node(rank, world_size) as tier, patch.object(local_store, "_choose_verified", proved):
         saved_on(tier, trainer)
         fetch_missing_files(tier, find_local_checkpoints(tier)[0][0], tensors_to_save(trainer))
     return heard

@@ -172,7 +172,7 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
                 view[piece.local.slices] *= 1.0 + 2.0**-23
         return trainer
 
-    return patch("tests.distributed.drive.build", build)
+    return patch("tests.distributed.drive.build_trainer", build)
 
 
 def kv_copies_not_summed() -> AbstractContextManager[Any]:

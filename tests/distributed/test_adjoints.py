@@ -73,10 +73,10 @@ def agree(ranks: Sequence[Products]) -> None:
 
 
 COLLECTIVES: dict[str, tuple[bool, bool, Callable[[Sequence[Tensor], int], Tensor]]] = {
-    "copy": (True, False, lambda xs, rank: xs[0]),
-    "reduce": (False, True, lambda xs, rank: sum(xs[1:], xs[0])),
+    "copy_to_region": (True, False, lambda xs, rank: xs[0]),
+    "reduce_from_region": (False, True, lambda xs, rank: sum(xs[1:], xs[0])),
     "gather_rows": (False, False, lambda xs, rank: torch.cat(list(xs))),
-    "scatter_rows": (False, False, lambda xs, rank: rows_of(sum(xs[1:], xs[0]), rank, len(xs))),
+    "reduce_scatter_rows": (False, False, lambda xs, rank: rows_of(sum(xs[1:], xs[0]), rank, len(xs))),
 }
 """Whether x is the same on all ranks, whether y is, and the formula of ``rank``'s output from all inputs."""
 

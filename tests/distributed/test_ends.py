@@ -105,7 +105,7 @@ def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) ->
         "import sys, pathlib, pretrain_gpt\n"
         "from tests.runs import before_step\n"
         f"with before_step(3, lambda trainer: pathlib.Path({str(tmp_path / 'stop')!r}).touch()):\n"
-        "    pretrain_gpt.leave(pretrain_gpt.main(sys.argv[1:]))\n"
+        "    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", str(program), *FLAGS.split(), "--run-dir", str(tmp_path / "run")]

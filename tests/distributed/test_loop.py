@@ -135,7 +135,7 @@ def kill(trainer):
         os.kill(os.getpid(), signal.SIGKILL)
 
 with before_step(3, kill):
-    pretrain_gpt.leave(pretrain_gpt.main(sys.argv[1:]))
+    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))
 """
 
 

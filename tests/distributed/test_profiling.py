@@ -36,7 +36,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: 
     told = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
     with patch.dict(os.environ, place), before_step(2, ask), looks, told[0] as err, told[1] as out:
         status = main.run(config)
-    lines = [line.partition(":")[0] for line in out.getvalue().splitlines() if "profile of" in line]
+    lines = [line.partition(":")[0] for line in out.getvalue().splitlines() if line.startswith(("profile of", "profile requested"))]
     return status, err.getvalue(), lines
 
 
@@ -66,7 +66,7 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         config = tiny_run(tmp_path / wish, flags, world_size=2)
         wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
         recorded = "profile of steps 3 to 4"
-        asked = f"asked for a {recorded}, recorded on --profile-ranks {ranks}"
+        asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
         told = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
         assert pool.run(2, run_rank, config, wish, wishing) == [(0, "", lines) for lines in told[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]

@@ -291,17 +291,17 @@ def test_replicas_share_the_writing(killed_run: Path) -> None:
 
 KILLED_IN_A_SAVE = """
 import os, signal, sys
-from megatron.checkpoint import saving
+from megatron.checkpoint import save
 import pretrain_gpt
 
-write_file = saving.write_file
+write_file = save.write_file
 
 def write(path, content):
     if path.name == "manifest.json" and "iter_0000004" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
     write_file(path, content)
 
-saving.write_file = write
+save.write_file = write
 pretrain_gpt.main(sys.argv[1:])
 """
 

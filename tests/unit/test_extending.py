@@ -235,9 +235,9 @@ def test_schedule_is_known_by_name_everywhere(
     planned = runpy.run_path(plan.__file__)  # as a run would find it, with the name among the others
     monkeypatch.setattr(plan, "NAMES", planned["NAMES"])
     chosen = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="eager")
-    resolved = planned["resolved"](ModelConfig(num_layers=4), chosen)
+    resolved = planned["resolve_pipeline"](ModelConfig(num_layers=4), chosen)
     assert resolved.num_virtual_stages_per_pipeline_rank == 1
-    assert planned["program_for"](resolved, 6).only(("F", "B")).ranks == make_schedule("eager", 4, 1, 6).ranks
+    assert planned["build_program"](resolved, 6).only(("F", "B")).ranks == make_schedule("eager", 4, 1, 6).ranks
     assert "eager" in runpy.run_path(grid.__file__)["FACTORS"]["schedule"]
     fields = runpy.run_path(parallel.__file__)["ParallelConfig"].__dataclass_fields__
     assert "eager" in fields["pipeline_schedule"].metadata["option"].help

@@ -375,6 +375,8 @@ CASES = (
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
     # recorded steps
+    Case("--plugin no_such_plugin --optimizer mine"),
+    Case("--plugin tests/fixtures/mine.py"),
     Case("--cuda-graph step --device cpu --hidden-dropout 0.1"),
     Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),
     Case("--cuda-graph step --distributed-backend gloo", ranks=2),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.arguments.cli import ParsedArguments, make_parser, parse
-from megatron.arguments.sources import flat_values, from_file
-from megatron.config.errors import UserError
+from megatron.arguments.sources import flat_values, from_mapping, read_yaml
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import DataConfig, RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, FieldType
 
@@ -131,7 +131,9 @@ def test_a_flag_says_where_data_come_from_in_another_way_than_a_file(tmp_path: P
     file = tmp_path / "a.yaml"
     file.write_text("data: {train_data_path: [0.3, a, 0.7, b], valid_data_path: c}\n")
     assert parse(["--config", str(file), *RUN], {}).config.data == DataConfig(mock_data=True)
-    assert from_file(str(file)).values["train_data_path"] == ("0.3", "a", "0.7", "b")
+    tree = read_yaml(str(file))
+    assert not isinstance(tree, Problem)
+    assert from_mapping(tree, "a.yaml").values["train_data_path"] == ("0.3", "a", "0.7", "b")
 
 
 def test_notes_tell_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:

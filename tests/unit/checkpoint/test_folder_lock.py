@@ -21,8 +21,8 @@ from megatron.checkpoint.lease import LEASE_FILE
 HOLDER = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.folder import hold
-with hold(Path(sys.argv[1])):
+from megatron.checkpoint.folder import acquire_lease
+with acquire_lease(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

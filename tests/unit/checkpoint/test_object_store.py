@@ -300,7 +300,7 @@ def test_bytes_that_change_on_the_way_are_asked_for_again(store: Store, capsys: 
     with failing(store, times("corrupt", 1, "GET")):
         reader = CheckpointReader(manifest)
         assert all(same(reader.read(name), s.tensor.view(s.view)) for name, s in content(1).items())
-    assert "flipped bytes; reading it again, attempt 2 of 3" in capsys.readouterr().err
+    assert "flipped bytes; reading again, attempt 2 of 3" in capsys.readouterr().err
 
 
 # What stays wrong

@@ -126,7 +126,8 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
     """Whether something was not written yet or the pipe was found broken before."""
     reading, writing = os.pipe()
     os.close(reading)
-    code = f"import sys; from megatron.config.launch import leave; sys.stdout.write({said!r} * 3); leave({status})"
+    code = "import sys; from megatron.config.launch import exit_process; "
+    code += f"sys.stdout.write({said!r} * 3); exit_process({status})"
     waits = os.environ | {"PYTHONUNBUFFERED": ""}
     ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, env=waits, check=False)
     os.close(writing)
@@ -134,7 +135,8 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
 
 
 def test_what_is_registered_for_the_exit_is_done_after_a_success() -> None:
-    code = "import atexit; from megatron.config.launch import leave; atexit.register(print, 'done', end=''); leave({})"
+    code = "import atexit; from megatron.config.launch import exit_process; "
+    code += "atexit.register(print, 'done', end=''); exit_process({})"
     told = [subprocess.run([sys.executable, "-c", code.format(n)], capture_output=True).stdout for n in (0, 1)]
     assert told == [b"done", b""]
 
@@ -143,7 +145,7 @@ COMES_BACK = """
 import threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from megatron.config.launch import leave
+from megatron.config.launch import exit_process
 
 store = TCPStore("127.0.0.1", 0, 1, True)
 
@@ -156,7 +158,7 @@ def come_back():
 
 threading.Thread(target=come_back, daemon=True).start()
 time.sleep(0.2)
-leave(0)
+exit_process(0)
 """
 
 

@@ -157,7 +157,7 @@ def test_places_that_are_not_there_are_refused(files: DataConfig) -> None:
     source = build(files)
     held = len(source.datasets["train"])
     for first, stop in ((-1, 3), (held - 1, held + 1)):
-        with pytest.raises(DataError, match=f"training sample {-1 if first < 0 else held} was asked for"):
+        with pytest.raises(DataError, match=f"training sample {-1 if first < 0 else held} is out of range"):
             source.digest("train", first, stop)
 
 

@@ -209,7 +209,7 @@ def killed(prefix: Path) -> None:
     """Write ``prefix`` in a process that is killed before it is whole."""
     script = (
         "import os, signal, sys\n"
-        "from megatron.data.indexed_dataset import IndexedDatasetWriter\n"
+        "from megatron.data.indexed_writer import IndexedDatasetWriter\n"
         "with IndexedDatasetWriter(sys.argv[1], 'u2') as writer:\n"
         "    writer.add_document(range(1000))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -104,7 +104,7 @@ def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from tools import merge_datasets\n"
-        "merge_datasets.Meter.add = lambda meter, n: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "merge_datasets.ByteProgress.add = lambda meter, n: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_datasets.main(sys.argv[1:])\n"
     )
     flags = ["--input", a, b, "--output-prefix", str(tmp_path / "all")]

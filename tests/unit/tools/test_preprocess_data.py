@@ -232,7 +232,7 @@ def test_it_starts_without_torch_and_exits_by_what_happened(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "bad.jsonl:1 is not JSON" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "megatron.data.indexed_dataset" in imported
+    assert "megatron.data.indexed_writer" in imported
     assert "torch" not in imported
 
 

@@ -129,7 +129,7 @@ def test_the_tool_draws_several(
     assert main([str(write(tmp_path / "a")), str(write(tmp_path / "b", extra='{"it'))]) == 0
     told = capsys.readouterr()
     assert told.out == "runs.png\n"
-    assert f"line 4 of {tmp_path / 'b' / 'metrics.jsonl'}" in told.err
+    assert f"{tmp_path / 'b' / 'metrics.jsonl'}: 4" in told.err
     assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
     assert main(["a", "b", "--out", "c.svg"]) == 0
     assert Path("c.svg").exists()

@@ -150,7 +150,7 @@ def test_after_a_failure_the_process_ends_whatever_still_runs() -> None:
         "import threading, time, pretrain_gpt\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "print('last words', end='')\n"
-        "pretrain_gpt.leave(3)"
+        "pretrain_gpt.exit_process(3)"
     )
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -69,7 +69,7 @@ def test_a_phase_that_raises_ends(now: list[float]) -> None:
 
 def test_a_process_began_when_it_was_made() -> None:
     """Not the time of the first call."""
-    program = "from megatron.training.startup import process_began; print(process_began())"
+    program = "from megatron.training.startup import process_start_time; print(process_start_time())"
     before = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     after = time.monotonic()
@@ -104,8 +104,8 @@ def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractC
 def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
     with (
-        slowly("setup.build_data", build_data, 0.01),
-        slowly("main.choose", choose_resume_source, 0.01),
+        slowly("build.build_data", build_data, 0.01),
+        slowly("main.choose_resume_source", choose_resume_source, 0.01),
     ):  # else less than is shown
         started = start(tiny_run(tmp_path, flags))
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
@@ -121,7 +121,7 @@ def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_pa
     """Data are opened while a checkpoint is loaded."""
     flags = f"--save {tmp_path}/saved --save-interval 2"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-    start(tiny_run(tmp_path, flags), slowly("setup.build_data", build_data, 0.5))
+    start(tiny_run(tmp_path, flags), slowly("build.build_data", build_data, 0.5))
     events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert [event["iteration"] for event in events] == [1, 3]
     assert events[1]["phases"]["data"] > 0.4

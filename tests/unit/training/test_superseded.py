@@ -21,10 +21,10 @@ HANGING = """
 import os, sys, time
 from pathlib import Path
 from unittest.mock import patch
-from megatron.checkpoint import saving
+from megatron.checkpoint import save
 from tests.runs import start, tiny_run
 
-folder, real = Path(sys.argv[1]), saving.publish
+folder, real = Path(sys.argv[1]), save.publish_staged
 
 def publish(final, shop):
     if final.name == "iter_0000004":
@@ -33,7 +33,7 @@ def publish(final, shop):
             time.sleep(0.01)
     real(final, shop)
 
-with patch.object(saving, "publish", publish):
+with patch.object(save, "publish_staged", publish):
     told = start(tiny_run(folder, sys.argv[2]))
 print(told.err, flush=True)
 os._exit(told.status)

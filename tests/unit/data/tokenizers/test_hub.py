@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BUILD = (
     "import sys; from megatron.data.tokenizers.tokenizer import *; "
-    "t = build_tokenizer(TokenizerChoice('HuggingFaceTokenizer', sys.argv[1])); print(t.vocab_size, *sorted(t.files))"
+    "t = build_tokenizer(TokenizerOptions('HuggingFaceTokenizer', sys.argv[1])); print(t.vocab_size, *sorted(t.files))"
 )
 
 
@@ -105,7 +105,7 @@ def test_what_the_hub_does_not_give_is_told_with_what_to_do(tmp_path: Path) -> N
 
 LOCAL = (
     "import sys; from megatron.data.tokenizers.tokenizer import *; "
-    "told = TokenizerChoice('HuggingFaceTokenizer', sys.argv[1]); t = build_tokenizer(told); "
+    "told = TokenizerOptions('HuggingFaceTokenizer', sys.argv[1]); t = build_tokenizer(told); "
     "print(told.local().tokenizer_model, build_tokenizer(told.local()).fingerprint == t.fingerprint)"
 )
 
