@@ -47,6 +47,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), target
 
 
+def missing_code(text: str) -> set[str]:
+    """Return the files, packages and classes that a text names in backticks and that are not in the code."""
+    files = {*(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.py") if ".venv" not in path.parts)}
+    source = "".join(path.read_text() for path in ROOT.glob("megatron/**/*.py"))
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    lost = {name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files)}
+    classes = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w+)\b", text))
+    return lost | {name for name in classes if not re.search(rf"^class {name}\b", source, re.MULTILINE)}
+
+
+def test_files_and_classes_of_the_map_exist() -> None:
+    assert missing_code((ROOT / "docs" / "architecture.md").read_text() + PAGES[0].read_text()) == set()
+    assert missing_code("`training/loop.py` `training/lost.py` `ShardSpec` `GradSink.add` `pretrain_gpt.py`") == {
+        "training/lost.py",
+        "GradSink",
+    }
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "flags"], ids=lambda page: page.name)
 def test_cells_are_short(page: Path) -> None:
     rows = [line for line in FENCE.sub("", page.read_text()).splitlines() if line.startswith("|")]
@@ -74,7 +92,9 @@ def test_training_commands_pass_the_checks(page: Path) -> None:
     for flags, ranks in commands(page.read_text()):
         if "hf:" in flags or "--help" in flags:
             continue
-        flags = re.sub(r"--(?:load|resume-mode) \S+", "", re.sub(r"--data-path (?:[^-\s]\S* ?)+", "--mock-data ", flags))
+        flags = re.sub(
+            r"--(?:load|resume-mode) \S+", "", re.sub(r"--data-path (?:[^-\s]\S* ?)+", "--mock-data ", flags)
+        )
         argv = shlex.split(flags)
         argv = ["--mock-data"] * ("--mock-data" not in argv) + argv
         if "--vocab-size" not in argv:
