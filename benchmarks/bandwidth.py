@@ -1,12 +1,12 @@
-"""How fast the ranks' collectives are, in the size of the buffers, over all ranks, within a node and between nodes.
+"""Bus bandwidth of the ranks' collectives by buffer size: over all ranks, within a node and between nodes.
 
     torchrun --nproc-per-node 8 benchmarks/bandwidth.py                  # on several nodes as a run is started there
     torchrun --nproc-per-node 2 benchmarks/bandwidth.py --sizes 1 4      # MB
 
 The operations are those of ``megatron/distributed/comm.py``, with the backend that a run would take. The figure is
 the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): bytes of the buffer over seconds, times what of it
-the slowest link carries, so that it can be held against the hardware's whatever the number of ranks. A wrong result of
-an operation is told, and ends the program with 1.
+the slowest link carries, so that it compares with the hardware's at any number of ranks. A wrong result of an operation
+is reported, and the exit status is 1.
 
 Between two ranks, what one sends and what it receives go through the same communicator of NCCL, one after the other:
 there, send/receive shows half of what nccl-tests' sendrecv does.
@@ -81,13 +81,13 @@ class Ring:
 
     @classmethod
     def of(cls, group: Group) -> Ring:
-        """The ring through a group's ranks, in their order."""
+        """Return the ring through a group's ranks, in their order."""
         ranks, here, handle = group.ranks, group.rank, group.handle
         after, before = ranks[(here + 1) % group.size], ranks[here - 1]
         return cls(group, Channel(ranks[here], after, handle), Channel(before, ranks[here], handle))
 
     def turn(self, x: Tensor) -> Tensor:
-        """What the rank before this one has as ``x``.
+        """Return the ``x`` of the previous rank.
 
         Every other rank receives first: the communicator of a pair is made by its first message, and where all sent
         first, each would wait for the next one around the ring.
@@ -103,7 +103,7 @@ class Ring:
 
 
 def _own(group: Group) -> Callable[[Tensor], Tensor]:
-    """A buffer's part for each rank, this rank's own: ``[n * rows]`` -> ``[rows]``."""
+    """Return this rank's part of a buffer: ``[n * rows]`` -> ``[rows]``."""
     return lambda x: x.view(group.size, -1)[group.rank]
 
 
@@ -117,20 +117,20 @@ OPERATIONS: dict[str, Callable[[Group, Ring], Callable[[Tensor], Tensor]]] = {
 
 
 def share_of_bus(operation: str, ranks: int) -> float:
-    """What of a buffer the slowest link carries at best: nccl-tests' doc/PERFORMANCE.md."""
+    """Return the share of a buffer that crosses the slowest link (nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "send/receive":
         return 1.0
     return (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
 def filled(x: Tensor, ranks: int, rank: int) -> Tensor:
-    """A buffer like ``x`` that tells who had it: its part for rank ``i`` is filled with ``rank + i / ranks``."""
+    """Return a buffer like ``x`` that identifies its rank: its part for rank ``i`` holds ``rank + i / ranks``."""
     parts = rank + torch.arange(ranks, dtype=x.dtype, device=x.device) / ranks
     return parts.repeat_interleave(x.numel() // ranks)
 
 
 def expected(operation: str, x: Tensor, ranks: int, rank: int) -> Tensor:
-    """What an operation on buffers that are :func:`filled` gives on ``rank``."""
+    """Return the expected result on ``rank`` of an operation on buffers made by :func:`filled`."""
     each = torch.arange(ranks, dtype=x.dtype, device=x.device)
     total = ranks * (ranks - 1) / 2
     parts = {
@@ -144,7 +144,7 @@ def expected(operation: str, x: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
-    """What is measured: all ranks, and, where every node has equally many neighbours, those of a node and across."""
+    """Return the groups to measure: all ranks and, if nodes have equally many ranks, those within and across nodes."""
     hosts = comm.all_gather_objects(host_name(os.environ), world)
     counts = set(Counter(hosts).values())
     local = counts.pop() if len(counts) == 1 else 1
@@ -198,8 +198,8 @@ def meet(world: Group, device: torch.device) -> float:
 
 def clocks_apart(world: Group, device: torch.device, times: int = 10) -> float:
     """Seconds between the earliest and the latest clock, as seen when a collective ends; the best of some tries."""
-    told = comm.all_gather_objects([meet(world, device) for _ in range(times)], world)
-    return min(max(together) - min(together) for together in zip(*told))
+    gathered = comm.all_gather_objects([meet(world, device) for _ in range(times)], world)
+    return min(max(together) - min(together) for together in zip(*gathered))
 
 
 def page(figures: Sequence[Figure]) -> str:
@@ -230,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if launch.world_size == 1:
             fixes = ("torchrun --nproc-per-node 2 benchmarks/bandwidth.py",)
-            raise UserError([Problem("E202", "a rank that is alone has nobody to send to", fixes)])
+            raise UserError([Problem("E202", "bandwidth needs at least two ranks", fixes)])
         device = choose_device(args.device)
         init_distributed(None, timedelta(minutes=5), device)
     except UserError as error:

@@ -79,7 +79,7 @@ def entries(tensors: Mapping[str, Tensor], transposed: bool = False) -> dict[str
 
 
 def raw_write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The same bytes into one file, and an fsync."""
+    """Write the same bytes into one file and fsync it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for tensor in tensors.values():
@@ -136,7 +136,7 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     for round_ in range(repeats + 1):
         time_all(writers, round_)
         raw.unlink()
-        raw_read(data)  # the first read after a write may find a virtual disk busy, whoever reads
+        raw_read(data)  # the first read after a write may find a virtual disk busy
         forget(iter([data]))
         time_all(readers, round_)
         shutil.rmtree(path)  # what comes next finds as much free memory as this did
@@ -178,7 +178,7 @@ def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> lis
 def peak_memory(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """Bytes by which a save of transposed tensors raises the memory of the process (Linux)."""
     saved = entries(tensors, transposed=True)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     save_sharded(folder / "iter_0000002", saved, {}, {}, ALONE)
     return _status("VmHWM") - before
@@ -199,7 +199,7 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     text = ["# Checkpoint, one process, fp32, local disk", "", "| ratio of speeds | median | lowest | highest |"]
     text += ["|---|---|---|---|"]
     text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in result["ratios"].items()]
@@ -209,7 +209,7 @@ def page(result: Mapping[str, Any]) -> str:
     speeds = ", ".join(f"{name} {speed}" for name, speed in result["megabytes_per_second"].items())
     text += [
         "",
-        f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory besides the tensors.",
+        f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory beyond the tensors.",
         "",
         f"{result['megabytes']} MB in {result['tensors']} tensors, {result['rounds']} alternating rounds, caches "
         f"dropped before reading; {conditions(result)}",
@@ -242,7 +242,7 @@ def main(argv: Sequence[str]) -> int:
     for line, (middle, lowest, highest) in measured.items():
         print(f"{line}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
     print("asynchronous save, standstill / memcpy: {:.2f} ({:.2f} .. {:.2f})".format(*still))
-    print(f"memory a save takes besides the tensors: {peak:.0f} MB")
+    print(f"memory a save takes beyond the tensors: {peak:.0f} MB")
     if args.write:
         result: dict[str, Any] = {
             "ratios": measured,

@@ -75,13 +75,13 @@ class Measured:
 
 
 def shape(kind: str, hidden: int, layers: int, entries: int) -> ModelConfig:
-    """A model of the family, with heads of 32 channels."""
+    """Return a model of the family, with heads of 32 channels."""
     sizes = {"hidden_size": hidden, "num_attention_heads": hidden // 32, "num_layers": layers, "vocab_size": entries}
     return ModelConfig(**SHAPES[kind], **sizes)
 
 
 def write_model(folder: Path, model: ModelConfig) -> None:
-    """A bf16 Hugging Face folder with random weights."""
+    """Write a bf16 Hugging Face folder with random weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(build_config_json(model, "bfloat16")))
     found = [slot for made in map_tensors(model_type_for(model), build_on_meta(model).specs).values() for slot in made]
@@ -107,9 +107,9 @@ def peak_of(argv: Sequence[str]) -> tuple[int, float]:
         while child.poll() is None:
             peak = max(peak, _anonymous(status))
             time.sleep(INTERVAL)
-        said = child.stdout.read() if child.stdout else ""
+        output = child.stdout.read() if child.stdout else ""
     if child.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {said}")
+        raise RuntimeError(f"{' '.join(command)}: {output}")
     return peak, time.perf_counter() - started
 
 
@@ -146,7 +146,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Measured]:
 
 
 def describe(measured: dict[str, Measured]) -> list[str]:
-    """A table of what was measured, in MB."""
+    """Return a table of the measurements, in MB."""
     columns = ("conversion", "model, fp32", "largest tensor", "peak above baseline", "ratio", "baseline", "seconds")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, m in measured.items():
@@ -160,8 +160,8 @@ def write(measured: dict[str, Measured]) -> None:
     """Keep the result."""
     measured_with = versions("torch", "transformers")
     content = {"measured": {name: asdict(m) for name, m in measured.items()}, "versions": measured_with}
-    said = ", ".join(f"{name} {number}" for name, number in measured_with.items())
-    note = f"Sizes in MB. One process, one thread, bf16 on the side of Hugging Face, with the check; {said}."
+    measured_on = ", ".join(f"{name} {number}" for name, number in measured_with.items())
+    note = f"Sizes in MB. One process, one thread, bf16 on the side of Hugging Face, with the check; {measured_on}."
     keep("conversion", content, "\n".join([TITLE, "", *describe(measured), "", note]))
 
 

@@ -43,7 +43,7 @@ CASE_SECONDS = 90.0
 
 ALONE = "of time"
 TESTS = {ALONE: ["tests/gpu/test_timers.py"], "others": ["tests/gpu", "--ignore=tests/gpu/test_timers.py"]}
-"""What pytest is told, in this order."""
+"""Arguments for pytest, in this order."""
 
 TEST_PROCESSES = 6
 """That share the GPU for the other tests."""
@@ -61,7 +61,7 @@ def test(seconds: float, rehearse: bool, log: Path) -> str:
     """
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--show-capture=no"]
     environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
-    end, told = time.monotonic() + seconds, []
+    end, summaries = time.monotonic() + seconds, []
     log.write_text("")
     for name, tests in TESTS.items():
         together: list[str] = []
@@ -69,12 +69,12 @@ def test(seconds: float, rehearse: bool, log: Path) -> str:
             together = ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
             cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))  # each would take all of them
             environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
-        told.append(f"{name}: {_tested([*command, *tests, *together], environment, end - time.monotonic(), log)}")
-    return "; ".join(told)
+        summaries.append(f"{name}: {_tested([*command, *tests, *together], environment, end - time.monotonic(), log)}")
+    return "; ".join(summaries)
 
 
 def _tested(command: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path) -> str:
-    """The summary of a run of pytest, or what was through after ``seconds``."""
+    """Return the summary of a pytest run, or its last line after ``seconds``."""
     before = log.stat().st_size
     with log.open("a") as out:
         tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
@@ -88,12 +88,12 @@ def _tested(command: Sequence[str], environment: Mapping[str, str], seconds: flo
             if tests.poll() is None:  # their workers, too, would share the GPU with what is measured next
                 os.killpg(tests.pid, signal.SIGKILL)
                 tests.wait()
-    told = log.read_text()[before:].strip().splitlines()
-    return told[-1].strip("= ") if told else "no output"
+    lines = log.read_text()[before:].strip().splitlines()
+    return lines[-1].strip("= ") if lines else "no output"
 
 
 def measure(case: str, seconds: float, rehearse: bool) -> Values:
-    """Measure a case in a process of its own; returns what it has told by its end."""
+    """Measure a case in a process of its own; return the results it has written by its end."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "case.json")
         command = [sys.executable, "-m", "benchmarks.gpu_case", case, "--seconds", f"{seconds:.0f}", "--out", str(out)]
@@ -108,12 +108,12 @@ def measure(case: str, seconds: float, rehearse: bool) -> Values:
         try:
             found |= json.loads(out.read_text()) if out.exists() else {}
         except ValueError as error:
-            failure = f"{failure or 0}, and what it told cannot be read: {error}"
+            failure = f"{failure or 0}, and its results cannot be read: {error}"
     return found | ({"failure": failure} if failure else {})
 
 
 def machine() -> dict[str, str]:
-    """What the figures are measured with."""
+    """Return the GPU, driver and library versions."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu"}
@@ -131,7 +131,7 @@ def speed(case: Mapping[str, Any], seconds: Sequence[float], peak_bytes: int) ->
 
 
 def standings(case: Mapping[str, Any]) -> dict[str, Values]:
-    """The contestants of a case: from their turns, or where they took no part in them, from their trials."""
+    """Return the contestants of a case, from their turns or, for those without, from their trials."""
     trials = {trial["name"]: trial for trial in case.get("trials", ()) if trial["seconds"]}
     found = {}
     for name, setting in case.get("winners", {}).items():
@@ -165,10 +165,10 @@ def _met(yes: bool) -> str:
 
 
 def table(case: Mapping[str, Any]) -> list[str]:
-    """A case in Markdown."""
+    """Return a case as Markdown."""
     lines = ["", f"## {case['case']}", ""]
     if "failure" in case:
-        lines += [f"The process ended with {case['failure']}; what it had told by then follows.", ""]
+        lines += [f"The process ended with {case['failure']}; its results up to then follow.", ""]
     found = standings(case)
     lines += ["| | tokens/s | MFU | ms a step | GiB | measured | setting |", "|---|---|---|---|---|---|---|"]
     for name, v in found.items():
@@ -183,45 +183,45 @@ def table(case: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write(folder: Path, told: Mapping[str, Any]) -> None:
-    """The files of results."""
+def write(folder: Path, results: Mapping[str, Any]) -> None:
+    """Write the files of results."""
     folder.mkdir(parents=True, exist_ok=True)
-    for case in told["cases"]:
+    for case in results["cases"]:
         if "profiles" in case:
             shown = "\n\n".join(f"==== {name}: one step\n\n{text}" for name, text in case["profiles"].items())
             (folder / f"gpu_profile_{case['case']}.txt").write_text(shown + "\n")
-    kept = [{key: value for key, value in case.items() if key != "profiles"} for case in told["cases"]]
+    kept = [{key: value for key, value in case.items() if key != "profiles"} for case in results["cases"]]
     part = folder / "gpu.json.part"
-    part.write_text(json.dumps(dict(told) | {"cases": kept}, indent=1) + "\n")
+    part.write_text(json.dumps(dict(results) | {"cases": kept}, indent=1) + "\n")
     part.replace(folder / "gpu.json")
-    rehearsed = " (a rehearsal in miniature: the figures mean nothing)" if told["rehearsed"] else ""
+    rehearsed = " (a rehearsal in miniature: the figures mean nothing)" if results["rehearsed"] else ""
     lines = [
         f"# One GPU{rehearsed}",
         "",
-        ", ".join(f"{key} {value}" for key, value in told["machine"].items()) + ".",
+        ", ".join(f"{key} {value}" for key, value in results["machine"].items()) + ".",
         "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
         "peak of the data sheet. Ours keeps fp32 masters and gradients; transformers with bf16 weights keeps neither.",
         "transformers runs eagerly and with the whole model compiled (`torch.compile(model, dynamic=False)`, without",
         "`reduce-overhead`), first at the micro-batch size that is named first, then, as far as time allows, at the",
         "other: the tables say what was tried.",
         "",
-        f"Tests (`tests/gpu`): {told['tests']}",
+        f"Tests (`tests/gpu`): {results['tests']}",
     ]
-    lines += [line for case in told["cases"] for line in table(case)]
+    lines += [line for case in results["cases"] for line in table(case)]
     (folder / "gpu.md").write_text("\n".join(lines) + "\n")
 
 
 def earlier(folder: Path, where: Mapping[str, str], rehearsed: bool) -> Values:
-    """What an earlier run left in the folder, if it was on the same machine; else a new beginning."""
+    """Return the results of an earlier run in the folder if it was on the same machine, else empty results."""
     new: Values = {"machine": dict(where), "rehearsed": rehearsed, "tests": "left out", "cases": []}
     try:
-        told: Values = json.loads((folder / "gpu.json").read_text())
+        results: Values = json.loads((folder / "gpu.json").read_text())
     except FileNotFoundError:
         return new
     except ValueError:
-        told = {}
-    if all(told.get(key) == new[key] for key in ("machine", "rehearsed")):
-        return told
+        results = {}
+    if all(results.get(key) == new[key] for key in ("machine", "rehearsed")):
+        return results
     print(f"the results in {folder} are of another machine, a rehearsal, or unreadable, and are replaced", flush=True)
     return new
 
@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
-    parser.add_argument("--rehearse", action="store_true", help="in miniature, on a CPU; says nothing about speed")
+    parser.add_argument("--rehearse", action="store_true", help="in miniature, on a CPU; the figures mean nothing")
     args = parser.parse_args(argv)
     end = time.monotonic() + 60 * args.minutes - GRACE
     where = machine()
@@ -241,12 +241,12 @@ def main(argv: Sequence[str]) -> int:
         print("there is no GPU here; --rehearse runs everything in miniature on a CPU", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
-    told = earlier(args.output, where, args.rehearse)
+    results = earlier(args.output, where, args.rehearse)
     if not args.skip_tests:
         left = end - time.monotonic()
         log = args.output / "gpu_tests.txt"
-        told["tests"] = test(min(left, TESTS_SECONDS) if args.cases else left, args.rehearse, log)
-        print(f"tests: {told['tests']}", flush=True)
+        results["tests"] = test(min(left, TESTS_SECONDS) if args.cases else left, args.rehearse, log)
+        print(f"tests: {results['tests']}", flush=True)
     for number, case in enumerate(args.cases):
         left, needed = end - time.monotonic(), 10.0 if args.rehearse else CASE_SECONDS
         if number and left < needed:
@@ -256,12 +256,12 @@ def main(argv: Sequence[str]) -> int:
         seconds = max(10.0, left / fitting - 5)
         print(f"{case}: {seconds:.0f} s", flush=True)
         found = measure(case, seconds, args.rehearse)
-        measured = {other["case"]: other for other in told["cases"]} | {case: found}
-        told["cases"] = [measured[name] for name in CASES if name in measured]
-        write(args.output, told)
+        measured = {other["case"]: other for other in results["cases"]} | {case: found}
+        results["cases"] = [measured[name] for name in CASES if name in measured]
+        write(args.output, results)
         for line in verdict(found, standings(found)):
             print(f"  {line}", flush=True)
-    write(args.output, told)
+    write(args.output, results)
     print((args.output / "gpu.md").read_text())
     return 0
 

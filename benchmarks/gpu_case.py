@@ -3,7 +3,7 @@
 `python -m benchmarks.gpu` runs this for every case, each in a process of its own: memory starts unfragmented, and what
 one case does to the process ends with it. First comes what a verdict needs: each side as it is and as it is probably
 fastest. Then, as long as there is time, one change after another, each kept if it is faster; then the winners take
-turns. Everything is written down as soon as it is known, so that a case that is cut short still tells what it has.
+turns. Everything is written down as soon as it is known, so that a case that is cut short keeps what it has.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Result:
 
 
 def kind(setting: Setting) -> tuple[bool, bool]:
-    """Settings of a kind take about as long to try: whose it is, and whether something is compiled."""
+    """Return the kind of a setting (contestant, compiled or not); settings of a kind take about equally long to try."""
     ours = isinstance(setting, Ours)
     return ours, setting != Ours(setting.micro_batch) if isinstance(setting, Ours) else setting.compiled
 
@@ -79,7 +79,7 @@ class Bench:
         results: of the settings that were tried.
         winners: the fastest setting so far, by contestant.
         steps: of the winners, built and warm.
-        told: what the file holds.
+        report: content of the file.
     """
 
     def __init__(self, name: str, case: Case, device: torch.device, seconds: float, out: Path) -> None:
@@ -87,7 +87,7 @@ class Bench:
         self.deadline = time.monotonic() + seconds
         self.room = 0.85 * torch.cuda.mem_get_info()[0] if device.type == "cuda" else float("inf")
         config = Ours(case.micro_batches[0]).config(case, device)
-        self.told: dict[str, object] = {
+        self.report: dict[str, object] = {
             "case": name,
             "device": device_name(device),
             "peak_flops": peak_flops(device_name(device), "bf16"),
@@ -108,14 +108,14 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def note(self, text: str) -> None:
-        """For whoever reads the results."""
-        self.keep(notes=[*self.told["notes"], text])
+        """Add a note for the readers of the results."""
+        self.keep(notes=[*self.report["notes"], text])
 
     def keep(self, **values: object) -> None:
-        """Write down what is known; whoever reads the file, at any time, finds all of an earlier or a later one."""
-        self.told |= values
+        """Write down what is known; a reader always finds a complete version of the file."""
+        self.report |= values
         part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(self.told, indent=1) + "\n")
+        part.write_text(json.dumps(self.report, indent=1) + "\n")
         part.replace(self.out)
 
     def sync(self) -> None:
@@ -140,7 +140,7 @@ class Bench:
         return (time.perf_counter() - start) / steps
 
     def attempt(self, setting: Setting) -> Result:
-        """Try a setting; one that fails, as by running out of memory, is told and ends nothing."""
+        """Try a setting; a failure, such as running out of memory, is recorded and ends nothing."""
         if setting in self.results:
             return self.results[setting]
         start = time.monotonic()
@@ -155,7 +155,7 @@ class Bench:
         result.took = time.monotonic() - start
         self.results[setting] = result
         ours = "ours" if isinstance(setting, Ours) else "transformers"
-        self.keep(trials=[*self.told["trials"], {"whose": ours} | asdict(result)])
+        self.keep(trials=[*self.report["trials"], {"whose": ours} | asdict(result)])
         print(f"  {ours:12} {result.name:70} {result.error or f'{1e3 * result.median:.1f} ms'}", flush=True)
         return result
 
@@ -210,7 +210,7 @@ class Bench:
 
 
 def take_turns(bench: Bench) -> None:
-    """The winners in turns, so that a change of the GPU's clock meets all of them; then a profile of each."""
+    """Run the winners in turns, so that clock changes of the GPU affect all of them; then profile each."""
     steps: dict[str, Step] = {}
     for name, setting in bench.winners.items():
         warm = setting in bench.steps
@@ -232,7 +232,7 @@ def take_turns(bench: Bench) -> None:
 
 
 def profile(bench: Bench, step: Step) -> str:
-    """The longest kernels of one step."""
+    """Return the longest kernels of one step."""
     cuda, activity = bench.device.type == "cuda", torch.profiler.ProfilerActivity
     bench.sync()
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * cuda]) as recorded:

@@ -120,7 +120,7 @@ class Theirs:
         return f"micro-batch {self.micro_batch}, {self.weights} weights, {'compiled' if self.compiled else 'eager'}"
 
     def make(self, case: Case, device: torch.device) -> Step:
-        """The usual loop around the model, with fused AdamW, SDPA and the fused activation."""
+        """Return the usual training step, with fused AdamW, SDPA and the fused activation."""
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # takes seconds
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,8 +1,8 @@
-"""Speed of laying out samples: ours beside the description of the order followed step by step, and samples per second.
+"""Speed of building sample indices, beside a literal step-by-step implementation of Megatron-LM's order.
 
     python -m benchmarks.index            # prints; --write keeps the result
 
-Both sides make the same tables from the same lengths, are compared entry by entry, and take turns; a ratio is the
+Both sides build the same tables from the same lengths, are compared entry by entry, and alternate; a ratio is the
 median over rounds. The larger shapes are ours alone: one process, one core, in memory, without a cache.
 """
 
@@ -15,19 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import megatron_order
 from benchmarks.record import keep, machine
 from megatron.data import gpt_dataset
 from megatron.data.blended_dataset import build_blend_index, normalize_weights
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
-from tests.unit.data import megatron_order
 
 TITLE = "# Laying out samples, one core, in memory"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -129,7 +126,7 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
 
 
 def separately(held: NDArray[np.int32], order: SampleOrder, size: int) -> dict[str, Callable[[], object]]:
-    """What makes each table of an order by itself."""
+    """Return a function for each table of an order that builds it alone."""
     seq_length, samples, random = order.seq_length, len(order.shuffle_index), np.random.RandomState(SEED)
     apart = gpt_dataset._samples_before_last_epoch(order.tokens, order.epochs, size, seq_length)
     return {
@@ -152,7 +149,7 @@ def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, floa
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     text = [TITLE, "", "| ratio of times, description / ours | median | lowest | highest |", "|---|---|---|---|"]
     for name, ratios in result["ratios"].items():
         text.append(f"| {name} | {statistics.median(ratios):.0f} | {min(ratios):.0f} | {max(ratios):.0f} |")

@@ -38,7 +38,7 @@ LLAMA = (
     " --num-query-groups 2 --seq-length 512 --max-position-embeddings 512 --vocab-size 8192 --micro-batch-size 2"
     " --train-iters 1000 --mock-data --device cpu"
 )
-"""Flags of the model whose step is taken."""
+"""Flags of the model that is trained."""
 
 
 def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
@@ -78,7 +78,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
 
 
 def steps(dropout: str) -> dict[str, Callable[[], Tensor]]:
-    """A training step, by kernels, always on the same batch; each returns the loss."""
+    """Return a training step for each choice of kernels, always on the same batch; a step returns the loss."""
 
     def step(kernels: str) -> Callable[[], Tensor]:
         flags = [*LLAMA.split(), "--hidden-dropout", dropout, "--kernels", kernels]
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[floa
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, object]]], facts: Mapping[str, object]) -> str:
-    """The results in Markdown."""
+    """Return the results as Markdown."""
     text = ["# Kernels on a CPU, one thread"]
     for title, contestants in found.items():
         text += [

@@ -59,7 +59,7 @@ SINKS = {
 
 
 def configuration(args: argparse.Namespace, folder: str, *flags: str) -> RunConfig:
-    """A run of the shape that was asked for."""
+    """Return the configuration of the requested shape."""
     shape = {name: getattr(args, name) for name in ("num_layers", "hidden_size", "seq_length")}
     argv = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     argv += ["--mock-data", "--vocab-size", "8192", "--num-attention-heads", "4", "--train-iters", "1000000"]
@@ -69,7 +69,7 @@ def configuration(args: argparse.Namespace, folder: str, *flags: str) -> RunConf
 
 @contextmanager
 def quiet_log(config: RunConfig) -> Iterator[RunLogger]:
-    """A log whose console nobody sees; what it warns of is still told."""
+    """Return a logger with a silent console; warnings are still printed."""
     console = contextlib.redirect_stdout(io.StringIO())
     with console, RunLogger(config, world_size=1, device=CPU, run_id="overhead") as log:
         yield log
@@ -87,7 +87,7 @@ class SideBySide:
         )
 
     def bare(self) -> None:
-        """Steps that nobody hears of."""
+        """Take steps without any logging."""
         t = self.trainer
         t.timers = no_clock  # type: ignore[assignment]
         for _ in range(self.steps):
@@ -95,7 +95,7 @@ class SideBySide:
             self._count(t)
 
     def logged(self) -> None:
-        """Steps with every timer, and a line in every sink at the end."""
+        """Take steps with every timer, and log a line to every sink at the end."""
         t = self.trainer
         t.timers = self.timers
         window = MetricsWindow(CPU, t.config.training.seq_length, world=t.mesh.world, timers=t.timers)
@@ -188,13 +188,13 @@ def per_line(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def made_up() -> StepMetrics:
-    """Metrics of a step that nobody took."""
+    """Made-up metrics of a step."""
     loss, norm, skipped, scale, nonfinite = torch.tensor([2.0, 1.0, 0.0, 1.0, 0.0])
     return StepMetrics(loss, norm, skipped, scale, nonfinite)
 
 
 def window_of(steps: int) -> MetricsWindow:
-    """A window with all timers after some steps."""
+    """Return a metrics window with all timers after some steps."""
     window, metrics = MetricsWindow(CPU, 1024, timers=Timers(2, CPU)), made_up()
     for _ in range(steps):
         window.add(metrics, 1)
@@ -216,7 +216,7 @@ def telling(log: RunLogger, args: argparse.Namespace) -> list[float]:
     """Microseconds of handing a record to the log, each of another step."""
     steps = itertools.count(1)
 
-    def tell() -> None:
+    def log_line() -> None:
         log.train(records[next(steps)])
 
     calls = min(args.calls, 20)  # more than sinks can write until they are closed would be another measurement
@@ -224,7 +224,7 @@ def telling(log: RunLogger, args: argparse.Namespace) -> list[float]:
         step: window_of(1).read(iteration=step, consumed_samples=step, rates=RATES)
         for step in range(1, calls * (args.repeats + 1) + 1)
     }
-    return price(tell, calls, args.repeats)
+    return price(log_line, calls, args.repeats)
 
 
 def price(part: Callable[[], None], calls: int, rounds: int) -> list[float]:
@@ -270,7 +270,7 @@ def together(result: Mapping[str, Any]) -> float:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     shape = ", ".join(f"{name} {size}" for name, size in result["shape"].items())
     text = [
         TITLE,

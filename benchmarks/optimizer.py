@@ -5,8 +5,8 @@
 The parameters are those of GPT-2 of width 768 in fp32. Every rank of ZeRO-1 updates its part; here one rank does, and
 its time is taken as many times as there are ranks: what all would need one after the other. Nothing is sent; that is
 counted by `benchmarks.wire`. `update` finds the norm, clips, moves the weights and publishes them; torch's side is
-`clip_grad_norm_` and `AdamW(fused=True).step()`. The rule alone is told besides. Contestants take turns, all start
-from the same weights and gradients, and what they make of them must agree.
+`clip_grad_norm_` and `AdamW(fused=True).step()`. The update rule alone is reported too. Contestants alternate, start
+from the same weights and gradients, and must reach the same weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OneOf:
     placement = (0,)
 
     def optimizer_shard_group(self, *axes: str) -> Group:
-        """The replicas, which cut the buckets."""
+        """Return the group that shards the buckets."""
         return Group(tuple(range(self.ranks)), self.rank)
 
     def optimizer_replica_group(self, *axes: str) -> Group:
@@ -73,7 +73,7 @@ class OneOf:
 
 
 def values_of(specs: Mapping[str, ShardSpec], seed: int, scale: float) -> dict[str, Tensor]:
-    """The same numbers for every contestant."""
+    """Fill the tensors with the same numbers for every contestant."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(spec.local_shape, generator=generator).mul_(scale) for name, spec in specs.items()}
 
@@ -157,7 +157,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     text = ["# AdamW cut by ZeRO-1 beside torch's fused AdamW on the whole model, CPU, one thread", ""]
     text += ["| ranks | update of all ranks / clip_grad_norm_ and step | rule alone / step |", "|--:|---|---|"]
     for n in result["ranks"]:

@@ -54,7 +54,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, microbatches: int) -> Case:
-        """The schedule ``name`` with as many stages on a rank as it needs, ``interleaved`` with two."""
+        """Return the schedule ``name`` with the stages per rank that it needs; two for ``interleaved``."""
         chunks = SCHEDULES[name].chunks or (2 if name == "interleaved" else 1)
         program = add_communication(make_schedule(name, RANKS, chunks, microbatches))
         batches = [MicroBatch.of_tokens(torch.zeros(1, 1, dtype=torch.int64))] * microbatches
@@ -66,7 +66,7 @@ class Case:
         return self.program.ranks[RANK]
 
     def chunk(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """A stage; the gradient of its weight, which nobody wants, goes nowhere."""
+        """Build a stage; the gradient of its weight is discarded."""
         return (x if x is not None else torch.ones(1, WIDTH)) @ self.weight, torch.zeros(())
 
     def buffer(self, batch: MicroBatch) -> Tensor:
@@ -74,7 +74,7 @@ class Case:
         return torch.ones(1, WIDTH)
 
     def pipeline(self) -> Callable[[], None]:
-        """The rank's part of a step, by the runtime."""
+        """Run the rank's part of a step with the runtime."""
         placement = self.program.placement
         chunks = {stage: self.chunk for stage, rank in enumerate(placement) if rank == RANK}
         roads = {edge: Channel(*edge) for edge in channels(placement)}
@@ -82,7 +82,7 @@ class Case:
         return lambda: runtime.run(self.actions, self.batches, self.seed)
 
     def plain(self) -> Callable[[], None]:
-        """The same calls of PyTorch, in a loop over a list that says no more than what they need."""
+        """Run the same PyTorch calls in a plain loop over a prepared list."""
         received = set(self.actions)
         calls = [
             (kind == FORWARD, (stage, microbatch), Action(stage, RECV[kind], microbatch) in received)
@@ -124,7 +124,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nothing_moves(x: Tensor, channel: Channel) -> Pending:
-    """A send, or a receive, that is over at once."""
+    """Return a completed send or receive."""
     return Pending(x)
 
 
@@ -134,7 +134,7 @@ def price(row: Mapping[str, Any]) -> list[float]:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     heads = ("actions", "of them computing", "added to an action, us", "lowest", "highest", "step / plain loop")
     text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, row in result["schedules"].items():

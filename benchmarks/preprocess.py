@@ -67,7 +67,7 @@ def documents(seed: int) -> Iterator[str]:
 
 
 def _written(rank: int, kind: float, known: dict[int, str]) -> str:
-    """A word with what follows it; ``kind`` in [0, 1) says which of the less usual things it is."""
+    """Return a word and its separator; ``kind`` in [0, 1) selects among rarer forms."""
     rank %= 1 << 40
     if kind < 0.02:
         return f"{rank % 10 ** (1 + int(kind * 400))} "
@@ -88,7 +88,7 @@ def _written(rank: int, kind: float, known: dict[int, str]) -> str:
 
 
 def write_corpus(path: Path, megabytes: float, source: Path | None) -> int:
-    """A file of JSON lines with so much text; returns the bytes of its texts in UTF-8."""
+    """Write a JSONL file with so much text; return the UTF-8 bytes of its texts."""
     texts = documents(1) if source is None else iter(texts_of(source, megabytes * 1e6)[0])
     size = 0
     with open(path, "w", encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def write_corpus(path: Path, megabytes: float, source: Path | None) -> int:
 
 
 def train_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of 32,000 entries."""
+    """Train a byte-level BPE of 32,000 entries."""
     from megatron.data.preprocess.corpus import TextDocument
     from megatron.data.tokenizers.train import save_tokenizer, train_bpe
 
@@ -114,7 +114,7 @@ def train_tokenizer(folder: Path) -> None:
 
 
 def texts_of(corpus: Path, limit: float = float("inf")) -> tuple[list[str], int]:
-    """The first texts, until there are ``limit`` bytes, and their bytes."""
+    """Return the first texts, up to ``limit`` bytes, and their bytes."""
     texts: list[str] = []
     size = 0
     with open(corpus, "rb") as lines:
@@ -139,7 +139,7 @@ def gigatoken_alone(corpus: Path, model: Path, threads: int) -> tuple[float, int
 
 
 def hf_loop(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
-    """The library ``tokenizers``, a document after the other, as most scripts use it."""
+    """Encode with ``tokenizers``, one document at a time, as most scripts do."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -151,7 +151,7 @@ def hf_loop(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
 
 
 def hf_batched(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
-    """The same library, a thousand documents at once on all threads."""
+    """Encode with ``tokenizers``, a thousand documents at once on all threads."""
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     import tokenizers
 
@@ -165,7 +165,7 @@ def hf_batched(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
 
 
 def ours(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
-    """The command, from its start to its end."""
+    """Run the command from start to end."""
     size = texts_of(corpus)[1]
     with tempfile.TemporaryDirectory(dir=corpus.parent) as folder:
         flags = ["--input", corpus, "--output-prefix", f"{folder}/out", "--tokenizer-type", "HuggingFaceTokenizer"]
@@ -222,7 +222,7 @@ def one_round(corpus: Path, tiny: Path, model: Path, threads: int) -> dict[str, 
 
 
 def describe(rounds: Sequence[dict[str, float]]) -> list[str]:
-    """A table: the median of the rounds, and the range."""
+    """Return a table with the median and range of the rounds."""
     lines = ["| | median | range |", "|---|---|---|"]
     for name in rounds[0]:
         found = sorted(one[name] for one in rounds)
@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=200, help="of text (200)")
-    parser.add_argument("--input", type=Path, help="JSON lines whose texts to use (generated ones)")
+    parser.add_argument("--input", type=Path, help="JSONL file to use (default: generated text)")
     parser.add_argument(
         "--tokenizer-model", type=Path, help="folder with a tokenizer.json (a BPE of 32,000 entries is made)"
     )

@@ -1,11 +1,10 @@
-"""Memory that loading a checkpoint takes in another layout than that which wrote it (Linux).
+"""Memory needed to load a checkpoint in a different layout (Linux).
 
     python -m benchmarks.resharding --folder DIR
 
-GPT-2 of width 768 and 18 layers, bf16 with fp32 masters and moments, 2 GB, is written by TP 2 x DP 2 under ZeRO-1, and
-loaded by other layouts. What every rank holds was touched before, so that the peak of its anonymous memory (RssAnon;
-mapped files are the system's to drop) above what it had is what loading takes besides. Limit: 1 GB. What was loaded is
-compared with what was written by the sum of all bits.
+TP 2 x DP 2 under ZeRO-1 writes a GPT-2 of width 768 and 18 layers (2 GB: bf16 with fp32 main parameters and moments);
+other layouts load it. Each rank first touches all memory it holds, so the rise of its anonymous memory (RssAnon,
+without mapped files) is the extra memory of loading. Limit: 1 GB. The sum of all bits shows that the tensors are equal.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ranks import run_ranks
 from benchmarks.record import conditions, keep, machine
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
@@ -36,9 +36,6 @@ from megatron.planner.memory import checkpoint_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import local_tensors, restore_run, run_state, tensors_to_save
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
-from tests.distributed.pool import Pool
 
 LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
 """What results are kept for; bytes; seconds between two looks at a process's memory."""
@@ -57,7 +54,7 @@ LOADED = (
 
 
 def config_of(layers: int, ranks: int, flags: str) -> RunConfig:
-    """The run's configuration."""
+    """Return the run's configuration."""
     shape = f"--preset gpt2-124m --num-layers {layers} --bf16 --mock-data --train-iters 1 --device cpu"
     batch = f"--global-batch-size {12 // ranks * ranks}"
     return parse(f"{shape} {batch} {flags}".split(), {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
@@ -98,13 +95,13 @@ def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tu
 
 @torch.no_grad()
 def touch(tensors: Iterable[Tensor]) -> None:
-    """Have the system give all memory that was only promised."""
+    """Make the system allocate all reserved memory."""
     for tensor in tensors:
         tensor.fill_(1.0)
 
 
 def peak_while(action: Callable[[], object]) -> int:
-    """The most anonymous memory of this process while it acts."""
+    """Return the peak anonymous memory of this process during ``action``."""
     peak, done = [anonymous()], threading.Event()
 
     def look() -> None:
@@ -134,18 +131,10 @@ def measure(folder: Path, layers: int) -> list[dict[str, Any]]:
         RuntimeError: when what is loaded is not what was written, or loading takes more than the limit.
     """
     ranks, flags = WRITTEN
-    pool = Pool(ranks)
-    try:
-        (written, *_) = pool.run(ranks, save, layers, flags, str(folder), timeout=600)
-    finally:
-        pool.close()  # and with it what its processes keep of memory
+    (written, *_) = run_ranks(ranks, save, layers, flags, str(folder))
     rows = []
     for ranks, flags in LOADED:
-        pool = Pool(ranks)
-        try:
-            found = pool.run(ranks, load, layers, flags, str(folder), timeout=600)
-        finally:
-            pool.close()
+        found = run_ranks(ranks, load, layers, flags, str(folder))
         extra = max(more for _, _, more, _ in found)
         if any(loaded != written for loaded, *_ in found) or extra > LIMIT:
             raise RuntimeError(f"{flags} on {ranks} ranks: {found}, and {written} was written")
@@ -156,9 +145,9 @@ def measure(folder: Path, layers: int) -> list[dict[str, Any]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     text = ["# Loading a checkpoint in another layout", ""]
-    text += ["| ranks | layout | held before, MB | loading takes besides, MB | seconds |", "|--:|---|--:|--:|--:|"]
+    text += ["| ranks | layout | held before, MB | loading takes in addition, MB | seconds |", "|--:|---|--:|--:|--:|"]
     for row in result["rows"]:
         cells = row["ranks"], f"`{row['flags']}`", f"{row['held'] / 1e6:,.0f}", f"{row['extra'] / 1e6:,.0f}"
         text.append("| " + " | ".join(map(str, (*cells, row["seconds"]))) + " |")

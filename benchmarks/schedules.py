@@ -4,7 +4,7 @@
 
 By default 64 ranks and 512 micro-batches, with 8 stages on each rank where a schedule lets them be chosen: a million
 and a half actions. Figures are microseconds per action of the program, sends and receives included; the last column is
-the sum per action that computes. Each round makes everything anew, with Python's garbage collector on as it is in a
+the sum per action that computes. Each round rebuilds everything, with Python's garbage collector on as it is in a
 run; its share is shown.
 """
 
@@ -38,7 +38,7 @@ LIMIT = 10.0
 
 
 def stages_on_rank(name: str, chunks: int) -> int:
-    """What the schedule needs, or ``chunks`` where it leaves the choice."""
+    """Return the stages per rank that the schedule needs, or ``chunks`` if it accepts any."""
     return SCHEDULES[name].chunks or chunks
 
 
@@ -63,7 +63,7 @@ def one_round(
 
 @contextmanager
 def collecting(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """The seconds of every run of the garbage collector inside."""
+    """Collect the seconds of every garbage collection inside the block."""
     seconds: list[float] = []
     began = clock()
 
@@ -98,7 +98,7 @@ def total(row: Mapping[str, Any]) -> list[float]:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     figures = ("all", "lowest", "highest", f"of all, {COLLECTOR}", "all, per computing action")
     heads = ("stages on a rank", "actions", *PASSES, *figures)
     text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
@@ -128,7 +128,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def profile(name: str, args: argparse.Namespace) -> str:
-    """The functions that a round spends its time in."""
+    """Return the functions that take most of a round's time."""
     profiler = cProfile.Profile()
     profiler.runcall(
         one_round, name, args.ranks, stages_on_rank(name, args.chunks), args.microbatches, CLOCKS[args.clock]

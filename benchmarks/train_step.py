@@ -28,14 +28,13 @@ from torch import nn
 
 from benchmarks.record import RESULTS, keep, machine
 from megatron.arguments.cli import parse
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
-from tests.parity.families import copy_into, from_gpt2
+from megatron.training.trainer_state import restore_from_source
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
@@ -47,7 +46,7 @@ Step = Callable[[], float]
 
 
 def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_parallel: bool = False) -> Trainer:
-    """A trainer as the command line would make it."""
+    """Build a trainer as the command line would."""
     flags = ["--preset", "gpt2-124m", "--num-layers", str(args.num_layers), "--seq-length", "512", "--mock-data"]
     flags += ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", "1000", "--device", "cpu"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--clip-grad", str(CLIP)]
@@ -57,13 +56,13 @@ def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_p
 
 
 def our_step(trainer: Trainer) -> Step:
-    """Our step, always on the same batch."""
+    """Return our training step, always on the same batch."""
     batches = trainer.next_batches()
     return lambda: train_step(trainer, batches, Rates(LEARNING_RATE, WEIGHT_DECAY)).loss.item()
 
 
 def their_model(args: argparse.Namespace, activation: str) -> nn.Module:
-    """The same architecture in `transformers`."""
+    """Build the same architecture in `transformers`."""
     config = transformers.GPT2Config(
         n_layer=args.num_layers, activation_function=activation, attn_implementation="sdpa"
     )
@@ -72,7 +71,7 @@ def their_model(args: argparse.Namespace, activation: str) -> nn.Module:
 
 
 def their_step(model: nn.Module, batch: MicroBatch) -> Step:
-    """The usual loop around it."""
+    """Return the usual training step around it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step() -> float:
@@ -87,8 +86,7 @@ def their_step(model: nn.Module, batch: MicroBatch) -> Step:
 
 
 def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step, by contestant."""
-    trainer = our_trainer(args)
+    """Return the seconds of each step, by contestant."""
     models = {
         "transformers": their_model(args, "gelu_new"),
         "transformers, fused gelu": their_model(args, "gelu_pytorch_tanh"),
@@ -96,8 +94,10 @@ def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
     first, *others = models.values()
     for other in others:
         other.load_state_dict(first.state_dict())
-    weights = from_gpt2(dict(first.named_parameters()), trainer.config.model)
-    copy_into(dict(trainer.chunks[0].named_parameters()), weights)
+    trainer = our_trainer(args)
+    with tempfile.TemporaryDirectory() as folder:
+        first.save_pretrained(folder)
+        restore_from_source(trainer, HuggingFaceWeights(Path(folder), trainer.config.model))
     (batch,) = trainer.next_batches()
     steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
     return take_turns(steps, args)
@@ -106,12 +106,12 @@ def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
 def take_turns(
     steps: Mapping[str, Step], args: argparse.Namespace, together: Callable[[], None] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of ``args.repeats`` rounds of one step each, on ``args.clock``, after a round that warms up.
+    """Return the seconds of ``args.repeats`` rounds of one step each, on ``args.clock``, after a round that warms up.
 
     Args:
         steps: by contestant.
         args: of the command line.
-        together: waits for the other processes, if there are any.
+        together: barrier with the other processes, if there are any.
 
     Raises:
         RuntimeError: when the contestants do not compute the same loss from the same weights.
@@ -134,14 +134,14 @@ def take_turns(
 
 
 def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One of the processes. Rank 0 also takes the steps of a process alone, and writes down the seconds."""
+    """Run one of the processes. Rank 0 also takes the single-process steps, and writes the seconds to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.tp)
     alone = our_step(our_trainer(args)) if rank == 0 else lambda: 0.0
 
     def one_process() -> float:
         loss = torch.tensor(alone(), dtype=torch.float64)
-        dist.broadcast(loss, 0)  # the others wait, and hear of the loss
+        dist.broadcast(loss, 0)  # the other ranks wait and receive the loss
         return loss.item()
 
     seconds = take_turns(
@@ -159,7 +159,7 @@ def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> No
 
 
 def against_one_process(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step, by contestant."""
+    """Return the seconds of each step, by contestant."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(tensor_parallel_rank, (args, folder), nprocs=args.tp)
         return json.loads(Path(folder, "seconds").read_text())
@@ -175,7 +175,7 @@ def compare(
 
 
 def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """What is reported: a sentence, and its ratio as ``[median, lowest, highest]``."""
+    """Return the reported ratios as ``[median, lowest, highest]``, by sentence."""
     _, *others = seconds
     if args.tp == 1:
         return {f"tokens/s of ours / {name}": r for name, r in compare(seconds, others).items()}
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("with --tp only the wall clock counts the time spent waiting for one another: --clock wall")
     if args.write and args.num_layers != 12:
         parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
-    args.load = os.getloadavg()[0]  # of the last minute: what others do on the machine
+    args.load = os.getloadavg()[0]  # of the last minute: other work on the machine
     torch.set_num_threads(1)
     seconds = against_transformers(args) if args.tp == 1 else against_one_process(args)
     tokens = 512 * args.micro_batch_size

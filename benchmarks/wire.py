@@ -2,9 +2,8 @@
 
     python -m benchmarks.wire
 
-Four replicas of a small Llama train a step in every way of sharding; what their collectives count must equal the
-formulas of `megatron/planner/communication.py`, to the byte. So the same formulas are shown for Llama-2 7B, of which no
-step was run.
+Four replicas of a small Llama train a step with every way of sharding. The bytes counted by their collectives must
+equal the formulas of `megatron/planner/communication.py`. The same formulas are shown for Llama-2 7B, which is not run.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.ranks import run_ranks
 from benchmarks.record import keep, versions
 from megatron.arguments.cli import parse
 from megatron.config.batch import get_num_microbatches
@@ -26,9 +25,6 @@ from megatron.planner.communication import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
-from tests.distributed.pool import Pool
-
 RANKS, MICROBATCHES = 4, (1, 4)
 OPERATIONS = ("reduce-scatter", "all-to-all", "all-reduce", "all-gather")
 SMALL = "--preset tiny-llama --vocab-size 512 --seq-length 32 --train-iters 1 --mock-data --device cpu --bf16"
@@ -38,7 +34,7 @@ SCALARS = 2 * 8
 
 
 class Way(NamedTuple):
-    """A way of sharding, the micro-batches of a step, and whether gradients travel as bf16."""
+    """A ZeRO stage, the micro-batches of a step, and whether gradients are sent as bf16."""
 
     strategy: str
     batches: int
@@ -46,19 +42,19 @@ class Way(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """Those of a run."""
+        """Flags of a run."""
         rounded = "--grad-reduce-in-bf16" if self.rounded else ""
         return f"--data-parallel-sharding-strategy {self.strategy} --global-batch-size {RANKS * self.batches} {rounded}"
 
 
 def config_of(model: str, way: Way) -> RunConfig:
-    """The run's configuration."""
+    """Return the run's configuration."""
     environment = {"RANK": "0", "WORLD_SIZE": str(RANKS)}
     return parse([*model.split(), *way.flags.split()], environment).config
 
 
-def counted(rank: int, world_size: int, way: Way) -> dict[str, float]:
-    """What this rank sends to other replicas in a step, by operation."""
+def count(rank: int, world_size: int, way: Way) -> dict[str, float]:
+    """Return the bytes this rank sends to other replicas in a step, by operation."""
     trainer = build_trainer(config_of(SMALL, way), rank, world_size)
     meter = trainer.mesh.meter
     meter.pop_bytes_sent()
@@ -68,14 +64,18 @@ def counted(rank: int, world_size: int, way: Way) -> dict[str, float]:
     return {operation: count for operation, count in found.items() if count}
 
 
-def measure(pool: Pool, way: Way) -> dict[str, Any]:
-    """What was counted, and the formula for both models.
+def count_all(rank: int, world_size: int, ways: Sequence[Way]) -> list[dict[str, float]]:
+    """Return the bytes sent by this rank, for each way of sharding."""
+    return [count(rank, world_size, way) for way in ways]
+
+
+def check(way: Way, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Compare the bytes of all ranks with the formula; return a row of results.
 
     Raises:
-        RuntimeError: when a rank sends anything else than the formula says.
+        RuntimeError: when a rank sends other bytes than the formula.
     """
     formula = data_parallel_traffic(config_of(SMALL, way), RANKS)
-    ranks = pool.run(RANKS, counted, way)
     if any(rank != formula for rank in ranks):
         raise RuntimeError(f"{way}: the ranks sent {ranks}, the formula says {formula}")
     large = config_of(LARGE, way)
@@ -89,13 +89,13 @@ def measure(pool: Pool, way: Way) -> dict[str, Any]:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     text = ["# Bytes that a rank sends in a step, 4 replicas, bf16 weights", ""]
     text += ["| ZeRO | micro-batches | gradients travel as | counted = formula, a small Llama | Llama-2 7B, formula |"]
     text += ["|--:|--:|---|---|---|"]
     for row in rows:
-        cells = row["stage"], row["micro-batches"], row["wire"], told(row["small"], 2**20, "MB")
-        text.append("| " + " | ".join(map(str, (*cells, told(row["large"], 2**30, "GB")))) + " |")
+        cells = row["stage"], row["micro-batches"], row["wire"], describe(row["small"], 2**20, "MB")
+        text.append("| " + " | ".join(map(str, (*cells, describe(row["large"], 2**30, "GB")))) + " |")
     text += [
         "",
         "As a ring sends them (`megatron/distributed/comm.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
@@ -105,8 +105,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def told(sent: dict[str, float], unit: int, name: str) -> str:
-    """The sum, and what it is made of."""
+def describe(sent: dict[str, float], unit: int, name: str) -> str:
+    """Return the sum and its parts as text."""
     parts = ", ".join(f"{op} {sent[op] / unit:,.2f}" for op in OPERATIONS if op in sent)
     return f"{sum(sent.values()) / unit:,.2f} {name}: {parts}"
 
@@ -116,11 +116,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
-    pool = Pool(RANKS)
-    try:
-        rows = [measure(pool, Way(*way)) for way in product(ZERO_STAGES, MICROBATCHES, (False, True))]
-    finally:
-        pool.close()
+    ways = [Way(*way) for way in product(ZERO_STAGES, MICROBATCHES, (False, True))]
+    by_rank = run_ranks(RANKS, count_all, ways)
+    rows = [check(way, ranks) for way, ranks in zip(ways, zip(*by_rank))]
     print(page(rows))
     if args.write:
         keep("wire", {"rows": rows} | versions("torch"), page(rows))

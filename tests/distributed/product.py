@@ -160,8 +160,8 @@ def table(pool: Pool, name: str, every: int) -> Iterator[str]:
         yield from (f"failed: {case}" for case in found.failed)
 
 
-def for_readme(log: str) -> list[str]:
-    """The rows of the README's table, by schedule, from what :func:`main` wrote."""
+def markdown_rows(log: str) -> list[str]:
+    """Return the rows of the table in docs/performance.md, by schedule, from the log that :func:`main` wrote."""
     by_schedule: dict[str, list[list[str]]] = defaultdict(list)
     for line in log.splitlines():
         first, *_ = words = [*line.split(), ""]
@@ -193,7 +193,7 @@ def main() -> None:
         f"torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
     ]
     FILE.write_text("\n".join([*head, *lines]) + "\n")
-    print("", "For the README:", *for_readme(FILE.read_text()), sep="\n")
+    print("", "For docs/performance.md:", *markdown_rows(FILE.read_text()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -205,6 +205,12 @@ def repeated_classes(modules: Sequence[Module]) -> list[str]:
     return [f"class {name} is defined in {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
 
 
+def imports_of_tests(modules: Sequence[Module]) -> list[str]:
+    """Return imports of the tests or of pytest, which a user's environment does not have."""
+    names = [(module.name, target) for module in modules for target in sorted(imports(module))]
+    return [f"{name} imports {target}" for name, target in names if prefix_of(target, ("tests", "pytest", "_pytest"))]
+
+
 def asserts(modules: Sequence[Module]) -> list[str]:
     """Assert statements: outside tests an error is raised, with a sentence."""
     return [f"{m.name}:{n.lineno} asserts" for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.Assert)]

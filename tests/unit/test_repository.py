@@ -87,6 +87,14 @@ def test_only_checkpoints_may_use_the_storage_of_torch_distributed() -> None:
     assert len(rules.stray_communication([Module.parse("megatron.checkpoint.bad", "import torch.distributed")])) == 1
 
 
+def test_benchmarks_do_not_import_the_tests() -> None:
+    benchmarks = rules.load(ROOT, "benchmarks/**/*.py")
+    assert len(benchmarks) > 10
+    assert rules.imports_of_tests([*sources(), *benchmarks]) == []
+    late = "def f() -> None:\n    from tests.parity import families\n    import pytest"
+    assert len(rules.imports_of_tests([Module.parse("benchmarks.bad", late)])) == 2
+
+
 def test_the_pure_half_imports_in_a_second_without_torch() -> None:
     names = [module.name for module in sources() if rules.prefix_of(module.name, rules.TORCH_FREE)]
     program = (

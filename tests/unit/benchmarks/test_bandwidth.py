@@ -85,4 +85,4 @@ def test_a_wrong_result_is_told(pool: Pool) -> None:
 def test_one_rank_alone_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert bandwidth.main([]) == 2
-    assert "E202 a rank that is alone has nobody to send to\n  fix: torchrun" in capsys.readouterr().err
+    assert "E202 bandwidth needs at least two ranks\n  fix: torchrun" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_no_size_is_tried_for_us_alone(tmp_path: Path, monkeypatch: pytest.Monke
     bench = bench_of(tmp_path / "case.json", 55.0)
     gpu_case.run(bench)
     assert {setting.micro_batch for setting in bench.results} == {2}
-    assert "as transformers was not tried with such micro-batches" in str(bench.told["notes"])
+    assert "as transformers was not tried with such micro-batches" in str(bench.report["notes"])
 
 
 @pytest.mark.parametrize("seconds", [55.0, 500.0])
@@ -285,7 +285,7 @@ def test_what_does_not_fit_together_takes_turns_without_the_last(
     bench.room = 100.0
     gpu_case.leave_out(bench)
     assert list(bench.winners) == ["best"]
-    assert "not all fit" in str(bench.told["notes"])
+    assert "not all fit" in str(bench.report["notes"])
 
 
 def test_a_later_run_keeps_what_it_does_not_measure(

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import megatron_order
 from megatron.config.data_paths import MAX_BLEND_DATASETS
 from megatron.data import blended_dataset
 from megatron.data.blended_dataset import BlendedDataset, BlendIndex, build_blend_index, build_exhaustive_index
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 BLENDS = json.loads((GOLDEN / "cases.json").read_text())["blends"]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import megatron_order
 from megatron.data.blended_dataset import BlendedDataset, ConcatDataset, segments_of
 from megatron.data.build import SourceSlice, build_segment, extend_blend
 from megatron.data.dataset import Dataset
@@ -18,7 +19,6 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 

@@ -12,12 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks import megatron_order
 from megatron.config.data_paths import SPLITS
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, GPTDataset, SampleOrder, build_sample_order, split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 CASES = {f"case{case['case']}": case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}

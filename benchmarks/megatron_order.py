@@ -1,4 +1,4 @@
-"""Megatron-LM's sample order, step by step as its description has it: slow, obvious, and nothing of ours in it."""
+"""Megatron-LM's sample order as literal loops: slow, obvious, and independent of `megatron.data`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tables(NamedTuple):
 
 
 def tables(lengths: list[int], indices: list[int], size: int | None, seq_length: int, seed: int) -> Tables:
-    """Of the sequences ``indices`` of files whose sequences have ``lengths``, for ``size`` samples or one epoch."""
+    """Return the tables of the sequences ``indices``, of ``lengths`` tokens, for ``size`` samples or one epoch."""
     tokens = sum(lengths[i] for i in indices)
     epochs = 1
     if size is not None:
@@ -33,7 +33,8 @@ def tables(lengths: list[int], indices: list[int], size: int | None, seq_length:
         without_last = ((epochs - 1) * tokens - EXTRA) // seq_length
         from_last = size - without_last
         per_epoch = (tokens - EXTRA) // seq_length
-        assert 0 <= from_last <= per_epoch + 1
+        if not 0 <= from_last <= per_epoch + 1:
+            raise ValueError(f"{from_last} samples of the last epoch, which has {per_epoch}")
         apart = from_last < int(0.80 * per_epoch)
 
     random = np.random.RandomState(seed)
@@ -84,7 +85,7 @@ def walk(lengths: list[int], count: int, seq_length: int) -> list[tuple[int, int
 
 
 def item(texts: list[list[int]], made: Tables, i: int) -> list[int]:
-    """The ids of sample ``i``: its tokens, and the label of the last."""
+    """Return the ids of sample ``i``: its tokens, and the label of the last."""
     j = made.shuffle[i]
     (first, start), (last, end) = made.samples[j], made.samples[j + 1]
     read = [texts[document] for document in made.documents.tolist()]
@@ -113,7 +114,7 @@ def interleaved(weights: list[float], size: int) -> list[tuple[int, int]]:
 
 
 def exhausted(sizes: list[int]) -> list[tuple[int, int]]:
-    """The same in proportion to sizes, without those that are used up."""
+    """Return the same in proportion to sizes; datasets that are used up drop out."""
     taken = [0] * len(sizes)
     places = []
     for i in range(sum(sizes)):
@@ -135,6 +136,7 @@ class Blend(NamedTuple):
 
     @classmethod
     def of(cls, weights: list[float] | None, sources: int, size: int | None) -> Blend:
+        """Return the sizes to ask of each dataset for a blend of ``size`` samples."""
         if weights is None or size is None:
             return cls([None] * sources, None, [])
         shares = normalised(weights)

@@ -1,0 +1,148 @@
+"""Links, flags, commands and tables of the README and of every page in docs/."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments.cli import parse
+from tests.distributed import product
+from tests.distributed.grid import FACTORS, valid
+from tests.distributed.pairwise import covering
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = ["architecture", "data", "extending", "flags", "formats", "operations", "performance", "pipelines", "slurm"]
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_gpt\.py (?P<flags>.*)")
+OF_OTHERS = {"--no-deps", "--nproc-per-node"}
+"""Flags of pip and torchrun."""
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_these_are_the_pages() -> None:
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == {*NAMES, "troubleshooting"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        name, _, anchor = target.partition("#")
+        if name.startswith("http"):
+            continue
+        path = (page.parent / name) if name else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def missing_code(text: str) -> set[str]:
+    """Return the files, packages and classes that a text names in backticks and that are not in the code."""
+    files = {*(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.py") if ".venv" not in path.parts)}
+    source = "".join(path.read_text() for path in ROOT.glob("megatron/**/*.py"))
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    lost = {name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files)}
+    classes = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w+)\b", text))
+    return lost | {name for name in classes if not re.search(rf"^class {name}\b", source, re.MULTILINE)}
+
+
+def test_files_and_classes_of_the_map_exist() -> None:
+    assert missing_code((ROOT / "docs" / "architecture.md").read_text() + PAGES[0].read_text()) == set()
+    assert missing_code("`training/loop.py` `training/lost.py` `ShardSpec` `GradSink.add` `pretrain_gpt.py`") == {
+        "training/lost.py",
+        "GradSink",
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "flags"], ids=lambda page: page.name)
+def test_cells_are_short(page: Path) -> None:
+    rows = [line for line in FENCE.sub("", page.read_text()).splitlines() if line.startswith("|")]
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
+    assert [cell for cell in cells if len(cell) > 200] == []
+
+
+def commands(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the flags and the number of ranks of each training command, in blocks of code and in tables."""
+    joined = re.sub(r" *\\\n *", " ", text)
+    for line in re.findall(r"`([^`\n]+)`", FENCE.sub("", joined)) + "\n".join(FENCE.findall(joined)).splitlines():
+        found = COMMAND.search(" " + line.split("  #")[0])
+        if found is None or re.search(r"\.\.\.|\$|<", found["flags"]):
+            continue
+        sizes = re.findall(r"--(?:nproc-per-node|nnodes) (\d+)", found["launch"] or "")
+        ranks = 1
+        for size in sizes:
+            ranks *= int(size)
+        yield found["flags"].split(" & ")[0].rstrip(" &"), ranks
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "data"], ids=lambda page: page.name)
+def test_training_commands_pass_the_checks(page: Path) -> None:
+    """Data are replaced by generated ones, and nothing is loaded; test_data_docs.py runs those of docs/data.md."""
+    for flags, ranks in commands(page.read_text()):
+        if "hf:" in flags or "--help" in flags:
+            continue
+        flags = re.sub(
+            r"--(?:load|resume-mode) \S+", "", re.sub(r"--data-path (?:[^-\s]\S* ?)+", "--mock-data ", flags)
+        )
+        argv = shlex.split(flags)
+        argv = ["--mock-data"] * ("--mock-data" not in argv) + argv
+        if "--vocab-size" not in argv:
+            argv += ["--vocab-size", "32000"]
+        given = [] if "--world-size" in argv else ["--world-size", str(ranks)]
+        parse([*argv, "--check-config", *given], {})
+
+
+def test_commands_are_found() -> None:
+    text = "```\ntorchrun --nproc-per-node 8 pretrain_gpt.py --a 1 \\\n    --b\npython pretrain_gpt.py ... --c\n```\n"
+    assert list(commands(text + "`python pretrain_gpt.py --d`")) == [("--d", 1), ("--a 1 --b", 8)]
+    assert len(list(commands(PAGES[0].read_text()))) >= 4
+
+
+@cache
+def helps() -> str:
+    tools = ["pretrain_gpt.py", *(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py"))]
+    commands = [[sys.executable, str(ROOT / tool), "--help"] for tool in tools]
+    commands.append(["bash", str(ROOT / "examples" / "quickstart.sh"), "--help"])
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = (subprocess.run(c, cwd=ROOT, env=environment, capture_output=True, text=True, check=True) for c in commands)
+    return "".join(run.stdout for run in done)
+
+
+def test_flags_of_the_readme_exist() -> None:
+    known = set(re.findall(r"--[a-z0-9-]+", helps())) | OF_OTHERS | {"--tp", "--every"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGES[0].read_text())) <= known
+
+
+def test_the_layout_matrix_is_as_large_as_the_pages_say() -> None:
+    for page in ("architecture", "performance"):
+        text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+        counts = (
+            rf"CI runs {len(covering(FACTORS, valid))} further (?:ones|cases) that cover every pair of {len(FACTORS)}"
+        )
+        assert re.search(counts, text)
+
+
+def test_the_table_of_layouts_is_that_of_the_log() -> None:
+    text, rows = (ROOT / "docs" / "performance.md").read_text(), product.markdown_rows(product.FILE.read_text())
+    table = text.split("### Layouts")[1].split("\n\n")[2].splitlines()
+    assert table[2:] == rows
+    total = sum(int(row.split("|")[2].replace(",", "")) for row in rows)
+    assert f"{total:,} layouts and models, none failed" in text
+
+
+def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    table = operations.split("## Exit statuses of the tools")[1].split("\n\n")[1]
+    named = set(re.findall(r"^\| `(\w+\.py)", table, re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "tools").glob("*.py")}
