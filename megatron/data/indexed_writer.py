@@ -36,14 +36,7 @@ from typing import IO, Any, NoReturn, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.checkpoint.durable_files import (
-    LockState,
-    durable_rename,
-    sync_file,
-    sync_folder,
-    try_lock,
-    write_file,
-)
+from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX
 

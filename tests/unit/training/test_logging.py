@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.arguments.sources import from_dict
-from megatron.checkpoint.durable_files import SupersededError
+from megatron.checkpoint.errors import SupersededError
 from megatron.config import plugins
 from megatron.config.model import ModelConfig
 from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
