@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
@@ -13,6 +14,7 @@ from megatron.arguments.cli import ParsedArguments, parse
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     startup = StartupTimer.of_process()
     startup.enter("flags")
     try:
-        parsed = parse(argv, recall=stored_config)
+        parsed = parse(argv, recall=stored_config, read_model=read_model_values)
         config = with_vocabulary(parsed.config)
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
         position = start.iteration, start.consumed_samples
@@ -53,12 +55,33 @@ def main(argv: Sequence[str]) -> int:
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning OpenMP threads slow down a busy machine
+    if threads_exceed_cores(os.environ):  # threads that spin while they wait take cores from those that work
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with startup("imports"):
         from megatron.training.main import run  # torch takes seconds to import: only after the flags passed
 
     startup.enter("other")
     return run(config, parsed.notes, startup)
+
+
+def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -> bool:
+    """Return True if the ranks of this machine together have more OpenMP threads than ``cores``.
+
+    Args:
+        environ: environment of this rank.
+        cores: of the machine; None counts those that this process may use.
+
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    launch = Launch.read(environ)
+    ranks = launch.local_size
+    if launch.launcher == "srun":  # it may bind each rank to cores of its own
+        cores = cores or os.cpu_count() or 1
+        counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as 4(x2),3
+        ranks = max([ranks, *map(int, counts)])
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    threads = int(first) if first.isdecimal() and int(first) else usable
+    return ranks * threads > (cores or usable)
 
 
 def show_fake_world(config: RunConfig, world_size: int, rank: int, started: float) -> int:

@@ -33,8 +33,9 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group
+from megatron.distributed.launch import destroy_distributed, init_distributed, world_group
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh, destroy_distributed, init_distributed, world_group
+from megatron.distributed.mesh import Mesh
 from megatron.training.build import choose_device
 from megatron.training.failure_report import host_name
 
@@ -153,7 +154,7 @@ def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
     mesh = Mesh(Layout(axes | {"edp": world.size, "ep": 1, "etp": 1}), launch.rank)
     found = {EVERYWHERE: mesh.world}
     if 1 < local < world.size:
-        found |= {WITHIN: mesh.tp, BETWEEN: mesh.replicas}
+        found |= {WITHIN: mesh.tp, BETWEEN: mesh.dp_cp}
     return found
 
 

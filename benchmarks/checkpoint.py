@@ -33,8 +33,8 @@ from torch import Tensor
 
 from benchmarks.record import conditions, keep, machine
 from megatron.checkpoint.format import Manifest, whole_box
-from megatron.checkpoint.load import load_sharded, save_sharded
-from megatron.checkpoint.save import HostCopyBuffer, run_in_background
+from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.save import HostCopyBuffer, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart, tensor_bytes
 from megatron.distributed.comm import Group
 

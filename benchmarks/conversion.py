@@ -29,7 +29,7 @@ from benchmarks.record import keep, versions
 from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import build_on_meta, hf_slots
+from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Memory of a conversion, from and to Hugging Face"
@@ -84,7 +84,7 @@ def write_model(folder: Path, model: ModelConfig) -> None:
     """Write a bf16 Hugging Face folder with random weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(build_config_json(model, "bfloat16")))
-    found = [slot for made in hf_slots(model_type_for(model), build_on_meta(model).specs).values() for slot in made]
+    found = [slot for made in map_tensors(model_type_for(model), build_on_meta(model).specs).values() for slot in made]
     entries = [(slot.name, torch.bfloat16, slot.shape) for slot in found]
     with TensorFileWriter(folder / "model.safetensors", entries, {"format": "pt"}) as file:
         for slot in found:

@@ -86,10 +86,10 @@ class Ours:
         """Build the model; weights are drawn on the device, which is faster."""
         trainer = build_trainer(self.config(case, device), 0, 1, fresh=False)
         with torch.no_grad():
-            for name, master in trainer.optimizer.masters.items():
+            for name, master in trainer.optimizer.main_params.items():
                 init = trainer.specs[name].init
                 _ = master.fill_(init.value) if init.std is None else master.normal_(std=init.std)
-        trainer.optimizer.begin()
+        trainer.optimizer.after_load()
         trainer.start_at(0, 0)
         batches, run = trainer.next_batches(), StepRunner(trainer)
         return lambda: run(batches, RATES).loss

@@ -85,9 +85,9 @@ def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, li
     weights, places = weights_of(10), 200_000
     index = build_blend_index(weights, places)
     agree = [
-        order.documents.tolist() == expected.documents.tolist(),
-        order.samples.tolist() == [list(row) for row in expected.samples],
-        order.shuffle.tolist() == expected.shuffle,
+        order.document_index.tolist() == expected.documents.tolist(),
+        order.sample_index.tolist() == [list(row) for row in expected.samples],
+        order.shuffle_index.tolist() == expected.shuffle,
         list(zip(*(column.tolist() for column in index)))
         == megatron_order.interleaved(megatron_order.normalised(weights), places),
     ]
@@ -117,7 +117,7 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
         build = partial(build_sample_order, held, range(len(held)), size, seq_length, SEED)
         order = build()
         whole = statistics.median(timed(clock, build) for _ in range(rounds))
-        samples = len(order.shuffle) / 1e6
+        samples = len(order.shuffle_index) / 1e6
         found[name] = {"millions": samples, "epochs": order.epochs, "all": samples / whole}
         for table, make in separately(held, order, size).items():
             seconds = statistics.median(timed(clock, make) for _ in range(rounds))
@@ -127,11 +127,11 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
 
 def separately(held: NDArray[np.int32], order: SampleOrder, size: int) -> dict[str, Callable[[], object]]:
     """Return a function for each table of an order that builds it alone."""
-    seq_length, samples, random = order.seq_length, len(order.shuffle), np.random.RandomState(SEED)
+    seq_length, samples, random = order.seq_length, len(order.shuffle_index), np.random.RandomState(SEED)
     apart = gpt_dataset._samples_before_last_epoch(order.tokens, order.epochs, size, seq_length)
     return {
         "documents": partial(gpt_dataset._document_index, order.part, order.epochs, apart is not None, random),
-        "samples": partial(gpt_dataset._sample_index, held, order.documents, samples, seq_length),
+        "samples": partial(gpt_dataset._sample_index, held, order.document_index, samples, seq_length),
         "shuffle": partial(gpt_dataset._shuffle_index, samples, apart, random),
     }
 

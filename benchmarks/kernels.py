@@ -25,8 +25,8 @@ from benchmarks.record import keep, machine
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.kernels.registry import OPERATIONS
-from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.kernels.registry import OPERATIONS, Kernels
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -48,8 +48,8 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
-    sink = GradAccumulator()
-    sink.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
 
     def plain() -> Tensor:
         x.grad = weight.grad = None
@@ -59,11 +59,12 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
 
     def fused(name: str) -> Callable[[], Tensor]:
         kernel = OPERATIONS["cross_entropy"].candidates[name].make()
-        vocabulary, config = VocabularyShard(0, rows, Group()), LossConfig(args.chunk)
+        kernels = Kernels(cross_entropy=kernel)
+        vocabulary = VocabularyShard(0, rows, Group(), grad_accumulator, "weight", kernels, args.chunk)
 
         def run() -> Tensor:
             x.grad = None
-            loss, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, sink, "weight", kernel)
+            loss, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary)
             loss.backward()
             return loss.detach()
 

@@ -32,11 +32,12 @@ from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.timing import PHASES, Timers, no_clock
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.callbacks.profiler import Profiler
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 TITLE = "# What logging adds to a step, CPU, one thread"
 CLOCKS = {
@@ -163,7 +164,7 @@ def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float
 
     def waits() -> None:
         for _ in range(COLLECTIVES):
-            with group.waiting(x):
+            with group.blocked(x):
                 pass
 
     def idle() -> None:

@@ -53,21 +53,21 @@ class OneOf:
 
     ranks: int
     rank: int = 0
-    world = ends = tp = Group()
+    world = embedding_group = tp = Group()
     coordinate: ClassVar[Mapping[str, int]] = {"pp": 0}
     placement = (0,)
 
-    def shards(self, *axes: str) -> Group:
+    def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the group that shards the buckets."""
         return Group(tuple(range(self.ranks)), self.rank)
 
-    def copies(self, *axes: str) -> Group:
-        """Nobody else has the same part."""
+    def optimizer_replica_group(self, *axes: str) -> Group:
+        """Return a group of this rank alone: no other rank has the same part."""
         return self.world
 
-    gathers = group = copies
+    weight_gather_group = group = optimizer_replica_group
 
-    def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
+    def tp_subgroup(self, tp_ranks: tuple[int, ...]) -> Group:
         """Nobody else has the same piece."""
         return self.world
 
@@ -124,9 +124,9 @@ def check(optimizer: DistributedOptimizer, params: Mapping[str, nn.Parameter]) -
     Raises:
         RuntimeError: when they have not.
     """
-    for name, share in optimizer.buckets.shares.items():
+    for name, share in optimizer.buckets.shards.items():
         expected = params[name].detach().view(-1)[share.start : share.stop]
-        if not torch.allclose(optimizer.masters[name].view(-1), expected, rtol=1e-5, atol=1e-7):
+        if not torch.allclose(optimizer.main_params[name].view(-1), expected, rtol=1e-5, atol=1e-7):
             raise RuntimeError(f"{name} is not moved as torch moves it")
 
 

@@ -28,12 +28,13 @@ from benchmarks.record import conditions, keep, machine
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import local_tensors, restore_run, run_state, tensors_to_save
 
 LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
@@ -84,7 +85,7 @@ def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tu
     """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
     trainer = build_trainer(config_of(layers, world_size, flags), rank, world_size, fresh=False)
     buckets = trainer.buckets.buckets
-    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.own for bucket in buckets)])
+    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.shard for bucket in buckets)])
     gc.collect()
     before, started = anonymous(), time.perf_counter()
     peak = peak_while(lambda: restore_run(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))

@@ -57,9 +57,9 @@ def count(rank: int, world_size: int, way: Way) -> dict[str, float]:
     """Return the bytes this rank sends to other replicas in a step, by operation."""
     trainer = build_trainer(config_of(SMALL, way), rank, world_size)
     meter = trainer.mesh.meter
-    meter.take_sent()
+    meter.pop_bytes_sent()
     train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
-    found = {operation: count for (axes, operation), count in meter.take_sent().items() if axes == "dp"}
+    found = {operation: count for (axes, operation), count in meter.pop_bytes_sent().items() if axes == "dp"}
     found["all-reduce"] -= 2 * SCALARS * (RANKS - 1) / RANKS
     return {operation: count for operation, count in found.items() if count}
 

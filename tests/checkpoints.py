@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.data.tokenizers import huggingface
@@ -30,7 +30,7 @@ def save_model(
     for name, parameter in chunk.params.items():
         spec = chunk.specs[name]
         view = parameter.detach().view(spec.local_view)
-        parts = tuple(TensorPart(piece.place, view[piece.local.slices]) for piece in spec.pieces)
+        parts = tuple(TensorPart(piece.global_box, view[piece.local_box.slices]) for piece in spec.pieces)
         tensors[name] = GlobalTensor(spec.shape, spec.view, parameter.dtype, parts)
     config = RunConfig(model=chunk.config, precision=PrecisionConfig(params_dtype=params_dtype))
     state: dict[str, Any] = {"iteration": step, "consumed_samples": 0}

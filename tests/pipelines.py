@@ -44,27 +44,32 @@ def batches_of(count: int) -> list[MicroBatch]:
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x W^T``, whose weight gradient goes to a sink as that of the model's linears does."""
+    """``y = x W^T``, whose weight gradient goes to a grad_accumulator as that of the model's linears does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, sink: GradAccumulator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, grad_accumulator: GradAccumulator) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.sink = name, sink
+        ctx.name, ctx.grad_accumulator = name, grad_accumulator
         return x @ weight.T
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = ctx.sink.recall(x, None)
-        return dy @ weight, ctx.sink.add(ctx.name, rows, WgradOperand(dy)), None, None
+        rows = ctx.grad_accumulator.wgrad_input(x, None)
+        return dy @ weight, ctx.grad_accumulator.accumulate_wgrad(ctx.name, rows, WgradOperand(dy)), None, None
 
 
 class LinearStage(nn.Module):
     """``x + tanh(x W^T)`` and an auxiliary loss; the first stage makes x from the tokens, the last one a loss."""
 
-    def __init__(self, number: int, stages: int, sink: GradAccumulator) -> None:
+    def __init__(self, number: int, stages: int, grad_accumulator: GradAccumulator) -> None:
         super().__init__()
-        self.number, self.first, self.last, self.sink = number, number == 0, number + 1 == stages, sink
+        self.number, self.first, self.last, self.grad_accumulator = (
+            number,
+            number == 0,
+            number + 1 == stages,
+            grad_accumulator,
+        )
         values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         self.weight = nn.Parameter(values / WIDTH**0.5)
 
@@ -72,7 +77,7 @@ class LinearStage(nn.Module):
         """As a chunk of the model is called: ``[ROWS, 1, WIDTH]``, or the loss; and an auxiliary loss."""
         if x is None:
             x = torch.sin(batch.tokens.T[:, :, None].double() + torch.arange(WIDTH)).requires_grad_()
-        y = _Linear.apply(x, self.weight, str(self.number), self.sink)
+        y = _Linear.apply(x, self.weight, str(self.number), self.grad_accumulator)
         out = x + torch.tanh(y)
         aux = (y**2).sum() / 7
         return (out**2).sum() if self.last else out, aux
@@ -85,14 +90,14 @@ class Ends:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def sink(self, numbers: Sequence[int]) -> GradAccumulator:
-        """A sink for the stages ``numbers``, which collects here."""
-        sink = GradAccumulator()
+    def grad_accumulator(self, numbers: Sequence[int]) -> GradAccumulator:
+        """A grad_accumulator for the stages ``numbers``, which collects here."""
+        grad_accumulator = GradAccumulator()
         for name in map(str, numbers):
             self.gradients[name] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
             self.counts[name] = 0
-        sink.bind(self.gradients.__getitem__, self._count)
-        return sink
+        grad_accumulator.bind(self.gradients.__getitem__, self._count)
+        return grad_accumulator
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
@@ -107,8 +112,8 @@ def plain_loop(stages: int, microbatches: int, left_out: Sequence[int] = ()) -> 
         left_out: stages that do nothing.
     """
     ends = Ends()
-    sink = ends.sink(range(stages))
-    chunks = [LinearStage(number, stages, sink) for number in range(stages) if number not in left_out]
+    grad_accumulator = ends.grad_accumulator(range(stages))
+    chunks = [LinearStage(number, stages, grad_accumulator) for number in range(stages) if number not in left_out]
     for batch in batches_of(microbatches):
         x, total = None, torch.zeros((), dtype=torch.float64)
         for chunk in chunks:
@@ -133,9 +138,9 @@ def pipeline_of(
 ) -> Pipeline:
     """The part of ``rank``, of linear stages, each as ``dress`` returns it."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
-    sink = ends.sink(numbers)
-    chunks = {number: dress(LinearStage(number, program.stages, sink)) for number in numbers}
-    return Pipeline(chunks, program.placement, rank, roads, empty, sink)
+    grad_accumulator = ends.grad_accumulator(numbers)
+    chunks = {number: dress(LinearStage(number, program.stages, grad_accumulator)) for number in numbers}
+    return Pipeline(chunks, program.placement, rank, roads, empty, grad_accumulator)
 
 
 def empty(batch: MicroBatch) -> Tensor:

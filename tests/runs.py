@@ -29,8 +29,8 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
 from megatron.training import checkpointer, main
-from megatron.training.build import Trainer
 from megatron.training.callbacks.profile_report import is_layer
+from megatron.training.trainer import Trainer
 
 FLAGS = (
     "--mock-data --vocab-size 31 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 "

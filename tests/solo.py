@@ -63,7 +63,7 @@ class Solo:
     """Everything a step needs. Gradients are in ``buckets.grads``, by name."""
 
     chunk: GPTChunk
-    sink: GradAccumulator
+    grad_accumulator: GradAccumulator
     buckets: GradBuffer
     optimizer: DistributedOptimizer
 
@@ -78,19 +78,26 @@ class Solo:
         kernels: Kernels | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
-        mesh, sink = one_rank_mesh(), GradAccumulator()
+        mesh, grad_accumulator = one_rank_mesh(), GradAccumulator()
         chunk = build_gpt(
-            config, training or TrainingConfig(), BuildContext(mesh, sink, dtype, kernels=kernels or Kernels())
+            config,
+            training or TrainingConfig(),
+            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels()),
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
         buckets = GradBuffer(
-            chunk.specs, dtypes, mesh, sink, torch.device("cpu"), ParallelConfig(ddp_bucket_size=bucket_size)
+            chunk.specs,
+            dtypes,
+            mesh,
+            grad_accumulator,
+            torch.device("cpu"),
+            ParallelConfig(ddp_bucket_size=bucket_size),
         )
         chunk.train()
         return cls(
             chunk,
-            sink,
+            grad_accumulator,
             buckets,
             DistributedOptimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()),
         )
@@ -117,7 +124,7 @@ class Solo:
     ) -> tuple[Tensor, UpdateResult]:
         """One training step: ``(loss, outcome)``."""
         loss = self.backward(batches)
-        self.optimizer.finish()
+        self.optimizer.reduce_gradients()
         return loss, self.optimizer.update(Rates(lr, weight_decay), torch.ones(()), loss)
 
     def snapshot(self) -> dict[str, Tensor]:

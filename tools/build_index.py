@@ -19,6 +19,7 @@ from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.dataset import Dataset
 from megatron.data.dataset_info import resolve_vocab_size
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        parsed = parse([*argv, "--check-config"], recall=stored_config)
+        parsed = parse([*argv, "--check-config"], recall=stored_config, read_model=read_model_values)
         folder = cache_folder(parsed.config)
         before = {cache_identity(path) for path in folder.glob("*/")}
         source = build_run_data(parsed.config, parsed.world_size)
@@ -94,10 +95,10 @@ def build_run_data(config: RunConfig, world_size: int) -> DataSource:
         UserError: if it would start from a checkpoint that does not exist.
         DataError: as `build_data`.
     """
-    begin, stretches = start_position(config.checkpoint)
+    begin, segments = start_position(config.checkpoint)
     vocab_size = resolve_vocab_size(config.data, config.model.vocab_size)
     ranks = config.parallel.data_parallel_size(world_size)
-    return build_data(config.data, config.training, vocab_size, ranks, stretches=stretches, begin=begin)
+    return build_data(config.data, config.training, vocab_size, ranks, segments=segments, begin=begin)
 
 
 def start_position(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
@@ -111,30 +112,30 @@ def start_position(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[
 
 def table_rows(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[TableRow]:
     """Yield the rows of a split; ``before`` are the cache entries that existed already."""
-    stretches = segments_of(dataset)
+    segments = segments_of(dataset)
     shown: set[int] = set()
-    for number, stretch in enumerate(stretches, 1):
-        title = split if len(stretches) == 1 else f"{split} {number}/{len(stretches)}"
-        for order in _orders(stretch):
+    for number, segment in enumerate(segments, 1):
+        title = split if len(segments) == 1 else f"{split} {number}/{len(segments)}"
+        for order in _orders(segment):
             if id(order) not in shown:  # later segments of a blend continue the orders of earlier ones
                 shown.add(id(order))
                 yield _source_row(title, order, before)
-        if isinstance(stretch, BlendedDataset):
-            size, state = _kept(stretch.index, before)
-            name = f"blend of {len(stretch.datasets)}"
-            yield TableRow(title, name, samples=f"{len(stretch):,}", megabytes=size, tables=state)
+        if isinstance(segment, BlendedDataset):
+            size, state = _kept(segment.dataset_index, before)
+            name = f"blend of {len(segment.datasets)}"
+            yield TableRow(title, name, samples=f"{len(segment):,}", megabytes=size, tables=state)
 
 
-def _orders(stretch: Dataset) -> Iterator[GPTDataset]:
+def _orders(segment: Dataset) -> Iterator[GPTDataset]:
     """Yield the sources' sample orders that a segment reads."""
-    sources = stretch.datasets if isinstance(stretch, BlendedDataset) else (stretch,)
+    sources = segment.datasets if isinstance(segment, BlendedDataset) else (segment,)
     yield from (order for source in sources for order in segments_of(source) if isinstance(order, GPTDataset))
 
 
 def _source_row(title: str, dataset: GPTDataset, before: Collection[Identity]) -> TableRow:
     order = dataset.order
     sequences, tokens, epochs, samples = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
-    return TableRow(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.documents, before))
+    return TableRow(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.document_index, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:

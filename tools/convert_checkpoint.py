@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
+    parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     return parser
 
 
@@ -90,11 +91,13 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if the conversion fails, 2 for invalid flags.
     """
     args = parse_flags(argv)
-    from megatron.checkpoint.durable_files import CheckpointError
+    from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
+    from megatron.config.plugins import load_plugins
     from megatron.convert.huggingface.check import uncovered_by_check
 
     try:
+        load_plugins(args.plugin)
         done = convert(args)
     except (CheckpointError, UserError, OSError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)

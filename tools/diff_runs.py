@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
+
 from megatron.config.errors import UserError
 from megatron.data.errors import DataError
 from tools.lib.compare_runs import (

@@ -76,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
         print_error(error)
         return 1
     except (ValueError, OSError) as error:
-        print(f"draw_schedule: {error}", file=sys.stderr)
-        return 1
+        return parser.fail(error, 1)
     return 0
 
 

@@ -12,9 +12,10 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
+from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
 from megatron.inference.text import InferenceError
 
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
+    model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
     )
@@ -127,7 +129,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
         InferenceError, UserError: if flags, prompts and model do not fit together.
         CheckpointError, OSError: if the model cannot be loaded.
     """
-    from megatron.distributed.mesh import destroy_distributed
+    from megatron.distributed.launch import destroy_distributed
     from megatron.inference.generate import check_prompts, generate
     from megatron.inference.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.text import ContinuationPrinter
@@ -184,11 +186,12 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
 
     Raises:
         UserError: if the device does not exist.
-        DamagedError: if weights fail their checksums.
+        DamagedCheckpointError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
+    from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout
-    from megatron.distributed.mesh import Mesh, init_distributed
+    from megatron.distributed.mesh import Mesh
     from megatron.layers.build import DTYPES
     from megatron.training.build import choose_device
 
@@ -211,6 +214,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch.read(os.environ)
     where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
     try:
+        load_plugins(args.plugin)
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:

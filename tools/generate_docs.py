@@ -13,7 +13,7 @@ from megatron.arguments.cli import default_text, metavar
 from megatron.arguments.megatron_flags import DIFFERENT_DEFAULTS, IGNORED_FLAGS, IGNORED_VALUES, REFUSED_FLAGS
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import build_config
-from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.config.settings import GROUPS, SETTINGS, Setting, replace_by_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -82,6 +82,7 @@ def _meaning(setting: Setting) -> str:
         parts.append("One of " + ", ".join(f"`{c}`" for c in option.choices) + ".")
     if str(option.limits):
         parts.append(f"Must be {option.limits}.")
+    parts += [f"Has no effect without {replace_by_flags(str(need))}." for need in option.needs]
     aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in (option.aliases or {}).items())
     return " ".join([*parts, *(f"{alias}." for alias in aliases)])
 

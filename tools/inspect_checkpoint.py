@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.durable_files import CheckpointError, NewerVersionError, strip_folder
+from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.object_store import Location, RemotePath, parse_location
@@ -126,13 +126,15 @@ def diff(args: argparse.Namespace) -> int:
 
     Options of a single start, such as the save folder, and state that always differs are printed but not counted.
     """
-    from megatron.arguments.compatibility import ROLE_OF_FIELD, Role
     from megatron.checkpoint.load import CheckpointReader
+    from megatron.config.option import Role
+    from megatron.config.settings import SETTINGS
 
     a, b = open_newest(args.a), open_newest(args.b)
     differ = False
     for key, text in different_values(a.config, b.config):
-        of_a_start = ROLE_OF_FIELD.get(key.rpartition(".")[2]) is Role.START
+        setting = SETTINGS.get(key.rpartition(".")[2])
+        of_a_start = setting is not None and setting.option.role is Role.START
         print(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
         differ |= not of_a_start
     for key, text in different_values(a.state, b.state):

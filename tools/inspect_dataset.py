@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
+
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import ByteProgress
 from megatron.data.inspect import DatasetSummary, DocumentSample, IdCheck, check_ids, sample_documents, summarize
+from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
     TokenizerOptions,
@@ -226,17 +228,18 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
-    args = build_parser().parse(argv)
+    parser = build_parser()
+    args = parser.parse(argv)
     try:
         check_flags(args)
     except DataError as error:
-        return _fail(error, 2)
+        return parser.fail(error, 2)
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:
             found = DatasetInspection.of(prefix, args)
         except (DataError, OSError) as error:
-            status = _fail(error, 1)
+            status = parser.fail(error, 1)
             if args.json:
                 print(json.dumps({"prefix": prefix, "problem": str(error)}), flush=True)
             continue
@@ -246,22 +249,17 @@ def main(argv: Sequence[str]) -> int:
         else:
             print_inspection(found, args)
         if problem := found.problem(args):
-            status = _fail(problem, 1)
+            status = parser.fail(problem, 1)
     if args.histogram is not None and inspections:
         try:
             from tools.lib.plots import draw_lengths
 
             draw_lengths([(Path(found.data.prefix).name, found.summary) for found in inspections], args.histogram)
         except ValueError as error:
-            return _fail(error, 1)
+            return parser.fail(error, 1)
         except OSError as error:
-            return _fail(disk_error(error, args.histogram, "--histogram"), 1)
+            return parser.fail(disk_error(error, args.histogram, "--histogram"), 1)
         print(f"lengths of documents: {args.histogram}", file=sys.stderr if args.json else sys.stdout)
-    return status
-
-
-def _fail(problem: object, status: int) -> int:
-    print(f"inspect_dataset: {problem}", file=sys.stderr)
     return status
 
 

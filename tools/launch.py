@@ -25,6 +25,7 @@ from megatron.arguments.presets import PRESETS
 from megatron.arguments.summary import summary
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import format_binary, max_state_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -229,7 +230,7 @@ def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) 
         UserError: if the flags are invalid.
     """
     run = [*run, *folder_flags(options.preset, run)]
-    return parse([*run, "--check-config", "--world-size", str(ranks)], {}).config
+    return parse([*run, "--check-config", "--world-size", str(ranks)], {}, read_model=read_model_values).config
 
 
 def script_header(options: argparse.Namespace, config: RunConfig, ranks: int) -> str:

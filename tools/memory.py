@@ -15,6 +15,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import STATE_KINDS, max_state_bytes, reduction_buffer_bytes
 
 REQUIRED_FLAGS = {
@@ -32,7 +33,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         print(__doc__)
         return 0
     try:
-        parsed = parse(["--check-config", *complete_flags(argv)], environ)
+        parsed = parse(["--check-config", *complete_flags(argv)], environ, read_model=read_model_values)
         if parsed.config.model.vocab_size is None:
             raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
         print("\n".join(memory_table(parsed.config, parsed.world_size)))

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
-from megatron.data.indexed_writer import ByteProgress, check_not_existing
+from megatron.data.indexed_writer import check_not_existing
 from megatron.data.merge import MergeInput, check_compatible, check_output, find_prefixes, merge_datasets
+from megatron.data.progress import ByteProgress
 
 
 def build_parser() -> ToolParser:
@@ -36,14 +37,15 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if the parts do not fit together or a file cannot be written, 2 for wrong flags or an
         existing output, 128 plus the signal number after SIGINT and SIGTERM.
     """
-    args = build_parser().parse(argv)
+    parser = build_parser()
+    args = parser.parse(argv)
     if args.multimodal:
-        return _fail("--multimodal: multimodal data are not supported; merge text pairs only", 2)
+        return parser.fail("--multimodal: multimodal data are not supported; merge text pairs only", 2)
     try:
         check_not_existing((args.output_prefix,), args.overwrite)
     except DataError as error:
-        return _fail(error, 2)
-    return run_tool(lambda: merge_and_report(args), _fail, args.output_prefix, "--output-prefix")
+        return parser.fail(error, 2)
+    return run_tool(parser, lambda _: merge_and_report(args), args.output_prefix, "--output-prefix")
 
 
 def merge_and_report(args: argparse.Namespace) -> None:
@@ -64,11 +66,6 @@ def merge_and_report(args: argparse.Namespace) -> None:
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     print(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
     print(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")
-
-
-def _fail(problem: object, status: int) -> int:
-    print(f"merge_datasets: {problem}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

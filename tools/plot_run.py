@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
+
 from megatron.training.loggers.plots import draw_health, draw_loss_curve
 from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
 from tools.lib.plots import draw_runs, short_names

@@ -10,19 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.text import format_bytes
-from megatron.data.errors import DataError, StoppedError, ToolParser, disk_error
+from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
 from megatron.data.preprocess.run import (
     PreprocessOptions,
-    PreprocessProgress,
-    PreprocessTotals,
-    StopSignal,
-    format_count,
     output_prefix,
-    stop_on_signals,
     write_dataset,
 )
+from megatron.data.progress import PreprocessProgress, PreprocessTotals, format_count
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
 from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
@@ -175,32 +171,17 @@ def main(argv: Sequence[str]) -> int:
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             print(f"{flag} has no effect: {why}", file=sys.stderr)
-    try:
-        with stop_on_signals() as stop:
-            return _write(args, stop)
-    except StoppedError as stopped:
-        return _fail(f"stopped by {stopped}; nothing was written under {args.output_prefix}", stopped.status)
 
-
-def _write(args: argparse.Namespace, stop: StopSignal) -> int:
-    """Return the exit status of a run not ended by a signal."""
-    try:
-        check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
-        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
-    except DataError as error:
-        return _fail(str(error), 2)
-    try:
+    def run(stop: StopSignal) -> int:
+        try:
+            check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
+            tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+        except DataError as error:
+            return parser.fail(error, 2)
         preprocess(args, tokenizer, stop)
-    except DataError as error:
-        return _fail(str(error), 1)
-    except OSError as error:
-        return _fail(str(disk_error(error, args.output_prefix, "--output-prefix")), 1)
-    return 0
+        return 0
 
-
-def _fail(sentence: str, status: int) -> int:
-    print(f"preprocess_data: {sentence}", file=sys.stderr)
-    return status
+    return run_tool(parser, run, args.output_prefix, "--output-prefix")
 
 
 if __name__ == "__main__":

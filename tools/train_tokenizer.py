@@ -12,19 +12,17 @@ from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files
 from megatron.data.preprocess.encode import run_in_subprocess
-from megatron.data.preprocess.run import StageProgress
+from megatron.data.progress import StageProgress
 from megatron.data.tokenizers.train import (
     MODEL_TYPES,
     TokenizerTrainingOptions,
     TokenizerTrainingResult,
-    check_bpe_size,
     check_output_folder,
-    check_sentencepiece_size,
+    check_trained_size,
     save_tokenizer,
     train_tokenizer,
 )
 
-SIZE_CHECKS = {"bpe": check_bpe_size, "sentencepiece": check_sentencepiece_size}
 DEFAULT_SENTENCES = 2_000_000
 
 
@@ -39,7 +37,7 @@ def build_parser() -> ToolParser:
     add_input_flags(parser)
     write = parser.add_argument_group("tokenizer")
     kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
-    write.add_argument("--type", choices=tuple(SIZE_CHECKS), default="bpe", help=kinds)
+    write.add_argument("--type", choices=("bpe", "sentencepiece"), default="bpe", help=kinds)
     entries = "entries, including the 256 bytes and the special tokens"
     write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
     write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
@@ -69,7 +67,7 @@ def format_report(trained: TokenizerTrainingResult, files: int, vocab_size: int)
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise DataError for invalid flags."""
-    SIZE_CHECKS[args.type](args.vocab_size)
+    check_trained_size(args.vocab_size, args.type == "bpe")
     for flag in ("sentencepiece_model_type", "input_sentence_size"):
         if args.type != "sentencepiece" and getattr(args, flag) is not None:
             raise DataError(f"--{flag.replace('_', '-')} applies only to SentencePiece", "--type sentencepiece")
@@ -85,12 +83,13 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if the input is invalid, 2 for wrong flags, 128 plus the signal number after SIGINT and
         SIGTERM.
     """
-    args = build_parser().parse(argv)
+    parser = build_parser()
+    args = parser.parse(argv)
     try:
         check_flags(args)
     except DataError as error:
-        return _fail(error, 2)
-    return run_tool(lambda: train_and_save(args), _fail, args.output, "--output")
+        return parser.fail(error, 2)
+    return run_tool(parser, lambda _: train_and_save(args), args.output, "--output")
 
 
 def train_and_save(args: argparse.Namespace) -> None:
@@ -116,11 +115,6 @@ def train_and_save(args: argparse.Namespace) -> None:
     print(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
-
-
-def _fail(error: object, status: int) -> int:
-    print(f"train_tokenizer: {error}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

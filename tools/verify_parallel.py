@@ -17,12 +17,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
 from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
@@ -153,7 +157,7 @@ def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[
         extra = [word for flag in assumed.values() for word in flag]
         try:
             asked = [*flags, *extra, "--check-config", "--world-size", str(world_size)]
-            return parse(asked, environ={}).config, list(assumed.values())
+            return parse(asked, environ={}, read_model=read_model_values).config, list(assumed.values())
         except UserError as error:
             found = {p.code for p in error.problems}
             lacking = {code: flag for code, flag in ASSUMED_FLAGS.items() if code in found and code not in assumed}
@@ -264,7 +268,7 @@ def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: in
     """Run one rank; closes its connections if it fails, so that the other ranks fail too."""
     import torch
 
-    from megatron.distributed.mesh import destroy_distributed
+    from megatron.distributed.launch import destroy_distributed
     from megatron.training.build import build_trainer, join_distributed
     from tools.lib.verify_parallel import trace_steps
 

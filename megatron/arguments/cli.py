@@ -22,6 +22,7 @@ from megatron.arguments.presets import PRESETS
 from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import (
     ConfigSource,
+    ModelReader,
     build_config,
     flat_values,
     from_assignments,
@@ -29,6 +30,7 @@ from megatron.arguments.sources import (
     from_hugging_face,
     from_mapping,
     merge_values,
+    no_model_reader,
     read_yaml,
     to_dict,
 )
@@ -265,7 +267,10 @@ class ParsedArguments:
 
 
 def parse(
-    argv: Sequence[str], environ: Mapping[str, str] = os.environ, recall: SavedConfigReader = lambda options: None
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    recall: SavedConfigReader = lambda options: None,
+    read_model: ModelReader = no_model_reader,
 ) -> ParsedArguments:
     """Parse and check a command line.
 
@@ -273,6 +278,7 @@ def parse(
         argv: without the program's name.
         environ: environment variables, with the number of ranks from torchrun or srun.
         recall: returns the configuration of the checkpoint that the run starts from.
+        read_model: returns the model's fields of the Hugging Face folder that the run starts from.
 
     Raises:
         UserError: with every problem of flags, files and values.
@@ -290,7 +296,7 @@ def parse(
         saved = None
         unreadable = error.problems
     load = without_checkpoint.checkpoint.load
-    start = from_hugging_face(load) if saved is None else from_checkpoint(saved)
+    start = from_hugging_face(load, read_model) if saved is None else from_checkpoint(saved)
     sources.insert(0, start)
     values = merge_values(source.values for source in sources)
     config = build_config(values)

@@ -1,8 +1,7 @@
 """The comparison of a checkpoint's configuration with that of the run that loads it: what changed, and what may not.
 
 Every config field has a role, such as the shape of tensors, the data or the schedule. The resume mode determines
-which
-roles may change; ``compare_configs`` reports changes, and refuses those that are not allowed.
+which roles may change; ``compare_configs`` reports changes, and refuses those that are not allowed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from math import isclose
 from typing import Any
 
@@ -26,80 +24,10 @@ from megatron.arguments.sources import (
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
+from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.text import format_number
-
-
-class Role(Enum):
-    """What a field determines, and so what a change of it would affect in a resumed run."""
-
-    SHAPE = "the shapes of the model's tensors"
-    FUNCTION = "what the model computes from its weights"
-    DATA = "the samples and their order"
-    STATE = "the optimizer's state"
-    SCHEDULE = "the batch, the length, and the update of a step"
-    FREE = "how it is computed, and what is logged"
-    START = "a single start of the run"
-
-
-FIELDS_BY_ROLE = {
-    Role.SHAPE: """
-        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
-        untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
-        normalization qk_layernorm activation add_bias_linear add_qkv_bias
-        num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size""",
-    Role.FUNCTION: """
-        rotary_base rotary_percent rotary_interleaved
-        use_rope_scaling rope_scaling_factor rope_original_max_position rope_low_freq_factor rope_high_freq_factor
-        rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-        window_size norm_epsilon moe_router_topk moe_router_pre_softmax""",
-    Role.DATA: """
-        seq_length split mock_data seed
-        reset_position_ids reset_attention_mask eod_mask_loss eod_id""",
-    Role.STATE: "optimizer",
-    Role.SCHEDULE: """
-        global_batch_size rampup_batch_size train_iters train_samples
-        lr min_lr lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters
-        lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init
-        weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
-        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1 lion_beta2
-        decoupled_lr decoupled_min_lr lr_factors weight_decay_factors ema_decay skip_spikes spike_window
-        muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        hidden_dropout attention_dropout z_loss_coeff
-        moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff""",
-    # Data are compared by a fingerprint of their contents, not by their paths. init_method_std has no effect after
-    # the initialisation.
-    Role.FREE: """
-        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
-        num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
-        microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        expert_model_parallel_size expert_tensor_parallel_size make_vocab_size_divisible_by
-        distributed_backend distributed_timeout_minutes overlap_grad_reduce ddp_bucket_size
-        use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
-        overlap_param_gather grad_reduce_in_bf16
-        params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
-        micro_batch_size pad_global_batch recompute_granularity recompute_method recompute_num_layers recompute_modules
-        cross_entropy_chunk_size plugin kernels deterministic cuda_graph
-        exp_avg_dtype exp_avg_sq_dtype store_param_remainders
-        device eval_interval eval_iters log_interval
-        data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
-        multiple_validation_sets validation_set_names
-        tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens
-        init_method_std""",
-    Role.START: """
-        save save_interval keep_last keep_every async_save local_save local_save_interval load ckpt_step resume_mode
-        data_cache_path run_dir exit_interval exit_duration_in_mins stop_file skip_train
-        tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity timing_log_level timing_log_option
-        log_health_interval check_weight_hash_across_dp_replicas_interval
-        profile profile_memory profile_pipeline profile_step_start profile_step_end profile_ranks
-        pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack""",
-}
-"""Every field, by role."""
-
-ROLE_OF_FIELD = {name: role for role, names in FIELDS_BY_ROLE.items() for name in names.split()}
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
@@ -254,7 +182,7 @@ def role_of(name: str, before: Values, after: Values) -> Role:
     alike = SAME_SHAPES.get(name, ())
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION
-    return ROLE_OF_FIELD[name]
+    return SETTINGS[name].option.role
 
 
 def _cuts(values: Values) -> bool:

@@ -1,14 +1,13 @@
 """The sources of config values: presets, files, flags and ``--set``; merging them; writing a config as text.
 
 A source is a flat mapping of field name to value. Reading one does not stop at the first mistake: it returns the
-values
-that could be read and the problems of the others.
+values that could be read and the problems of the others.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
-from megatron.convert.huggingface.config import model_config_values, read_config
 
 Values = dict[str, Any]
 
@@ -144,13 +142,21 @@ def read_yaml(path: str) -> Mapping[str, Any] | Problem:
     return tree
 
 
-def from_hugging_face(load: Any) -> ConfigSource:
+ModelReader = Callable[[Path], Values]
+"""Returns the fields of `ModelConfig` that the config.json in a folder determines. Raises UserError if it cannot."""
+
+
+def no_model_reader(folder: Path) -> Values:
+    """Refuse ``--load hf:DIR``, for programs that need no Hugging Face models."""
+    raise UserError([Problem("E850", f"this program does not read Hugging Face models, such as {folder}")])
+
+
+def from_hugging_face(load: Any, read_model: ModelReader) -> ConfigSource:
     """Read the model of ``--load hf:DIR``; empty for any other ``--load``."""
     if not isinstance(load, str) or not load.startswith(HUGGING_FACE_PREFIX):
         return ConfigSource()
-    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
     try:
-        values = model_config_values(read_config(folder), str(folder / "config.json"))
+        values = read_model(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
     except UserError as error:
         # The model is unknown: its fields are not checked.
         return ConfigSource(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})

@@ -1,72 +1,25 @@
-"""Crash-safe files, and the exceptions of the checkpoint package.
+"""Crash-safe files: write, publish, rename and lock.
 
-Every write, rename and removal is flushed to disk with fsync, and any call may fail. Functions of ``os`` are called
-by their full name, so that tests can inject a failure into each one. Exceptions are classified by how a caller can
-recover: try an older checkpoint, wait for the store, update the program, or continue training without this save.
+Every write, rename and removal is flushed to disk with fsync, and any call may fail. A file or folder is published by
+a rename, once it is complete and on disk under a temporary name. Functions of ``os`` are called by their full name, so
+that tests can inject a failure into each one.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path, PurePath
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import xxhash
 
-from megatron.checkpoint.object_store import Location, RemoteFileWriter, RemotePath, is_permanent
-
-
-class CheckpointError(Exception):
-    """A checkpoint is invalid or does not fit its use; the message gives the reason and a fix."""
-
-    def __init__(self, summary: str, *fixes: str) -> None:
-        super().__init__(summary + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is missing a file, truncated or corrupted; an older checkpoint may be used instead."""
-
-
-class UnreachableError(CheckpointError):
-    """An object store does not answer or denies access.
-
-    Its checkpoints may be intact, so loading does not fall back to an older one.
-    """
-
-
-class NewerVersionError(CheckpointError):
-    """A checkpoint was written in a newer format version than this program supports."""
-
-
-class StorageError(CheckpointError):
-    """Writing a checkpoint failed. Nothing was published, and training can continue."""
-
-
-class SupersededError(CheckpointError):
-    """A later start of the run holds the checkpoint folder; this process must stop writing and exit."""
-
-
-def read_error(path: Location, error: OSError, what: str = "") -> CheckpointError:
-    """Return the error to raise for an unreadable checkpoint file: damage, or an unreachable object store."""
-    summary = f"{path} cannot be read: {error.strerror}{what}"
-    if not isinstance(path, RemotePath) or isinstance(error, FileNotFoundError):
-        return DamagedCheckpointError(summary)
-    if is_permanent(error):
-        return UnreachableError(summary, "give this process the credentials that the store wants")
-    return UnreachableError(summary, "start again when the store answers")
-
-
-def strip_folder(folder: Location, problem: object) -> str:
-    """Return the text of ``problem`` without a leading ``folder`` path, for messages that already name the folder."""
-    text = str(problem)
-    for prefix in (f"{folder}/", f"{folder}: ", f"{folder} "):
-        text = text.removeprefix(prefix)
-    return text
-
+from megatron.checkpoint.object_store import Location, RemoteFileWriter, RemotePath
 
 Bytes = bytes | memoryview
 
@@ -174,45 +127,66 @@ def make_parent_folders(folder: Path, name: str) -> None:
             sync_folder((folder / parent).parent)
 
 
-def is_disk_full(error: OSError) -> bool:
-    """Return True if the error means that the disk or quota is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def sync_file(file: IO[bytes]) -> None:
+    """Flush a buffered file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
-def describe_os_error(error: OSError) -> str:
-    """Return the text of a disk error for messages."""
-    return "the disk is full" if is_disk_full(error) else error.strerror or str(error)
+def durable_rename(source: Path, target: Path) -> None:
+    """Rename a file or folder that is already on disk, and flush the new name to disk; a target file is replaced."""
+    os.rename(source, target)
+    sync_folder(target.parent)
 
 
-def storage_error(error: OSError, folder: Location, rank: int, older: Location | None = None) -> StorageError:
-    """Return the error for a checkpoint that could not be written to ``folder``.
+def publish_file(path: Path, content: Bytes) -> None:
+    """Create or replace a file: it has either its old content or all of the new, even after a crash.
+
+    Raises:
+        OSError: if the disk fails; the old content is then kept, unless only the last flush failed.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.unlink(missing_ok=True)  # of an earlier process
+        write_file(part, content)
+        durable_rename(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+class LockState(Enum):
+    """Result of `try_lock`."""
+
+    ACQUIRED = "free"
+    HELD = "held"  # by another open file, in this or another process
+    UNSUPPORTED = "none"  # the file system has no locks
+
+
+NO_LOCKS_ERRNO = (*UNSUPPORTED_ERRNO, errno.ENOSYS, errno.ENOLCK)
+"""Errno values of a file system without locks."""
+
+
+def try_lock(file: int | IO[bytes], shared: bool = False) -> LockState:
+    """Lock an open file without blocking, until it is closed or the process ends, however it ends.
+
+    The `filelock` package does not fit: it opens and truncates the file itself, has no shared locks, and where the
+    file system has no locks it uses the existence of a file instead, which outlives a crash.
 
     Args:
-        error: from the disk or the store.
-        folder: of the checkpoint.
-        rank: that failed.
-        older: folder with earlier checkpoints of the run, to resume from when saving elsewhere; None if there are none.
+        file: open file; it may be renamed while it is locked.
+        shared: allow other shared locks, but no exclusive one.
+
+    Raises:
+        OSError: if the disk fails.
     """
-    fixes = [save_elsewhere_flags(older)]
-    if is_disk_full(error):
-        fixes = ["free some space", *fixes]
-    if isinstance(folder, RemotePath):
-        fixes = [_store_fix(error), *fixes]
-    elif error.errno == errno.ENOENT:
-        fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
-    sentence = f"{error.filename or folder}: {describe_os_error(error)} (rank {rank}); no checkpoint was written"
-    return StorageError(sentence, *fixes)
-
-
-def _store_fix(error: OSError) -> str:
-    """Return the fix for a failed write to an object store."""
-    if error.errno == errno.ENOENT:
-        return "create the bucket"
-    if error.errno == errno.EACCES:
-        return "give this process credentials with write access"
-    return "check the store" if is_permanent(error) else "start again when the store answers"
-
-
-def save_elsewhere_flags(older: Location | None) -> str:
-    """Return the flags that save to another folder and resume from the checkpoints in ``older``."""
-    return ("" if older is None else f"--load {older} ") + "--save A_FOLDER_ELSEWHERE"
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockState.HELD
+    except OSError as error:
+        if error.errno not in NO_LOCKS_ERRNO:
+            raise
+        return LockState.UNSUPPORTED
+    return LockState.ACQUIRED

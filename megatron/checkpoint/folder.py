@@ -1,91 +1,29 @@
-"""Folders of checkpoints ``iter_0000100``, and the lease that lets one start at a time write to them.
+"""A folder of checkpoints ``iter_0000100``: list them, find the newest valid one, and delete old ones.
 
-``CheckpointFolder`` lists checkpoints, finds the newest valid one and deletes old ones. `acquire_lease` makes sure
-that at most one start writes to a folder, and fences off earlier ones. A start that the launcher considers dead may
-still write: its node lost the network but not the shared disk, or a process stalls during a save and continues an
-hour later. So the folder numbers its starts (*epochs*), and start 7 has
-
-    SAVE/.epoch-7/             its staging folder: it writes, replaces and deletes checkpoints only in here
-    SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
-
-**Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
-If it is locked by an earlier start of the same job (`Start.follows`: Slurm requeued the job, srun began a later step,
-torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start is
-rejected. It then creates the staging folder of the next epoch under a temporary name, with the locked lease file in
-it, and renames it. A rename cannot replace a folder that is not empty, so of two starts that take the same epoch one
-fails and tries again.
-
-**Fencing.** Before it looks for a checkpoint to resume from, the new start renames the staging folders of all earlier
-starts into its own (`take_over_staging`). A start changes a published checkpoint only by a rename: out of its staging
-folder to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start
-fails because the path does not exist, no matter what it checked before or where it was stopped. Renames that
-succeeded before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies
-only on POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its
-folder and do not create another. Complete staged checkpoints are published by the new start. Epochs are never reused:
-the newest staging folder stays.
-
-**Detection.** A start whose staging folder is gone is superseded. `Lease.check` looks for it before a save, after any
-failure in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. This is for
-the logs and their readers; the safety of the checkpoints does not depend on it.
-
-**File systems.** The kernel releases the lock when the process ends. On NFS locks hold across machines, and the
-server keeps those of a lost machine for its lease time (often 90 seconds): a start of the same job does not wait for
-that, others are rejected with an error. An NFS client may still reach a renamed folder through its handle for some
-seconds, so folders that were taken over are deleted before checkpoints are listed. Without lock support no start is
-rejected: the newest one holds the folder, and the others are fenced off.
-
-**Object stores** have neither locks nor renames. A start writes its lease over the previous one, and reads it again
-before it writes a marker and before it deletes anything. A start that stalls exactly between the two can still do one
-more thing: publish a complete checkpoint of an older epoch, or delete a checkpoint that it found superfluous.
-
-Programs that write a checkpoint without a lease, as tools do, stage it in the checkpoint folder itself.
+:mod:`megatron.checkpoint.fencing` makes sure that one start at a time writes to it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
 
-from megatron.checkpoint.durable_files import (
-    CheckpointError,
-    DamagedCheckpointError,
-    StorageError,
-    make_folder,
-    save_elsewhere_flags,
-    strip_folder,
-)
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
-from megatron.checkpoint.lease import (
-    LEASE_FILE,
-    STAGED_NAME,
-    Lease,
-    LeaseHolder,
-    create_staging_folder,
-    newest_lease,
-    raise_if_superseded,
-    staged_entries,
-    staging_folder,
-    staging_folder_of,
-    stored_lease,
-    take_over_staging,
-    try_lock,
-)
+from megatron.checkpoint.lease import Lease, staging_folder_of
 from megatron.checkpoint.object_store import Location, RemotePath, local_path
 from megatron.checkpoint.publish import (
     REPLACED_SUFFIX,
+    STAGED_NAME,
     STAGED_SUFFIX,
     delete_checkpoint,
     is_complete,
     recover,
+    staged_entries,
     stale_uploads,
 )
-from megatron.config.launch import JobStart
 
 CHECKPOINT_NAME = re.compile(rf"iter_(\d+)({re.escape(STAGED_SUFFIX)}|{re.escape(REPLACED_SUFFIX)})?")
 AGE_ORDER = (REPLACED_SUFFIX, "", STAGED_SUFFIX)
@@ -159,7 +97,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: if there is none; lists the invalid ones.
-            DamagedError: if ``folder`` is itself a checkpoint, and damaged.
+            DamagedCheckpointError: if ``folder`` is itself a checkpoint, and damaged.
             NewerVersionError: if a checkpoint has a newer format version; it is not damaged, so no older one is used.
         """
         if self.is_checkpoint:
@@ -208,7 +146,7 @@ class CheckpointFolder:
         keep_last: int | None,
         keep_every: int | None = None,
         newest: int | None = None,
-        claim: Lease | None = None,
+        lease: Lease | None = None,
     ) -> list[Location]:
         """Delete old checkpoints and leftovers; must not run during a save.
 
@@ -216,7 +154,7 @@ class CheckpointFolder:
             keep_last: number of newest valid checkpoints to keep; None: all.
             keep_every: iterations that are a multiple of it are kept permanently.
             newest: the iteration just saved. Later ones, which the run skipped as invalid, are kept and not counted.
-            claim: lease on the folder. Without one, staging folders are not touched.
+            lease: lease on the folder. Without one, staging folders are not touched.
 
         Returns:
             The deleted checkpoints. Damaged ones newer than the kept ones are not deleted, for inspection.
@@ -225,10 +163,10 @@ class CheckpointFolder:
             OSError: if the disk fails, or the staging folder is gone.
             SupersededError: if a later start holds the folder, in an object store.
         """
-        staging = staging_folder_of(claim)
+        staging = staging_folder_of(lease)
         for path in self.leftovers:
             if isinstance(path, RemotePath):
-                self._remove(path, claim)
+                self._remove(path, lease)
             elif path.parent == (staging or self.folder):
                 recover(local_path(self.folder / path.name.partition(".")[0]), staging)
         if keep_last is None:
@@ -241,15 +179,15 @@ class CheckpointFolder:
             if kept < keep_last:
                 kept += self._is_valid(path)
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
-                self._remove(path, claim)
+                self._remove(path, lease)
                 deleted.append(path)
         return deleted
 
-    def _remove(self, path: Location, claim: Lease | None) -> None:
+    def _remove(self, path: Location, lease: Lease | None) -> None:
         """Delete a checkpoint or a leftover; in a store, check the lease immediately before."""
-        if isinstance(path, RemotePath) and claim is not None:
-            claim.check()
-        delete_checkpoint(path, staging_folder_of(claim))
+        if isinstance(path, RemotePath) and lease is not None:
+            lease.check()
+        delete_checkpoint(path, staging_folder_of(lease))
 
     def _is_valid(self, path: Location) -> bool:
         try:
@@ -257,106 +195,3 @@ class CheckpointFolder:
         except CheckpointError:
             return False
         return True
-
-
-@contextmanager
-def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None = None) -> Iterator[Lease]:
-    """Acquire the lease on ``folder``, which is created if necessary; used by one process of a run.
-
-    Where the file system has no locks, and in object stores, no start is rejected.
-
-    Args:
-        folder: of the checkpoints.
-        flag: the option that names the folder, for the fixes in errors.
-        start: this start of the job; None outside of a job.
-
-    Raises:
-        CheckpointError: if another process holds the folder and is not an earlier start of this job.
-        SupersededError: if a later start of the job acquired it meanwhile.
-        StorageError: if the folder is not writable.
-    """
-    holder = LeaseHolder(start or JobStart())
-    if isinstance(folder, RemotePath):
-        yield _acquire_in_store(folder, holder, flag)
-        return
-    try:
-        make_folder(folder)
-        claim, file, superseded = _acquire_on_disk(folder, holder, flag)
-    except OSError as error:
-        raise _not_writable(error, folder, flag) from error
-    try:
-        yield replace(claim, notes=(*superseded, *_fence(claim, folder, flag)))
-    finally:
-        os.close(file)
-
-
-def _acquire_in_store(folder: RemotePath, holder: LeaseHolder, flag: str) -> Lease:
-    """Write the lease to an object store, which also checks that the store is writable."""
-    try:
-        previous = stored_lease(folder)
-        claim = Lease(folder, previous.epoch + 1 if previous else 1, holder)
-        (folder / LEASE_FILE).write_bytes(claim.text)
-    except OSError as error:
-        raise _not_writable(error, folder, flag) from error
-    return claim
-
-
-def _acquire_on_disk(folder: Path, holder: LeaseHolder, flag: str) -> tuple[Lease, int, list[str]]:
-    """Acquire the lease of the next epoch.
-
-    Returns:
-        The lease; its file, which stays locked while it is open; and a note if a live start was superseded.
-    """
-    while True:
-        last, superseded = newest_lease(folder), list[str]()
-        if last is not None and _is_locked(staging_folder(folder, last.epoch)):
-            if not holder.start.follows(last.holder.start):
-                raise CheckpointError(*_in_use(last, holder, flag))
-            superseded = [f"start {last.epoch}, of {last.holder}, is superseded: it may still be alive"]
-        claim = Lease(folder, last.epoch + 1 if last else 1, holder)
-        file = create_staging_folder(claim, folder)
-        if file is not None:
-            return claim, file, superseded
-
-
-def _is_locked(staging: Path) -> bool:
-    """Return True if another process has the lease file locked, as far as the file system knows."""
-    try:
-        file = os.open(staging / LEASE_FILE, os.O_RDONLY)
-    except FileNotFoundError:  # being taken over, or deleted
-        return False
-    try:
-        return not try_lock(file, fcntl.LOCK_SH)  # shared, so that concurrent checks do not block each other
-    finally:
-        os.close(file)
-
-
-def _fence(claim: Lease, folder: Path, flag: str) -> list[str]:
-    """Fence off all earlier starts, then check that no later start has done the same to this one."""
-    try:
-        try:
-            return take_over_staging(folder, claim.epoch)
-        finally:
-            raise_if_superseded(claim)
-    except OSError as error:
-        raise _not_writable(error, folder, flag) from error
-
-
-def _in_use(last: Lease, holder: LeaseHolder, flag: str) -> tuple[str, ...]:
-    """Return the message and fixes for a folder that is in use."""
-    if last.holder.start.follows(holder.start):
-        return f"{last.folder} is in use by a later start of this job: {last.holder}", f"{flag} ANOTHER"
-    message = f"{last.folder} is in use by {last.holder}"
-    if last.holder.host == socket.gethostname():
-        return message, f"{flag} ANOTHER"
-    return (
-        f"{message}; if that machine is gone, its lock expires within minutes",
-        f"{flag} ANOTHER",
-        "start again then",
-    )
-
-
-def _not_writable(error: OSError, folder: Location, flag: str) -> StorageError:
-    where = error.filename or folder
-    fix = save_elsewhere_flags(CheckpointFolder(folder).resume_folder()) if flag == "--save" else f"{flag} ANOTHER"
-    return StorageError(f"{where}: {error.strerror}; no checkpoint can be written to {folder}", fix)

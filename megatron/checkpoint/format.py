@@ -2,9 +2,8 @@
 
 A checkpoint stores global tensors, independent of the layout that wrote them. The manifest lists every tensor with
 its stored shape, the view that boxes refer to, and its chunks: boxes of the view with their place in a file and a
-checksum. ``GlobalTensor`` and ``TensorPart`` describe which boxes a rank writes or reads. Boxes can be intersected,
-split, and checked to partition a tensor. The check is necessary: torch.distributed.checkpoint silently drops
-duplicate boxes and ignores holes.
+checksum. Boxes can be intersected, split, and checked to partition a tensor. The check is necessary:
+torch.distributed.checkpoint silently drops duplicate boxes and ignores holes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, checksum, read_error
+from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
 from megatron.checkpoint.object_store import Location, RemotePath, local_path, parse_location
 from megatron.distributed.sharding import Box
 
@@ -157,7 +157,7 @@ def format_box(box: Box) -> str:
 def match_view_dims(shape: View, view: View) -> tuple[slice, ...] | None:
     """Return the dimensions of ``view`` that make up each dimension of ``shape``; None if it does not refine ``shape``.
 
-    >>> folding((12, 5), (2, 6, 5))
+    >>> match_view_dims((12, 5), (2, 6, 5))
     (slice(0, 2, None), slice(2, 3, None))
     """
     found, first = [], 0
@@ -267,11 +267,11 @@ class Manifest:
         """Read a manifest, verify it against the marker, and check the presence and size of all files.
 
         Raises:
-            DamagedError: if the marker, the manifest or a file is missing, truncated or corrupted.
+            DamagedCheckpointError: if the marker, the manifest or a file is missing, truncated or corrupted.
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
-        manifest = cls.described(path)
+        manifest = cls.read(path)
         sizes = None
         if isinstance(manifest.folder, RemotePath):
             try:
@@ -286,11 +286,11 @@ class Manifest:
         return manifest
 
     @classmethod
-    def described(cls, path: Location) -> Manifest:
+    def read(cls, path: Location) -> Manifest:
         """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
 
         Raises:
-            DamagedError: if the marker or the manifest is missing, truncated or corrupted.
+            DamagedCheckpointError: if the marker or the manifest is missing, truncated or corrupted.
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
@@ -318,7 +318,7 @@ class Manifest:
         """Return the content of a small file such as ``tokenizer/tokenizer.json``, verified by its checksum.
 
         Raises:
-            DamagedError: if the file is missing or corrupted.
+            DamagedCheckpointError: if the file is missing or corrupted.
             KeyError: if the manifest does not list it.
         """
         record, content = self.files[name], _read(self.folder, name)
@@ -327,11 +327,11 @@ class Manifest:
             raise DamagedCheckpointError(f"{self.folder / name} {how} (content)")
         return content
 
-    def prove(self, name: str) -> None:
+    def check_partition(self, name: str) -> None:
         """Check that the chunks of a tensor partition it.
 
         Raises:
-            DamagedError: if they do not.
+            DamagedCheckpointError: if they do not.
         """
         record = self.tensors[name]
         problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
@@ -342,7 +342,7 @@ class Manifest:
         """Check the presence and size of a file on disk.
 
         Raises:
-            DamagedError: if it is missing or has another size.
+            DamagedCheckpointError: if it is missing or has another size.
         """
         path = local_path(self.folder / name)
         try:

@@ -1,148 +1,32 @@
-"""Leases on a folder of checkpoints, and the staging folders of the starts that hold them.
+"""Leases on a folder of checkpoints: the right of one start of a run to write to it.
 
-Each start of a run has a staging folder ``.epoch-7`` in the checkpoint folder, with its lease file inside. A later
-start supersedes it by moving the staging folder into its own; it then publishes the complete checkpoints in it and
-deletes the rest. A start whose staging folder is gone is superseded and exits. :mod:`megatron.checkpoint.folder`
-describes the protocol.
+The lease file lies in the staging folder of the start that holds it. A start whose staging folder is gone is
+superseded and exits. :mod:`megatron.checkpoint.fencing` describes the protocol.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable_files import UNSUPPORTED_ERRNO, SupersededError, make_folder, sync_folder
+from megatron.checkpoint.durable_files import durable_rename, make_folder, try_lock, write_file
+from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.object_store import Location, RemotePath
-from megatron.checkpoint.publish import (
-    DELETED_SUFFIX,
-    REPLACED_SUFFIX,
-    STAGED_SUFFIX,
-    STAGING_NAME,
-    STAGING_PREFIX,
-    is_complete,
-    is_interrupted,
-    recover,
-)
+from megatron.checkpoint.publish import staging_folder, staging_folders
 from megatron.config.errors import Problem
 from megatron.config.launch import JobStart
 
-REST_FOLDER = "rest"
-"""Subfolder of a staging folder that is about to be deleted, for entries that are not checkpoints."""
-
-STAGED_NAME = re.compile(
-    rf"iter_\d+({re.escape(STAGED_SUFFIX)}|{re.escape(REPLACED_SUFFIX)})?({re.escape(DELETED_SUFFIX)})?"
-)
-"""Names of checkpoints, and of staged ones that were written without a lease."""
-
-
-def staging_folder(folder: Path, epoch: int) -> Path:
-    """Return the staging folder of a start."""
-    return folder / f"{STAGING_PREFIX}{epoch}"
-
-
-def staging_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return epoch and path of the staging folders directly in ``folder``, oldest first.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    names = [name for name in os.listdir(folder) if STAGING_NAME.fullmatch(name)] if folder.is_dir() else []
-    return sorted((int(name.removeprefix(STAGING_PREFIX)), folder / name) for name in names)
-
-
-def staged_entries(folder: Path) -> Iterator[Path]:
-    """Yield all entries of the staging folders in ``folder``, including nested ones that were taken over.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    for _, staging in staging_folders(folder):
-        with suppress(FileNotFoundError):  # taken over by a concurrent start
-            yield from sorted(path for path in staging.iterdir() if not STAGING_NAME.fullmatch(path.name))
-            yield from staged_entries(staging)
-
-
-def take_over_staging(folder: Path, epoch: int) -> list[str]:
-    """Take over the staging folders of all earlier starts, and finish or delete what is in them.
-
-    Returns:
-        Notes on what was found.
-
-    Raises:
-        OSError: if the disk fails, or the staging folder of ``epoch`` is gone.
-        StorageError: likewise.
-    """
-    mine = staging_folder(folder, epoch)
-    for name in sorted(os.listdir(folder)):
-        number = name.removeprefix(STAGING_PREFIX).partition(".")[0]  # an unfinished one is called .epoch-7.5f3a90
-        if name.startswith(STAGING_PREFIX) and number.isdecimal() and int(number) < epoch:
-            with suppress(FileNotFoundError):  # removed by its own start
-                os.rename(folder / name, mine / name)
-    _take_over_unleased(folder, mine)
-    return [*_recover(folder, mine)]
-
-
-def _take_over_unleased(folder: Path, mine: Path) -> None:
-    """Move entries that were staged without a lease into a nested staging folder of epoch 0, the oldest."""
-    left = [name for name in os.listdir(folder) if (match := STAGED_NAME.fullmatch(name)) and any(match.groups())]
-    if not left:
-        return
-    with suppress(FileExistsError):
-        os.mkdir(staging_folder(mine, 0))
-    for name in sorted(left):
-        os.rename(folder / name, staging_folder(mine, 0) / name)
-
-
-def _recover(folder: Path, staging: Path) -> Iterator[str]:
-    """Recover and delete the staging folders nested in ``staging``, oldest first; yield notes."""
-    for _, older in staging_folders(staging):
-        yield from _recover(folder, older)
-        yield from _interrupted_saves(older)
-        _set_rest_aside(older)
-        for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
-            recover(folder / name, older)
-        with suppress(OSError):  # files still open on NFS may block it; its entries no longer count
-            shutil.rmtree(older)
-
-
-def _set_rest_aside(staging: Path) -> None:
-    """Move entries that are not checkpoints to a subfolder that is not searched, because deleting them may fail.
-
-    If a stalled process has a file open there, NFS on the same machine keeps the file and its folder.
-    """
-    rest = [path for path in staging.glob("iter_*") if path.suffix == DELETED_SUFFIX or is_interrupted(path)]
-    if rest:
-        (staging / REST_FOLDER).mkdir(exist_ok=True)
-    for path in rest:
-        os.rename(path, staging / REST_FOLDER / path.name)
-
-
-def _interrupted_saves(staging: Path) -> Iterator[str]:
-    """Yield notes on interrupted saves in a staging folder."""
-    for path in sorted(staging.glob(f"iter_*{STAGED_SUFFIX}")):
-        if is_complete(path):
-            yield f"published {path.name}: its save was complete except for the final rename"
-        else:
-            yield f"removed {path.name}: its save was interrupted"
-
-
 LEASE_FILE = "claim.json"
 """The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
-
-NO_LOCKS_ERRNO = (*UNSUPPORTED_ERRNO, errno.ENOSYS, errno.ENOLCK)
-"""Errno values of a file system without locks."""
 
 LOST_RACE_ERRNO = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 """Errno values meaning that another process took this epoch first, or a later start removed this one."""
@@ -236,7 +120,7 @@ class Leases:
     @property
     def notes(self) -> list[str]:
         """Notes of both leases."""
-        return [note for claim in (self.save, self.node) if claim is not None for note in claim.notes]
+        return [note for lease in (self.save, self.node) if lease is not None for note in lease.notes]
 
     def look(self) -> None:
         """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call.
@@ -249,12 +133,12 @@ class Leases:
             self.save.check()
 
 
-def staging_folder_of(claim: Lease | None) -> Path | None:
+def staging_folder_of(lease: Lease | None) -> Path | None:
     """Return the staging folder of a lease; None without a lease and in an object store."""
-    return claim.staging if claim is not None else None
+    return lease.staging if lease is not None else None
 
 
-def raise_if_superseded(claim: Lease | None) -> None:
+def raise_if_superseded(lease: Lease | None) -> None:
     """Raise SupersededError if a later start holds the folder; ignore I/O errors.
 
     Called after another failure, to find out whether losing the lease was its cause.
@@ -262,12 +146,12 @@ def raise_if_superseded(claim: Lease | None) -> None:
     Raises:
         SupersededError: if a later start holds the folder.
     """
-    if claim is not None:
+    if lease is not None:
         with suppress(OSError):
-            claim.check()
+            lease.check()
 
 
-def create_staging_folder(claim: Lease, folder: Path) -> int | None:
+def create_staging_folder(lease: Lease, folder: Path) -> int | None:
     """Create the staging folder of a start with its lease file.
 
     Returns:
@@ -276,42 +160,25 @@ def create_staging_folder(claim: Lease, folder: Path) -> int | None:
     Raises:
         OSError: if the disk fails.
     """
-    target = staging_folder(folder, claim.epoch)
-    draft = target.with_name(f"{target.name}.{claim.holder.token}")
+    target = staging_folder(folder, lease.epoch)
+    draft = target.with_name(f"{target.name}.{lease.holder.token}")
     os.mkdir(draft)
-    file = os.open(draft / LEASE_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try_lock(file)
-        os.write(file, claim.text)
-        os.fsync(file)
-        os.rename(draft, target)
-        sync_folder(folder)
-        if max(epoch for epoch, _ in staging_folders(folder)) == claim.epoch:
-            return file
-        shutil.rmtree(target)  # delayed for so long that a later start exists
-    except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if error.errno not in LOST_RACE_ERRNO:
-            os.close(file)
-            raise
-    os.close(file)
+    with ExitStack() as opened:
+        try:
+            write_file(draft / LEASE_FILE, lease.text)
+            file = os.open(draft / LEASE_FILE, os.O_RDWR)  # NFS refuses exclusive locks of files open for reading only
+            opened.callback(os.close, file)
+            try_lock(file)
+            durable_rename(draft, target)
+            if max(epoch for epoch, _ in staging_folders(folder)) == lease.epoch:
+                opened.pop_all()
+                return file
+            shutil.rmtree(target)  # delayed for so long that a later start exists
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if error.errno not in LOST_RACE_ERRNO:
+                raise
     return None
-
-
-def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file without blocking; return False if another process holds it, True if there are no locks.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS_ERRNO:
-            raise
-    return True
 
 
 def newest_lease(folder: Path) -> Lease | None:

@@ -3,7 +3,6 @@
 ``load_sharded`` fills the parts of every rank through torch.distributed.checkpoint; ``CheckpointStorageReader`` also
 serves any other program that uses that library. ``CheckpointReader`` reads tensors by name in a single process, for
 conversion, inspection and generation. Everything that is read is verified by its checksum.
-torch.distributed.checkpoint is imported on first use because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import (
     BoxIndex,
     Manifest,
@@ -35,8 +36,6 @@ from megatron.checkpoint.format import (
     relative_box,
     whole_box,
 )
-from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.object_store import Location
 from megatron.checkpoint.tensor_file import DTYPES, ChunkReader, GlobalTensor
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
@@ -56,7 +55,7 @@ class PartsLoadPlanner(LoadPlanner):
 
         Raises:
             CheckpointError: if a tensor is missing from the checkpoint, or has another shape or kind of type.
-            DamagedError: if the chunks of a tensor are not a partition.
+            DamagedCheckpointError: if the chunks of a tensor are not a partition.
         """
         problems = [text for name, tensor in self._tensors.items() for text in self._problems(name, tensor)]
         if problems:
@@ -64,7 +63,7 @@ class PartsLoadPlanner(LoadPlanner):
             raise CheckpointError(f"{self._manifest.path} does not match:\n" + "\n".join(problems[:10]) + more)
         for name, tensor in self._tensors.items():
             if tensor.parts:
-                self._manifest.prove(name)
+                self._manifest.check_partition(name)
         return LoadPlan([item for name in self._tensors for item in self._items(name)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -173,7 +172,7 @@ class CheckpointStorageReader(StorageReader):
         """Read and verify chunks in file order, and fill all items from each.
 
         Raises:
-            DamagedError: if a chunk is missing or its checksum differs.
+            DamagedCheckpointError: if a chunk is missing or its checksum differs.
         """
         wanted: dict[TensorChunk, ReadRequests] = defaultdict(list)
         for item in plan.items:
@@ -223,47 +222,6 @@ def _fill(reader: ChunkReader, chunk: TensorChunk, wanted: ReadRequests, planner
         planner.commit_tensor(item, target)
 
 
-def save_sharded(
-    folder: Location,
-    tensors: Mapping[str, GlobalTensor],
-    state: Mapping[str, Any],
-    config: dict[str, Any],
-    group: Group,
-    files: Mapping[str, Path | bytes] | None = None,
-    claim: Lease | None = None,
-) -> None:
-    """Write a checkpoint; when the call returns it is published and on disk.
-
-    Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
-    replaced only when the new one is complete.
-
-    Args:
-        folder: of the checkpoint, such as ``save/iter_0000100``.
-        tensors: with the parts this rank writes; tensors without parts on this rank may be omitted.
-        state: plain numbers, as JSON; rank 0's is written.
-        config: options, as JSON; rank 0's is written.
-        group: the ranks that write.
-        files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
-        claim: lease of this start on the folder that contains the checkpoint.
-
-    Raises:
-        StorageError: if the disk fails on any rank.
-        SupersededError: if a later start holds the folder.
-        TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from megatron.checkpoint.save import CheckpointExtras, CheckpointWriter, PartsSavePlanner
-
-    planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, claim)
-
-    _run_collectively(
-        lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),
-        undo=writer.abandon,
-    )
-
-
 def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
     """Fill this rank's parts in place from a checkpoint written with any layout.
 
@@ -276,30 +234,25 @@ def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group:
 
     Raises:
         CheckpointError: if the checkpoint lacks a tensor or has it in another shape.
-        DamagedError: if a file is missing or a checksum differs.
+        DamagedCheckpointError: if a file is missing or a checksum differs.
         UnreachableError: if an object store does not answer.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     planner, reader = PartsLoadPlanner(tensors, manifest), CheckpointStorageReader(manifest)
-    _run_collectively(lambda: load(dict(tensors), storage_reader=reader, planner=planner, **_ranks(group)))
+    call_collectively(load, group, state_dict=dict(tensors), storage_reader=reader, planner=planner)
 
 
-def _ranks(group: Group) -> dict[str, Any]:
-    return {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
-
-
-def _run_collectively(action: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> None:
-    """Run a collective action; raise the error of the lowest failed rank on every rank.
+def call_collectively(
+    act: Callable[..., Any], group: Group, undo: Callable[[], None] = lambda: None, **arguments: Any
+) -> None:
+    """Call a function of torch.distributed.checkpoint; raise the error of the lowest failed rank on every rank.
 
     ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    ranks: dict[str, Any] = {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action()
+            act(**arguments, **ranks)
     except CheckpointException as error:
         undo()
         cause = error.failures[min(error.failures)][0]
@@ -338,7 +291,7 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: if the checkpoint has no such tensor, or the box is not inside it.
-            DamagedError: if a file is missing or a checksum differs.
+            DamagedCheckpointError: if a file is missing or a checksum differs.
         """
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.manifest.path} has no tensor {name}")
@@ -347,7 +300,7 @@ class CheckpointReader:
         if not is_inside(box, record.view):
             raise CheckpointError(f"{format_box(box)} is not inside {name}, which is {list(record.view)}")
         if name not in self._indices:
-            self.manifest.prove(name)
+            self.manifest.check_partition(name)
             self._indices[name] = BoxIndex(chunk.box for chunk in record.chunks)
         out = torch.empty(box.size, dtype=self.dtype(name))
         for number, shared in self._indices[name].shared(box):

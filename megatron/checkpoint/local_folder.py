@@ -1,18 +1,17 @@
 """Checkpoints on node-local disks: what each node has, and which nodes together have a complete checkpoint.
 
 A node has the files of its own ranks, copies of those of the previous node, and the manifest of the whole checkpoint,
-so any single node may be lost. No torch and no communication here: see `local_saving` and `local_loading`.
+so any single node may be lost. No torch and no communication here: see `local_store`.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, strip_folder
+from megatron.checkpoint.errors import DamagedCheckpointError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.lease import Lease
@@ -41,10 +40,10 @@ def is_local_checkpoint(path: Path, pattern: str) -> bool:
 class NodeMap:
     """Assignment of ranks to nodes."""
 
-    of: tuple[int, ...]  # node of every rank, counted from 0
+    node_of: tuple[int, ...]  # node of every rank, counted from 0
 
     @classmethod
-    def counted(cls, numbers: Sequence[int]) -> NodeMap:
+    def from_launcher(cls, numbers: Sequence[int]) -> NodeMap:
         """Create from the launcher's node number of every rank, which may have gaps."""
         known = sorted(set(numbers))
         return cls(tuple(known.index(number) for number in numbers))
@@ -52,7 +51,7 @@ class NodeMap:
     @property
     def count(self) -> int:
         """Number of nodes."""
-        return max(self.of) + 1
+        return max(self.node_of) + 1
 
     @property
     def are_even(self) -> bool:
@@ -61,29 +60,38 @@ class NodeMap:
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks on a node; the first one is its leader."""
-        return [rank for rank, number in enumerate(self.of) if number == node]
+        return [rank for rank, number in enumerate(self.node_of) if number == node]
 
-    def leads(self, rank: int) -> bool:
+    def is_leader(self, rank: int) -> bool:
         """Return True if a rank is the leader of its node."""
-        return self.ranks(self.of[rank])[0] == rank
+        return self.ranks(self.node_of[rank])[0] == rank
 
     def neighbour(self, rank: int, step: int) -> int:
         """Return the rank at the same position ``step`` nodes further in the ring of nodes."""
-        node = self.of[rank]
+        node = self.node_of[rank]
         return self.ranks((node + step) % self.count)[self.ranks(node).index(rank)]
 
 
 @dataclass(frozen=True)
-class NodeCheckpoint:
-    """The part of a checkpoint that a node has."""
+class LocalCheckpoint:
+    """A checkpoint on the nodes' disks, as far as it is on one of them or on all."""
 
     iteration: int  # steps taken when it was saved
     mark: str  # content of the marker; equal on nodes that took part in the same save
     run: str | None  # the ``--save`` folder of the run that wrote it
-    files: frozenset[str]  # files that are present with their full size
+    files: Mapping[
+        int, frozenset[str]
+    ]  # files that are present with their full size, by node; only nodes that have the manifest
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the files in ``names`` that no node has."""
+        present = frozenset().union(*self.files.values())
+        return [name for name in names if name not in present]
 
 
-def list_node_checkpoints(folder: Path, claim: Lease | None = None) -> tuple[list[NodeCheckpoint], list[str]]:
+def list_node_checkpoints(
+    folder: Path, node: int, lease: Lease | None = None
+) -> tuple[list[LocalCheckpoint], list[str]]:
     """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints.
 
     Raises:
@@ -91,18 +99,18 @@ def list_node_checkpoints(folder: Path, claim: Lease | None = None) -> tuple[lis
         OSError: if the disk fails.
     """
     checkpoints = CheckpointFolder(folder)
-    checkpoints.retain(None, claim=claim)  # deletes leftovers only
+    checkpoints.retain(None, lease=lease)  # deletes leftovers only
     held, notes = [], []
     for iteration, path in checkpoints.named():
         try:
-            manifest = Manifest.described(path)
+            manifest = Manifest.read(path)
         except DamagedCheckpointError as error:
             notes.append(f"passed over {path}: {strip_folder(path, error)}")
             continue
         mark = local_path(path / MARKER).read_text()
         run = manifest.config.get("checkpoint", {}).get("save")
         files = frozenset(name for name in manifest.files if _has_file(manifest, name))
-        held.append(NodeCheckpoint(iteration, mark, run, files))
+        held.append(LocalCheckpoint(iteration, mark, run, {node: files}))
     return held, notes
 
 
@@ -114,34 +122,13 @@ def _has_file(manifest: Manifest, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class LocalCheckpoint:
-    """A checkpoint whose files are spread over the nodes."""
-
-    iteration: int  # steps taken when it was saved
-    mark: str  # content of its marker
-    run: str | None  # the ``--save`` folder of the run that wrote it
-    files: Mapping[int, frozenset[str]]  # present files by node; nodes without the manifest have none
-
-    def missing(self, names: Sequence[str]) -> list[str]:
-        """Return the files in ``names`` that no node has."""
-        present = frozenset().union(*self.files.values())
-        return [name for name in names if name not in present]
-
-
-def merge_node_checkpoints(by_node: Sequence[Sequence[NodeCheckpoint]]) -> list[LocalCheckpoint]:
-    """Merge the nodes' parts into checkpoints, newest first; of one iteration, those on more nodes first."""
-    found: dict[tuple[int, str], dict[int, NodeCheckpoint]] = defaultdict(dict)
-    for node, of_node in enumerate(by_node):
-        for held in of_node:
-            found[held.iteration, held.mark][node] = held
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1]), reverse=True)
-    return [
-        LocalCheckpoint(
-            iteration, mark, next(iter(nodes.values())).run, {node: held.files for node, held in nodes.items()}
-        )
-        for (iteration, mark), nodes in ordered
-    ]
+def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckpoint]:
+    """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
+    merged: dict[tuple[int, str], LocalCheckpoint] = {}
+    for part in parts:
+        same_save = merged.get((part.iteration, part.mark), part)
+        merged[part.iteration, part.mark] = replace(same_save, files={**same_save.files, **part.files})
+    return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
 
 
 FileCopy = tuple[int, str]
@@ -159,7 +146,7 @@ def choose_sources(
         bad: damaged copies, and why.
 
     Raises:
-        DamagedError: if no good copy of a file is left.
+        DamagedCheckpointError: if no good copy of a file is left.
     """
     chosen, count = {}, max([*needs, *checkpoint.files]) + 1
     for node, names in needs.items():

@@ -20,27 +20,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.checkpoint.durable_files import (
-    DamagedCheckpointError,
-    NewFile,
-    StorageError,
-    describe_os_error,
-    is_disk_full,
-    make_parent_folders,
-    strip_folder,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.durable_files import NewFile, make_parent_folders, sync_folder, write_file
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, storage_error, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
     BoxIndex,
-    FileRecord,
     Manifest,
-    TensorChunk,
     marker_content,
     parse_manifest,
 )
@@ -66,6 +54,7 @@ from megatron.checkpoint.save import (
     CheckpointExtras,
     FileResult,
     PartsSavePlanner,
+    as_storage_errors,
     build_manifest,
     disk_space_message,
     local_bytes,
@@ -73,6 +62,7 @@ from megatron.checkpoint.save import (
     write_tensors,
 )
 from megatron.checkpoint.tensor_file import ChunkReader, GlobalTensor
+from megatron.checkpoint.verify import chunks_by_file, list_file_damage
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 
@@ -92,13 +82,13 @@ class LocalStore:
     folder: Path  # of this rank's node
     nodes: NodeMap  # which ranks are on which node
     group: Group  # all ranks, for collectives
-    wire: Group  # all ranks with a separate communicator, for files: point-to-point calls differ between ranks
-    claim: Lease | None = None  # lease on the node's folder, the same for all ranks of the node
+    file_group: Group  # all ranks with a separate communicator, for files: point-to-point calls differ between ranks
+    lease: Lease | None = None  # lease on the node's folder, the same for all ranks of the node
 
     @property
     def staging(self) -> Path | None:
         """Staging folder of the node's folder; None without a lease."""
-        return staging_folder_of(self.claim)
+        return staging_folder_of(self.lease)
 
     @property
     def rank(self) -> int:
@@ -108,12 +98,12 @@ class LocalStore:
     @property
     def node(self) -> int:
         """Node of this rank."""
-        return self.nodes.of[self.rank]
+        return self.nodes.node_of[self.rank]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True if this rank is the leader of its node."""
-        return self.nodes.leads(self.rank)
+        return self.nodes.is_leader(self.rank)
 
 
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
@@ -224,10 +214,10 @@ class _FileSender(_TransferEnd):
 class _FileReceiver(_TransferEnd):
     """A file being received, under a temporary name until it is complete."""
 
-    def __init__(self, parcel: FileTransfer) -> None:
+    def __init__(self, transfer: FileTransfer) -> None:
         super().__init__()
-        self._path = parcel.path
-        self._part = (parcel.staging or parcel.path.parent) / (parcel.path.name + PARTIAL_SUFFIX)
+        self._path = transfer.path
+        self._part = (transfer.staging or transfer.path.parent) / (transfer.path.name + PARTIAL_SUFFIX)
         with suppress(OSError):
             os.unlink(self._part)
         self._file = self.attempt(lambda: NewFile(self._part))
@@ -248,12 +238,8 @@ class _FileReceiver(_TransferEnd):
         return self.error
 
 
-DISK_FULL_FIXES = "free some space", "--local-save ELSEWHERE"
-"""Fixes for a full disk."""
-
-
-def save_local(tier: LocalStore, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
-    """Write a checkpoint to the nodes' folders; collective over the tier's group.
+def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
+    """Write a checkpoint to the nodes' folders; collective over the store's group.
 
     It is published on a node only when all files and copies are on the disks of all nodes. Older checkpoints are kept:
     see :func:`delete_other_local_checkpoints`.
@@ -266,17 +252,17 @@ def save_local(tier: LocalStore, iteration: int, tensors: Mapping[str, GlobalTen
         SupersededError: if a later start holds a node's folder, on every rank.
         ValueError: if the parts of all ranks do not partition the tensors.
     """
-    final = local_path(CheckpointFolder(tier.folder).path(iteration))
+    final = local_path(CheckpointFolder(store.folder).path(iteration))
     try:
-        _write(tier, final, tensors, extra)
+        _write(store, final, tensors, extra)
     except Exception:
-        if tier.leads:
-            discard_staged(final, tier.staging)
+        if store.is_leader:
+            discard_staged(final, store.staging)
         raise
     return final
 
 
-def delete_other_local_checkpoints(tier: LocalStore, iteration: int) -> str | None:
+def delete_other_local_checkpoints(store: LocalStore, iteration: int) -> str | None:
     """Delete all other checkpoints from the nodes' folders; collective.
 
     Returns:
@@ -286,59 +272,57 @@ def delete_other_local_checkpoints(tier: LocalStore, iteration: int) -> str | No
         SupersededError: if a later start holds the node's folder.
     """
     try:
-        gather_results(lambda: _remove_others(tier, iteration) if tier.leads else None, tier.group)
+        gather_results(lambda: _remove_others(store, iteration) if store.is_leader else None, store.group)
     except OSError as error:
-        raise_if_superseded(tier.claim)
+        raise_if_superseded(store.lease)
         return f"older local checkpoints are not deleted: {error}"
     return None
 
 
-def _remove_others(tier: LocalStore, iteration: int) -> None:
-    for other, path in CheckpointFolder(tier.folder).named():
+def _remove_others(store: LocalStore, iteration: int) -> None:
+    for other, path in CheckpointFolder(store.folder).named():
         if other != iteration or path.suffix:
-            delete_checkpoint(path, tier.staging)
+            delete_checkpoint(path, store.staging)
 
 
-def _write(tier: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
-    folder, planner, leads = staged_path(final, tier.staging), PartsSavePlanner(tensors), tier.leads
+def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
+    folder, planner, leads = staged_path(final, store.staging), PartsSavePlanner(tensors), store.is_leader
 
     def on_all_ranks(action: Callable[[], T]) -> list[T]:
-        return gather_results(lambda: _with_storage_errors(action, final, tier), tier.group)
+        def guarded() -> T:
+            with as_storage_errors(store.lease, lambda error: storage_error(error, final, store.rank, local=True)):
+                return action()
+
+        return gather_results(guarded, store.group)
 
     def on_leaders(action: Callable[[], object]) -> None:
         on_all_ranks(lambda: action() if leads else None)
 
     sizes = on_all_ranks(lambda: local_bytes(tensors))
-    on_leaders(lambda: _create_staged_folder(tier, final, sizes))
+    on_leaders(lambda: _create_staged_folder(store, final, sizes))
     plans = on_all_ranks(planner.create_local_plan)
-    on_all_ranks(lambda: planner.create_global_plan(plans) if tier.rank == 0 else None)
+    on_all_ranks(lambda: planner.create_global_plan(plans) if store.rank == 0 else None)
     small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})
-    own_plan = plans[tier.rank]
-    results = on_all_ranks(lambda: write_tensors(folder, tier.rank, own_plan, planner) if own_plan.items else [])
-    on_all_ranks(lambda: _copy_to_next_node(tier, folder, results))
-    content = on_all_ranks(lambda: _manifest_text(plans, results, small[0], extra) if tier.rank == 0 else b"")[0]
-    on_leaders(lambda: _write_manifest(folder, content))
-    on_leaders(lambda: _publish_local(tier, final, content))
-
-
-def _create_staged_folder(tier: LocalStore, final: Path, sizes: Sequence[int]) -> None:
-    """Create the staging path if the disk has space for this node's files and the copies of the previous node's."""
-    kept = {tier.node, (tier.node - 1) % tier.nodes.count}
-    size = sum(sizes[rank] for node in kept for rank in tier.nodes.ranks(node))
-    if message := disk_space_message(tier.folder, size, tier.claim):
-        raise StorageError(f"{message} (rank {tier.rank}); no local checkpoint was written", *DISK_FULL_FIXES)
-    if tier.claim is not None:
-        tier.claim.ready()
-    create_staged(final, tier.staging)
-
-
-def _manifest_text(
-    plans: list[SavePlan], results: list[list[WriteResult]], small: Mapping[str, FileRecord], extra: CheckpointExtras
-) -> bytes:
-    """Return the text of the manifest of the whole checkpoint."""
+    own_plan = plans[store.rank]
+    results = on_all_ranks(lambda: write_tensors(folder, store.rank, own_plan, planner) if own_plan.items else [])
+    on_all_ranks(lambda: _copy_to_next_node(store, folder, results))
     kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
-    content, _ = build_manifest(kinds, [result for of_rank in results for result in of_rank], small, extra)
-    return content
+    flat = [result for of_rank in results for result in of_rank]
+    content = on_all_ranks(lambda: build_manifest(kinds, flat, small[0], extra)[0] if store.rank == 0 else b"")[0]
+    on_leaders(lambda: _write_manifest(folder, content))
+    on_leaders(lambda: _publish_local(store, final, content))
+
+
+def _create_staged_folder(store: LocalStore, final: Path, sizes: Sequence[int]) -> None:
+    """Create the staging path if the disk has space for this node's files and the copies of the previous node's."""
+    kept = {store.node, (store.node - 1) % store.nodes.count}
+    size = sum(sizes[rank] for node in kept for rank in store.nodes.ranks(node))
+    if message := disk_space_message(store.folder, size, store.lease):
+        sentence = f"{message} (rank {store.rank}); no local checkpoint was written"
+        raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
+    if store.lease is not None:
+        store.lease.ready()
+    create_staged(final, store.staging)
 
 
 def _write_manifest(folder: Path, content: bytes) -> None:
@@ -346,41 +330,29 @@ def _write_manifest(folder: Path, content: bytes) -> None:
     sync_folder(folder)
 
 
-def _publish_local(tier: LocalStore, final: Path, content: bytes) -> None:
-    write_marker(staged_path(final, tier.staging), content)
-    publish_staged(final, tier.staging)
+def _publish_local(store: LocalStore, final: Path, content: bytes) -> None:
+    write_marker(staged_path(final, store.staging), content)
+    publish_staged(final, store.staging)
 
 
-def _copy_to_next_node(tier: LocalStore, folder: Path, results: list[list[WriteResult]]) -> None:
+def _copy_to_next_node(store: LocalStore, folder: Path, results: list[list[WriteResult]]) -> None:
     """Send this rank's file to the next node, and receive one from the previous node."""
-    if tier.nodes.count == 1:
+    if store.nodes.count == 1:
         return
-    target, source = tier.nodes.neighbour(tier.rank, 1), tier.nodes.neighbour(tier.rank, -1)
-    sent, received = _parcel(folder, results[tier.rank], target), _parcel(folder, results[source], source)
-    error = send_and_receive(sent, received, tier.wire)
+    target, source = store.nodes.neighbour(store.rank, 1), store.nodes.neighbour(store.rank, -1)
+    sent, received = _transfer_of(folder, results[store.rank], target), _transfer_of(folder, results[source], source)
+    error = send_and_receive(sent, received, store.file_group)
     if error is not None:
         raise error
 
 
-def _parcel(folder: Path, results: list[WriteResult], peer: int) -> FileTransfer | None:
+def _transfer_of(folder: Path, results: list[WriteResult], peer: int) -> FileTransfer | None:
     """Return the transfer of the file that a rank has written; None if it had nothing to write."""
     files = [r.storage_data for r in results if isinstance(r.storage_data, FileResult)]
     return FileTransfer(folder / files[0].name, peer, files[0].record.bytes) if files else None
 
 
-def _with_storage_errors(action: Callable[[], T], final: Path, tier: LocalStore) -> T:
-    """Run ``action``; convert disk errors to StorageError, or SupersededError if a later start holds the folder."""
-    try:
-        return action()
-    except OSError as error:
-        raise_if_superseded(tier.claim)
-        message = (
-            f"{error.filename or final}: {describe_os_error(error)} (rank {tier.rank}); no local checkpoint was written"
-        )
-        raise StorageError(message, *(DISK_FULL_FIXES if is_disk_full(error) else DISK_FULL_FIXES[1:])) from error
-
-
-def find_local_checkpoints(tier: LocalStore) -> tuple[list[LocalCheckpoint], list[str]]:
+def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], list[str]]:
     """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective.
 
     Raises:
@@ -388,37 +360,37 @@ def find_local_checkpoints(tier: LocalStore) -> tuple[list[LocalCheckpoint], lis
         OSError: if a disk fails, on every rank.
     """
     found = gather_results(
-        lambda: list_node_checkpoints(tier.folder, tier.claim) if tier.leads else ([], []), tier.group
+        lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.is_leader else ([], []),
+        store.group,
     )
-    by_node = [found[tier.nodes.ranks(node)[0]] for node in range(tier.nodes.count)]
-    notes = [f"node {node}: {note}" for node, (_, of_node) in enumerate(by_node) for note in of_node]
-    return merge_node_checkpoints([held for held, _ in by_node]), notes
+    notes = [f"node {store.nodes.node_of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
+    return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
 
 
-def read_local_manifest(tier: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
+def read_local_manifest(store: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
     """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective.
 
     Raises:
-        DamagedError: if it changed meanwhile, on every rank.
+        DamagedCheckpointError: if it changed meanwhile, on every rank.
         OSError: if it cannot be read, on every rank.
     """
-    final = local_path(CheckpointFolder(tier.folder).path(checkpoint.iteration))
-    reader = tier.nodes.ranks(min(checkpoint.files))[0]
-    texts = gather_results(lambda: (final / MANIFEST).read_bytes() if tier.rank == reader else b"", tier.group)
+    final = local_path(CheckpointFolder(store.folder).path(checkpoint.iteration))
+    reader = store.nodes.ranks(min(checkpoint.files))[0]
+    texts = gather_results(lambda: (final / MANIFEST).read_bytes() if store.rank == reader else b"", store.group)
     if marker_content(texts[reader]).decode() != checkpoint.mark:
         raise DamagedCheckpointError(f"{final / MANIFEST} on node {min(checkpoint.files)} has changed")
     return parse_manifest(final, texts[reader]), texts[reader]
 
 
 def fetch_missing_files(
-    tier: LocalStore, checkpoint: LocalCheckpoint, tensors: Mapping[str, GlobalTensor]
+    store: LocalStore, checkpoint: LocalCheckpoint, tensors: Mapping[str, GlobalTensor]
 ) -> tuple[Manifest, list[str]]:
     """Copy to this node's folder all files of a checkpoint that its ranks need and it lacks; collective.
 
     Every copy that is used is first verified by its checksums.
 
     Args:
-        tier: the nodes' folders.
+        store: the nodes' folders.
         checkpoint: to load.
         tensors: with the parts that this rank will fill; tensors that the checkpoint lacks are ignored.
 
@@ -426,17 +398,18 @@ def fetch_missing_files(
         The manifest, of whose files this node may have only some, and notes on damaged copies.
 
     Raises:
-        DamagedError: if no good copy of a file is left, on every rank.
+        DamagedCheckpointError: if no good copy of a file is left, on every rank.
         OSError: if a disk fails, on every rank.
     """
-    manifest, content = read_local_manifest(tier, checkpoint)
-    wanted = comm.all_gather_objects(files_needed(manifest, tensors), tier.group)
+    manifest, content = read_local_manifest(store, checkpoint)
+    wanted = comm.all_gather_objects(files_needed(manifest, tensors), store.group)
     needs = {
-        node: frozenset().union(*(wanted[rank] for rank in tier.nodes.ranks(node))) for node in range(tier.nodes.count)
+        node: frozenset().union(*(wanted[rank] for rank in store.nodes.ranks(node)))
+        for node in range(store.nodes.count)
     }
-    chosen, bad = _choose_verified(tier, checkpoint, manifest, needs)
+    chosen, bad = _choose_verified(store, checkpoint, manifest, needs)
     notes = [f"node {node}: {text}: another copy is used" for (node, _), text in sorted(bad.items())]
-    _fetch(tier, checkpoint, manifest, content, chosen)
+    _fetch(store, checkpoint, manifest, content, chosen)
     return manifest, notes
 
 
@@ -452,7 +425,7 @@ def files_needed(manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> fro
 
 
 def _choose_verified(
-    tier: LocalStore, checkpoint: LocalCheckpoint, manifest: Manifest, needs: Mapping[int, frozenset[str]]
+    store: LocalStore, checkpoint: LocalCheckpoint, manifest: Manifest, needs: Mapping[int, frozenset[str]]
 ) -> tuple[dict[FileCopy, int], dict[FileCopy, str]]:
     """Choose a source for each file that a node needs, until all are verified; return them and the damaged copies."""
     verified: set[FileCopy] = set()
@@ -462,63 +435,54 @@ def _choose_verified(
         unverified = sorted({(source, name) for (_, name), source in chosen.items()} - verified)
         if not unverified:
             return chosen, bad
-        node_ranks = tier.nodes.ranks(tier.node)
-        on_node = [copy for copy in unverified if copy[0] == tier.node]
-        mine = on_node[node_ranks.index(tier.rank) :: len(node_ranks)]
-        for problems in comm.all_gather_objects(_problems(manifest, mine), tier.group):
+        node_ranks = store.nodes.ranks(store.node)
+        on_node = [copy for copy in unverified if copy[0] == store.node]
+        mine = on_node[node_ranks.index(store.rank) :: len(node_ranks)]
+        for problems in comm.all_gather_objects(_problems(manifest, mine), store.group):
             bad |= problems
         verified |= set(unverified)
 
 
 def _problems(manifest: Manifest, copies: Iterable[FileCopy]) -> dict[FileCopy, str]:
     """Return the damaged ones among this node's copies, and why."""
-    copies, found = list(copies), {}
-    inside: dict[str, list[tuple[str, TensorChunk]]] = {file: [] for _, file in copies}
-    for name, record in manifest.tensors.items():
-        for chunk in record.chunks:
-            if chunk.file in inside:
-                inside[chunk.file].append((name, chunk))
-    reader = ChunkReader(manifest)
+    reader, chunks, found = ChunkReader(manifest), chunks_by_file(manifest), {}
     for node, file in copies:
-        try:
-            reader.verify_head(file)
-            for name, chunk in sorted(inside[file], key=lambda item: item[1].offset):
-                reader.prove(name, chunk)
-        except DamagedCheckpointError as error:
-            found[node, file] = strip_folder(manifest.path, error)
+        problem = next(list_file_damage(reader, file, chunks[file]), None)
+        if problem is not None:
+            found[node, file] = strip_folder(manifest.path, problem)
     reader.close()
     return found
 
 
 def _fetch(
-    tier: LocalStore, checkpoint: LocalCheckpoint, manifest: Manifest, content: bytes, chosen: Mapping[FileCopy, int]
+    store: LocalStore, checkpoint: LocalCheckpoint, manifest: Manifest, content: bytes, chosen: Mapping[FileCopy, int]
 ) -> None:
     """Copy the files to the nodes that lack them, and write the manifest on nodes that do not have it."""
-    is_new = tier.node not in checkpoint.files
-    final = local_path(CheckpointFolder(tier.folder).path(checkpoint.iteration))
-    folder = staged_path(final, tier.staging) if is_new else final
+    is_new = store.node not in checkpoint.files
+    final = local_path(CheckpointFolder(store.folder).path(checkpoint.iteration))
+    folder = staged_path(final, store.staging) if is_new else final
     moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
 
     def prepare() -> None:
-        if tier.leads and is_new:
-            create_staged(final, tier.staging)
-        for name in [name for name, _, node in moves if tier.leads and node == tier.node]:
+        if store.is_leader and is_new:
+            create_staged(final, store.staging)
+        for name in [name for name, _, node in moves if store.is_leader and node == store.node]:
             make_parent_folders(folder, name)
 
     def finish() -> None:
-        if tier.leads:
+        if store.is_leader:
             sync_folder(folder)
-        if tier.leads and is_new:
+        if store.is_leader and is_new:
             write_file(folder / MANIFEST, content)
             write_marker(folder, content)
-            publish_staged(final, tier.staging)
+            publish_staged(final, store.staging)
 
-    gather_results(prepare, tier.group)
-    gather_results(lambda: _move(tier, manifest, folder, moves), tier.group)
-    gather_results(finish, tier.group)
+    gather_results(prepare, store.group)
+    gather_results(lambda: _move(store, manifest, folder, moves), store.group)
+    gather_results(finish, store.group)
 
 
-def _move(tier: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
+def _move(store: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
     """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks.
 
     Raises:
@@ -526,14 +490,16 @@ def _move(tier: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple[
     """
     errors = []
     for number, (name, source, node) in enumerate(moves):
-        senders, receivers = tier.nodes.ranks(source), tier.nodes.ranks(node)
+        senders, receivers = store.nodes.ranks(source), store.nodes.ranks(node)
         sender = senders[number % len(senders)]
         receiver = receivers[number % len(receivers)]
         size = manifest.files[name].bytes
-        if tier.rank == sender:
-            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, tier.wire))
-        elif tier.rank == receiver:
-            errors.append(send_and_receive(None, FileTransfer(folder / name, sender, size, tier.staging), tier.wire))
+        if store.rank == sender:
+            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, store.file_group))
+        elif store.rank == receiver:
+            errors.append(
+                send_and_receive(None, FileTransfer(folder / name, sender, size, store.staging), store.file_group)
+            )
     for error in errors:
         if error is not None:
             raise error

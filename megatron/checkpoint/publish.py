@@ -21,71 +21,53 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError, make_folder, sync_folder, write_file
+from megatron.checkpoint.durable_files import durable_rename, make_folder, publish_file, sync_folder
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content
 from megatron.checkpoint.object_store import Location, RemotePath
-
-UPLOAD_PREFIX = "attempt-"
-
-
-def new_upload(final: RemotePath) -> RemotePath:
-    """Return a new unique folder for the files of the checkpoint ``final``."""
-    return final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
-
-
-def publish_upload(upload: RemotePath, manifest: bytes) -> None:
-    """Write the manifest and the marker of a complete upload.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
-    (upload / MANIFEST).write_bytes(manifest)
-    (upload.parent / MARKER).write_bytes(marker_content(manifest, upload.name))
-
-
-def discard_upload(upload: RemotePath) -> None:
-    """Delete the files of a failed upload, as far as possible.
-
-    Kept once it has a manifest: the marker may have been written by a request whose answer was lost.
-    """
-    with suppress(OSError):
-        if not (upload / MANIFEST).exists():
-            upload.remove_all()
-
-
-def stale_uploads(path: RemotePath) -> list[RemotePath]:
-    """Return interrupted and replaced uploads in the folder of a checkpoint, or the folder itself if it has no marker.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
-    if not (path / MARKER).exists():
-        return [path]
-    try:
-        inside = Manifest.described(path).inside
-    except CheckpointError:  # damaged: the published upload is unknown
-        return []
-    return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]
-
-
-def delete_remote(path: RemotePath) -> None:
-    """Delete a checkpoint or a leftover; the marker first, so that an interruption leaves no checkpoint.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
-    (path / MARKER).remove()
-    path.remove_all()
-
 
 STAGED_SUFFIX, REPLACED_SUFFIX, DELETED_SUFFIX = ".tmp", ".replaced", ".gone"
 
 STAGING_PREFIX = ".epoch-"
 STAGING_NAME = re.compile(rf"{re.escape(STAGING_PREFIX)}\d+")
 """The name of a start's staging folder: the prefix and the epoch, a number that increases with every start."""
+
+
+STAGED_NAME = re.compile(
+    rf"iter_\d+({re.escape(STAGED_SUFFIX)}|{re.escape(REPLACED_SUFFIX)})?({re.escape(DELETED_SUFFIX)})?"
+)
+"""Names of checkpoints, and of staged ones that were written without a lease."""
+
+
+def staging_folder(folder: Path, epoch: int) -> Path:
+    """Return the staging folder of a start."""
+    return folder / f"{STAGING_PREFIX}{epoch}"
+
+
+def staging_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return epoch and path of the staging folders directly in ``folder``, oldest first.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    names = [name for name in os.listdir(folder) if STAGING_NAME.fullmatch(name)] if folder.is_dir() else []
+    return sorted((int(name.removeprefix(STAGING_PREFIX)), folder / name) for name in names)
+
+
+def staged_entries(folder: Path) -> Iterator[Path]:
+    """Yield all entries of the staging folders in ``folder``, including nested ones that were taken over.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    for _, staging in staging_folders(folder):
+        with suppress(FileNotFoundError):  # taken over by a concurrent start
+            yield from sorted(path for path in staging.iterdir() if not STAGING_NAME.fullmatch(path.name))
+            yield from staged_entries(staging)
 
 
 def staged_path(final: Path, staging: Path | None = None) -> Path:
@@ -137,9 +119,7 @@ def write_marker(folder: Path, manifest: bytes) -> None:
     Raises:
         OSError: if the disk fails.
     """
-    write_file(folder / f"{MARKER}.part", marker_content(manifest))
-    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # a partly written marker must not count
-    sync_folder(folder)
+    publish_file(folder / MARKER, marker_content(manifest))  # a partly written marker must not count
 
 
 def publish_staged(final: Path, staging: Path | None = None) -> None:
@@ -195,8 +175,7 @@ def recover(final: Path, staging: Path | None = None) -> None:
     if is_complete(final):
         delete_checkpoint(old, staging)
     elif is_complete(old) and not _exists(final):
-        os.rename(old, final)
-        sync_folder(final.parent)
+        durable_rename(old, final)
 
 
 def is_interrupted(path: Location) -> bool:
@@ -249,3 +228,56 @@ def _is_replaceable(path: Path) -> bool:
     with suppress(OSError, ValueError, AttributeError):
         return bool(json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT)
     return False
+
+
+UPLOAD_PREFIX = "attempt-"
+
+
+def new_upload(final: RemotePath) -> RemotePath:
+    """Return a new unique folder for the files of the checkpoint ``final``."""
+    return final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
+
+
+def publish_upload(upload: RemotePath, manifest: bytes) -> None:
+    """Write the manifest and the marker of a complete upload.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    (upload / MANIFEST).write_bytes(manifest)
+    (upload.parent / MARKER).write_bytes(marker_content(manifest, upload.name))
+
+
+def discard_upload(upload: RemotePath) -> None:
+    """Delete the files of a failed upload, as far as possible.
+
+    Kept once it has a manifest: the marker may have been written by a request whose answer was lost.
+    """
+    with suppress(OSError):
+        if not (upload / MANIFEST).exists():
+            upload.remove_all()
+
+
+def stale_uploads(path: RemotePath) -> list[RemotePath]:
+    """Return interrupted and replaced uploads in the folder of a checkpoint, or the folder itself if it has no marker.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    if not (path / MARKER).exists():
+        return [path]
+    try:
+        inside = Manifest.read(path).inside
+    except CheckpointError:  # damaged: the published upload is unknown
+        return []
+    return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]
+
+
+def delete_remote(path: RemotePath) -> None:
+    """Delete a checkpoint or a leftover; the marker first, so that an interruption leaves no checkpoint.
+
+    Raises:
+        OSError: if the store fails or does not answer.
+    """
+    (path / MARKER).remove()
+    path.remove_all()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -22,18 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from megatron.checkpoint.durable_files import (
-    StorageError,
-    checksum,
-    make_parent_folders,
-    save_elsewhere_flags,
-    storage_error,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.durable_files import checksum, make_parent_folders, sync_folder, write_file
+from megatron.checkpoint.errors import StorageError, save_elsewhere_flags, storage_error
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
@@ -47,6 +41,7 @@ from megatron.checkpoint.format import (
     split_box,
 )
 from megatron.checkpoint.lease import Lease, raise_if_superseded, staging_folder_of
+from megatron.checkpoint.load import call_collectively
 from megatron.checkpoint.object_store import Location, RemotePath, local_path, retry
 from megatron.checkpoint.publish import (
     create_staged,
@@ -57,8 +52,9 @@ from megatron.checkpoint.publish import (
     publish_upload,
     write_marker,
 )
-from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorFileWriter, TensorPart
+from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem
+from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 from megatron.planner.memory import format_binary
@@ -70,6 +66,39 @@ T = TypeVar("T")
 
 TensorKinds = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 """Shape, view and type of tensors, by name."""
+
+
+def save_sharded(
+    folder: Location,
+    tensors: Mapping[str, GlobalTensor],
+    state: Mapping[str, Any],
+    config: dict[str, Any],
+    group: Group,
+    files: Mapping[str, Path | bytes] | None = None,
+    lease: Lease | None = None,
+) -> None:
+    """Write a checkpoint; when the call returns it is published and on disk.
+
+    Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
+    replaced only when the new one is complete.
+
+    Args:
+        folder: of the checkpoint, such as ``save/iter_0000100``.
+        tensors: with the parts this rank writes; tensors without parts on this rank may be omitted.
+        state: plain numbers, as JSON; rank 0's is written.
+        config: options, as JSON; rank 0's is written.
+        group: the ranks that write.
+        files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
+        lease: lease of this start on the folder that contains the checkpoint.
+
+    Raises:
+        StorageError: if the disk fails on any rank.
+        SupersededError: if a later start holds the folder.
+        TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
+    """
+    planner = PartsSavePlanner(tensors)
+    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, lease)
+    call_collectively(save, group, writer.abandon, state_dict=dict(tensors), storage_writer=writer, planner=planner)
 
 
 class PartsSavePlanner(SavePlanner):
@@ -139,10 +168,15 @@ def _write_item(name: str, part: int, box: Box, tensor: GlobalTensor) -> WriteIt
     return WriteItem(dcp_metadata.MetadataIndex(name, box.start, part), WriteItemType.SHARD, tensor_data=data)
 
 
-def _box(item: WriteItem) -> Box:
+def _data(item: WriteItem) -> TensorWriteData:
     if item.tensor_data is None:
         raise ValueError(f"{item.index.fqn} is not a tensor")
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+    return item.tensor_data
+
+
+def _box(item: WriteItem) -> Box:
+    chunk = _data(item).chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 @dataclass
@@ -165,9 +199,9 @@ class FileResult:
 class CheckpointWriter(StorageWriter):
     """Writes one safetensors file per rank, then the manifest and the marker on rank 0."""
 
-    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, claim: Lease | None = None) -> None:
-        self._final, self._extra, self._rank, self._claim = final, extra, rank, claim
-        self._staging = staging_folder_of(claim)
+    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, lease: Lease | None = None) -> None:
+        self._final, self._extra, self._rank, self._lease = final, extra, rank, lease
+        self._staging = staging_folder_of(lease)
         self._folder: Location | None = None
 
     def abandon(self) -> None:
@@ -195,44 +229,45 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the staging folder on rank 0 and send its path to all ranks in their plans."""
-        folder = self._folder = self._storage_errors(self._begin)
+        with self._storage_errors():
+            if self._lease is not None:
+                self._lease.ready()
+            if isinstance(self._final, RemotePath):
+                folder: Location = new_upload(self._final)
+            else:
+                folder = create_staged(self._final, self._staging)
+        self._folder = folder
         return [replace(plan, storage_data=folder) for plan in plans]
-
-    def _begin(self) -> Location:
-        if self._claim is not None:
-            self._claim.ready()
-        return (
-            new_upload(self._final)
-            if isinstance(self._final, RemotePath)
-            else create_staged(self._final, self._staging)
-        )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's file, chunk by chunk."""
+        folder: Location = plan.storage_data
+        results: list[WriteResult] = []
+        if plan.items:
+            with self._storage_errors():
+                if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
+                    results = retry(lambda: write_tensors(folder, self._rank, plan, planner))
+                else:
+                    results = write_tensors(folder, self._rank, plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(self._storage_errors(lambda: self._write(plan, planner)) if plan.items else [])
+        future.set_result(results)
         return future
 
     def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """Write small files, manifest and marker, and publish the checkpoint."""
         flat = [result for of_rank in results for result in of_rank]
-        self._storage_errors(lambda: self._finish(metadata.planner_data, flat))
+        with self._storage_errors():
+            self._publish(metadata.planner_data, flat)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        folder: Location = plan.storage_data
-        if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
-            return retry(lambda: write_tensors(folder, self._rank, plan, planner))
-        return write_tensors(folder, self._rank, plan, planner)
-
-    def _finish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
+    def _publish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
         folder = self._folder
         if folder is None:
             raise ValueError("finish() was called before prepare_global_plan()")
         content, files = build_manifest(kinds, results, write_small_files(folder, self._extra.files), self._extra)
         if isinstance(folder, RemotePath):
             _check_lengths(folder, files, folder.files())
-            if self._claim is not None:
-                self._claim.check()
+            if self._lease is not None:
+                self._lease.check()
             publish_upload(folder, content)
             return
         write_file(folder / MANIFEST, content)
@@ -242,16 +277,23 @@ class CheckpointWriter(StorageWriter):
         write_marker(folder, content)
         publish_staged(local_path(self._final), self._staging)
 
-    def _storage_errors(self, action: Callable[[], T]) -> T:
-        """Run ``action``; convert disk errors to StorageError, or SupersededError if a later start holds the folder."""
-        try:
-            return action()
-        except (OSError, StorageError) as error:
-            raise_if_superseded(self._claim)
-            if isinstance(error, StorageError):
-                raise
-            older = CheckpointFolder(self._final.parent).resume_folder()
-            raise storage_error(error, self._final, self._rank, older) from error
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        folder = CheckpointFolder(self._final.parent)
+        return as_storage_errors(
+            self._lease, lambda error: storage_error(error, self._final, self._rank, folder.resume_folder())
+        )
+
+
+@contextmanager
+def as_storage_errors(lease: Lease | None, describe: Callable[[OSError], StorageError]) -> Iterator[None]:
+    """Raise disk errors as StorageError, or as SupersededError if a later start holds the folder."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        raise_if_superseded(lease)
+        if isinstance(error, StorageError):
+            raise
+        raise describe(error) from error
 
 
 def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -261,7 +303,11 @@ def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlan
         OSError: if the disk fails.
     """
     name = f"tensors_{rank:05d}.safetensors"
-    entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
+    entries: list[TensorEntry] = []
+    for item in plan.items:
+        box = _box(item)
+        key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
+        entries.append((key, _data(item).properties.dtype, box.size))
     results = []
     with TensorFileWriter(folder / name, entries) as file:
         for item, entry in zip(plan.items, entries):
@@ -302,17 +348,15 @@ def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> di
     Raises:
         OSError: if the disk fails.
     """
-    return {name: _write_small(folder, name, content) for name, content in files.items()}
-
-
-def _write_small(folder: Location, name: str, content: Path | bytes) -> FileRecord:
-    data = content if isinstance(content, bytes) else content.read_bytes()
-    parent = (folder / name).parent
-    if isinstance(folder, Path):
-        make_parent_folders(folder, name)
-    write_file(folder / name, data)
-    sync_folder(parent)
-    return FileRecord(len(data), len(data), checksum(data))
+    records = {}
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        if isinstance(folder, Path):
+            make_parent_folders(folder, name)
+        write_file(folder / name, data)
+        sync_folder((folder / name).parent)
+        records[name] = FileRecord(len(data), len(data), checksum(data))
+    return records
 
 
 def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:
@@ -326,16 +370,6 @@ def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: M
                 f"{folder.parent}, or not all ranks see the same folder; no checkpoint was written",
                 "--save A_FOLDER_OF_ITS_OWN",
             )
-
-
-def _key(item: WriteItem) -> str:
-    return f"{item.index.fqn}@{','.join(map(str, _box(item).start))}"
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    if item.tensor_data is None:
-        raise ValueError(f"{item.index.fqn} is not a tensor")
-    return item.tensor_data.properties.dtype
 
 
 ALIGNMENT = 64
@@ -421,15 +455,15 @@ def local_bytes(tensors: Mapping[str, GlobalTensor]) -> int:
     return sum(part.box.numel * tensor.dtype.itemsize for tensor in tensors.values() for part in tensor.parts)
 
 
-def disk_space_problem(folder: Location, size: int, claim: Lease | None = None) -> Problem | None:
+def disk_space_problem(folder: Location, size: int, lease: Lease | None = None) -> Problem | None:
     """Return the problem (E816) if the disk of a ``--save`` folder cannot hold ``size`` more bytes, else None."""
-    message = disk_space_message(folder, size, claim)
+    message = disk_space_message(folder, size, lease)
     if message is None:
         return None
     return Problem("E816", message, ("free some space", save_elsewhere_flags(CheckpointFolder(folder).resume_folder())))
 
 
-def disk_space_message(folder: Location, size: int, claim: Lease | None = None) -> str | None:
+def disk_space_message(folder: Location, size: int, lease: Lease | None = None) -> str | None:
     """Return a message if the disk of ``folder`` cannot hold ``size`` more bytes, else None.
 
     Space held by interrupted saves is freed first. If the free space is unknown, the check passes.
@@ -438,7 +472,7 @@ def disk_space_message(folder: Location, size: int, claim: Lease | None = None) 
     if free is None or free >= size:
         return None
     with suppress(OSError):
-        CheckpointFolder(folder).retain(None, claim=claim)
+        CheckpointFolder(folder).retain(None, lease=lease)
     free = _free_bytes(folder)
     if free is None or free >= size:
         return None

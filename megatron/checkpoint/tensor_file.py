@@ -2,7 +2,8 @@
 
 A file is the length of its header (uint64), the header (JSON: type, shape and byte range by key), and the elements.
 All shapes are known in advance, so the header is written first and tensors are streamed. ``ChunkReader`` reads chunks
-from a disk or an object store and verifies their checksums.
+from a disk or an object store and verifies their checksums. ``GlobalTensor`` and ``TensorPart`` describe which boxes
+of a tensor a rank writes or reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import BLOCK, DamagedCheckpointError, checksum, create_file, read_error
+from megatron.checkpoint.durable_files import BLOCK, checksum, create_file
+from megatron.checkpoint.errors import DamagedCheckpointError, read_error
 from megatron.checkpoint.format import ITEM_BYTES, FileRecord, Manifest, TensorChunk, to_dims
 from megatron.checkpoint.object_store import RANGE, RANGES, Location, RemotePath, print_warning
 from megatron.distributed.sharding import Box
@@ -159,7 +161,7 @@ class TensorFile:
         """Map a file and check its header.
 
         Raises:
-            DamagedError: if it cannot be read or its header is invalid.
+            DamagedCheckpointError: if it cannot be read or its header is invalid.
         """
         self.path = Path(path)
         try:
@@ -286,9 +288,9 @@ class ChunkReader:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._open: tuple[str, ByteSource] | None = None
-        self._proved: set[str] = set()
+        self._verified_heads: set[str] = set()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._held: TensorChunk | None = None
+        self._in_memory: TensorChunk | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored type of a tensor."""
@@ -298,33 +300,33 @@ class ChunkReader:
         """Return a chunk of tensor ``name``, shape ``chunk.box.size``; its memory is reused by the next call.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs.
+            DamagedCheckpointError: if it cannot be read or its checksum differs.
             UnreachableError: if an object store does not answer.
         """
         if len(self._memory) < chunk.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
         tensor = self._memory[: chunk.bytes].view(self.dtype(name)).view(chunk.box.size)
-        if self._held is not chunk:
-            self._held = None
+        if self._in_memory is not chunk:
+            self._in_memory = None
             self.load_into(name, chunk, tensor)
-            self._held = chunk
+            self._in_memory = chunk
         return tensor
 
     def load_into(self, name: str, chunk: TensorChunk, out: Tensor) -> None:
         """Read a chunk into a contiguous CPU tensor of the same type and size.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs; the content of ``out`` is then undefined.
+            DamagedCheckpointError: if it cannot be read or its checksum differs; ``out`` is then undefined.
         """
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
 
-    def prove(self, name: str, chunk: TensorChunk) -> None:
+    def verify(self, name: str, chunk: TensorChunk) -> None:
         """Verify the checksum of a chunk of tensor ``name``, one block at a time.
 
         Raises:
-            DamagedError: if it cannot be read or its checksum differs.
+            DamagedCheckpointError: if it cannot be read or its checksum differs.
         """
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
@@ -332,12 +334,12 @@ class ChunkReader:
         """Verify, once per file, the bytes that belong to no chunk.
 
         Raises:
-            DamagedError: if their checksum differs.
+            DamagedCheckpointError: if their checksum differs.
         """
-        if file not in self._proved:
+        if file not in self._verified_heads:
             record = self._manifest.files[file]
             self._read(file, 0, record.head, None, record.xxh3, "header" if record.head < record.bytes else "content")
-            self._proved.add(file)
+            self._verified_heads.add(file)
 
     def close(self) -> None:
         """Close the open file; also called on deletion."""
@@ -366,10 +368,8 @@ class ChunkReader:
                 return
             self.close()  # discards data read ahead
             if attempt < READ_ATTEMPTS and isinstance(path, RemotePath):
-                print_warning(
-                    f"{path}: {what} arrived with flipped bytes; "
-                    f"reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
-                )
+                again = f"reading again, attempt {attempt + 1} of {READ_ATTEMPTS}"
+                print_warning(f"{path}: {what} arrived with flipped bytes; {again}")
         raise DamagedCheckpointError(f"{path} has flipped bytes ({what})")
 
     def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, TensorChunk, split_box
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.tensor_file import ChunkReader
@@ -25,26 +26,36 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
     reader = ChunkReader(manifest)
     for name in manifest.tensors:
         try:
-            manifest.prove(name)
+            manifest.check_partition(name)
         except DamagedCheckpointError as error:
             yield str(error)
-    chunks: dict[str, list[tuple[str, TensorChunk]]] = {file: [] for file in manifest.files}
+    for file, chunks in chunks_by_file(manifest).items():
+        yield from _uncovered(manifest, file, [chunk for _, chunk in chunks])
+        yield from list_file_damage(reader, file, chunks)
+    reader.close()
+
+
+NamedChunks = list[tuple[str, TensorChunk]]
+"""Chunks, each with the name of its tensor."""
+
+
+def chunks_by_file(manifest: Manifest) -> dict[str, NamedChunks]:
+    """Return the chunks in every file, in the order of their bytes."""
+    chunks: dict[str, NamedChunks] = {file: [] for file in manifest.files}
     for name, record in manifest.tensors.items():
         for chunk in record.chunks:
             chunks[chunk.file].append((name, chunk))
-    for file in manifest.files:
+    return {file: sorted(inside, key=lambda item: item[1].offset) for file, inside in chunks.items()}
+
+
+def list_file_damage(reader: ChunkReader, file: str, chunks: NamedChunks) -> Iterator[str]:
+    """Yield one message per checksum of a file that differs: that of its head, then those of its ``chunks``."""
+    checks = [partial(reader.verify_head, file), *(partial(reader.verify, name, chunk) for name, chunk in chunks)]
+    for check in checks:
         try:
-            reader.verify_head(file)
+            check()
         except DamagedCheckpointError as error:
             yield str(error)
-        inside = sorted(chunks[file], key=lambda item: item[1].offset)
-        yield from _uncovered(manifest, file, [chunk for _, chunk in inside])
-        for name, chunk in inside:
-            try:
-                reader.prove(name, chunk)
-            except DamagedCheckpointError as error:
-                yield str(error)
-    reader.close()
 
 
 def _uncovered(manifest: Manifest, file: str, chunks: list[TensorChunk]) -> Iterator[str]:
@@ -83,7 +94,7 @@ def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
     """Summarise a tensor of at least one element.
 
     Raises:
-        DamagedError: if it is missing or a checksum differs.
+        DamagedCheckpointError: if it is missing or a checksum differs.
     """
     minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
     for box in _small_boxes(reader, name):
@@ -103,7 +114,7 @@ def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> Tens
     """Compare a tensor that has the same shape and view in both checkpoints.
 
     Raises:
-        DamagedError: if it is missing or a checksum differs in one of them.
+        DamagedCheckpointError: if it is missing or a checksum differs in one of them.
     """
     identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
     for box in _small_boxes(a, name):

@@ -1,8 +1,7 @@
 """Global batch size and schedule lengths as pure functions of the consumed samples.
 
 Nothing here has state: the batch size of a step follows from the samples consumed before it, including during a
-batch-size ramp, so a run resumes at any point with the same batches. `schedule_lengths` converts the lengths of warm-
-up
+batch-size ramp, so a run resumes at any point with the same batches. `schedule_lengths` converts the lengths of warm-up
 and decay, given in steps, samples or as a fraction, to samples.
 """
 

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.option import option
+from megatron.config.option import Need, option
 
 GATED_ACTIVATIONS = ("swiglu",)
 """Activations whose first projection has a second half, the gate."""
+
+
+ROTARY = Need("position_embedding_type=rope|yarn", "rotary positions", "--position-embedding-type rope")
+ROPE = Need("position_embedding_type=rope", fix="--position-embedding-type rope")
+ROPE_SCALING = Need("use_rope_scaling", fix="--use-rope-scaling")
+YARN = Need("position_embedding_type=yarn", fix="--position-embedding-type yarn")
+EXPERTS = Need("num_experts", fix="--num-experts 8")
 
 
 def _window(text: str) -> int | None:
@@ -38,62 +45,100 @@ class ModelConfig:
         k k k k          k     k               k
     """
 
-    num_layers: int = option(2, "Number of transformer blocks.", at_least=1)
-    hidden_size: int = option(128, "Width of the residual stream.", at_least=1)
+    num_layers: int = option(2, "Number of transformer blocks.", at_least=1, role="shape")
+    hidden_size: int = option(128, "Width of the residual stream.", at_least=1, role="shape")
     ffn_hidden_size: int | None = option(
         None,
         "Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64.",
         at_least=1,
+        role="shape",
     )
-    num_attention_heads: int = option(4, "Number of query heads.", at_least=1)
+    num_attention_heads: int = option(4, "Number of query heads.", at_least=1, role="shape")
     num_query_groups: int | None = option(
-        None, "Number of key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1
+        None, "Number of key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1, role="shape"
     )
-    kv_channels: int | None = option(None, "Channels per head. Default: hidden_size / num_attention_heads.", at_least=1)
-    vocab_size: int | None = option(None, "Vocabulary size. Default: that of the tokenizer.", at_least=1)
+    kv_channels: int | None = option(
+        None, "Channels per head. Default: hidden_size / num_attention_heads.", at_least=1, role="shape"
+    )
+    vocab_size: int | None = option(None, "Vocabulary size. Default: that of the tokenizer.", at_least=1, role="shape")
     make_vocab_size_divisible_by: int = option(
         128,
         "Pad the embedding rows to a multiple of this x TP. The model never sees the padding.",
         at_least=1,
+        role="free",
     )
-    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer a weight of its own.")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "Give the output layer a weight of its own.", role="shape"
+    )
 
     position_embedding_type: str = option(
         "learned_absolute",
         "Position embedding.",
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
+        role="shape",
     )
-    max_position_embeddings: int | None = option(None, "Longest supported sequence. Default: seq_length.", at_least=1)
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", above=1)
-    rotary_percent: float = option(1.0, "Fraction of a head's channels that are rotated.", above=0, at_most=1)
-    rotary_interleaved: bool = option(False, "Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2).")
-    use_rope_scaling: bool = option(False, "Apply Llama-3's scaling of the rotary frequencies.")
-    rope_scaling_factor: float = option(8.0, "Llama-3 scaling: context extension factor.", at_least=1)
-    rope_original_max_position: int = option(8192, "Llama-3 scaling: original context length.", at_least=1)
+    max_position_embeddings: int | None = option(
+        None, "Longest supported sequence. Default: seq_length.", at_least=1, role="shape"
+    )
+    rotary_base: float = option(
+        10000.0, "Base of the rotary frequencies (theta).", above=1, role="function", needs=ROTARY
+    )
+    rotary_percent: float = option(
+        1.0, "Fraction of a head's channels that are rotated.", above=0, at_most=1, role="function", needs=ROTARY
+    )
+    rotary_interleaved: bool = option(
+        False, "Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2).", role="function", needs=ROTARY
+    )
+    use_rope_scaling: bool = option(
+        False, "Apply Llama-3's scaling of the rotary frequencies.", role="function", needs=ROPE
+    )
+    rope_scaling_factor: float = option(
+        8.0, "Llama-3 scaling: context extension factor.", at_least=1, role="function", needs=ROPE_SCALING
+    )
+    rope_original_max_position: int = option(
+        8192, "Llama-3 scaling: original context length.", at_least=1, role="function", needs=ROPE_SCALING
+    )
     rope_low_freq_factor: float = option(
-        1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor.", above=0
+        1.0,
+        "Llama-3 scaling: wavelengths above original/low are divided by the factor.",
+        above=0,
+        role="function",
+        needs=ROPE_SCALING,
     )
     rope_high_freq_factor: float = option(
-        4.0, "Llama-3 scaling: wavelengths below original/high are unchanged.", above=0
+        4.0,
+        "Llama-3 scaling: wavelengths below original/high are unchanged.",
+        above=0,
+        role="function",
+        needs=ROPE_SCALING,
     )
-    rotary_scaling_factor: float = option(1.0, "YaRN: context extension factor.", at_least=1)
+    rotary_scaling_factor: float = option(
+        1.0, "YaRN: context extension factor.", at_least=1, role="function", needs=YARN
+    )
     yarn_original_max_position_embeddings: int | None = option(
-        None, "YaRN: original context length. Required by yarn.", at_least=1
+        None, "YaRN: original context length. Required by yarn.", at_least=1, role="function", needs=YARN
     )
-    yarn_beta_fast: float = option(32.0, "YaRN: channels with more rotations than this are unchanged.", above=0)
-    yarn_beta_slow: float = option(1.0, "YaRN: channels with fewer rotations than this are interpolated.", above=0)
+    yarn_beta_fast: float = option(
+        32.0, "YaRN: channels with more rotations than this are unchanged.", above=0, role="function", needs=YARN
+    )
+    yarn_beta_slow: float = option(
+        1.0, "YaRN: channels with fewer rotations than this are interpolated.", above=0, role="function", needs=YARN
+    )
     window_size: int | None = option(
         None,
         "Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 "
         "means L+1.",
         at_least=1,
         parse=_window,
+        role="function",
     )
 
-    normalization: str = option("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "Epsilon added to the variance.", above=0)
-    qk_layernorm: bool = option(False, "Normalize queries and keys per head, before the rotary embedding.")
+    normalization: str = option("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"), role="shape")
+    norm_epsilon: float = option(1e-5, "Epsilon added to the variance.", above=0, role="function")
+    qk_layernorm: bool = option(
+        False, "Normalize queries and keys per head, before the rotary embedding.", role="shape"
+    )
     activation: str = option(
         "gelu_tanh",
         "Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
@@ -103,40 +148,72 @@ class ModelConfig:
             "--squared-relu": "relu2",
             "--openai-gelu": "gelu_tanh",
         },
+        role="shape",
     )
-    add_bias_linear: bool = option(True, "Use biases in all linear layers.", aliases={"--disable-bias-linear": False})
-    add_qkv_bias: bool = option(False, "Use a bias in the QKV projection even without add_bias_linear.")
+    add_bias_linear: bool = option(
+        True, "Use biases in all linear layers.", aliases={"--disable-bias-linear": False}, role="shape"
+    )
+    add_qkv_bias: bool = option(False, "Use a bias in the QKV projection even without add_bias_linear.", role="shape")
     hidden_dropout: float = option(
-        0.1, "Dropout rate of the embeddings and of each block's two residual branches.", at_least=0, below=1
+        0.1,
+        "Dropout rate of the embeddings and of each block's two residual branches.",
+        at_least=0,
+        below=1,
+        role="schedule",
     )
     attention_dropout: float = option(
-        0.1, "Dropout rate of attention weights. Above 0, attention is not fused.", at_least=0, below=1
+        0.1, "Dropout rate of attention weights. Above 0, attention is not fused.", at_least=0, below=1, role="schedule"
     )
     init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers).", at_least=0
+        0.02,
+        "Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers).",
+        at_least=0,
+        role="free",
     )
-    z_loss_coeff: float = option(0.0, "Weight of PaLM's z-loss, the squared log-partition of the logits.", at_least=0)
+    z_loss_coeff: float = option(
+        0.0, "Weight of PaLM's z-loss, the squared log-partition of the logits.", at_least=0, role="schedule"
+    )
 
     num_experts: int | None = option(
-        None, "Number of experts per block, in place of the MLP (mixture of experts). Default: none.", at_least=2
+        None,
+        "Number of experts per block, in place of the MLP (mixture of experts). Default: none.",
+        at_least=2,
+        role="shape",
     )
-    moe_router_topk: int = option(2, "Number of experts per token.", at_least=1)
-    moe_ffn_hidden_size: int | None = option(None, "Hidden width of an expert. Default: that of the MLP.", at_least=1)
+    moe_router_topk: int = option(2, "Number of experts per token.", at_least=1, role="function", needs="num_experts")
+    moe_ffn_hidden_size: int | None = option(
+        None, "Hidden width of an expert. Default: that of the MLP.", at_least=1, role="shape", needs=EXPERTS
+    )
     moe_shared_expert_intermediate_size: int | None = option(
-        None, "Hidden width of a shared expert, which processes every token. Default: no shared expert.", at_least=1
+        None,
+        "Hidden width of a shared expert, which processes every token. Default: no shared expert.",
+        at_least=1,
+        role="shape",
+        needs=EXPERTS,
     )
     moe_router_pre_softmax: bool = option(
-        False, "Apply the softmax over all experts before the top-k, instead of over the chosen experts."
+        False,
+        "Apply the softmax over all experts before the top-k, instead of over the chosen experts.",
+        role="function",
+        needs=EXPERTS,
     )
     moe_router_load_balancing_type: str = option(
         "seq_aux_loss",
         "Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each "
         "micro-batch of a rank (aux_loss), which makes it depend on the layout.",
         choices=("seq_aux_loss", "aux_loss", "none"),
+        role="schedule",
+        needs="num_experts",
     )
-    moe_aux_loss_coeff: float = option(0.0, "Weight of the load-balancing loss.", at_least=0)
+    moe_aux_loss_coeff: float = option(
+        0.0, "Weight of the load-balancing loss.", at_least=0, role="schedule", needs=EXPERTS
+    )
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0.", at_least=0
+        None,
+        "Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0.",
+        at_least=0,
+        role="schedule",
+        needs=EXPERTS,
     )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from megatron.config.text import format_number
@@ -41,11 +42,41 @@ class Limits:
         return " and ".join(f"{words} {format_number(bound)}" for words, bound in bounds if bound is not None)
 
 
+class Role(Enum):
+    """What a field determines. The resume mode decides which roles may change when a run resumes."""
+
+    SHAPE = "shape"  # the shapes of the model's tensors
+    FUNCTION = "function"  # what the model computes from its weights
+    DATA = "data"  # the samples and their order
+    STATE = "state"  # the optimizer's state
+    SCHEDULE = "schedule"  # the batch, the length, and the update of a step
+    FREE = "free"  # how it is computed, and what is logged
+    START = "start"  # a single start of the run
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition without which a field has no effect.
+
+    Setting the field then is an error if ``fix`` names flags that fulfil the condition, and a note if not.
+    """
+
+    # ``field`` (set or on), ``field=value|value``, a condition of ``arguments.validate``, or a predicate of RunConfig
+    condition: str | Callable[[Any], bool]
+    text: str = ""  # the condition in words, with names of fields; default: as written
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return self.text or str(self.condition).replace("=", " ").replace("|", " or ")
+
+
 @dataclass(frozen=True)
 class Option:
     """The metadata of a config field besides its name, type and default."""
 
     help: str
+    role: Role
+    needs: tuple[Need, ...] = ()
     # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
     choices: tuple[str, ...] | None = None
     kind: str | None = None  # of plugins whose names are allowed too
@@ -63,6 +94,8 @@ def option(
     default: Any,
     help: str,
     *,
+    role: str,
+    needs: str | Need | Sequence[Need] = (),
     choices: Sequence[str] | None = None,
     kind: str | None = None,
     append: bool = False,
@@ -78,6 +111,8 @@ def option(
     Args:
         default: value when no source sets the field.
         help: one or two sentences.
+        role: value of a :class:`Role`.
+        needs: conditions without which the field has no effect; a text is a :class:`Need` whose violation is noted.
         choices: allowed words.
         kind: kind of plugins whose names are allowed too.
         append: a repeated flag adds to the tuple.
@@ -86,5 +121,18 @@ def option(
         example: suggested in place of a number that is not allowed.
         limits: ``at_least``, ``above``, ``at_most``, ``below``.
     """
-    record = Option(help, tuple(choices) if choices else None, kind, append, aliases, Limits(**limits), parse, example)
+    if isinstance(needs, str):
+        needs = Need(needs)
+    record = Option(
+        help,
+        Role(role),
+        (needs,) if isinstance(needs, Need) else tuple(needs),
+        tuple(choices) if choices else None,
+        kind,
+        append,
+        aliases,
+        Limits(**limits),
+        parse,
+        example,
+    )
     return field(default=default, metadata={"option": record})

@@ -176,14 +176,16 @@ def flag(name: str) -> str:
 def replace_by_flags(sentence: str) -> str:
     """Replace the field names in a sentence by their flags.
 
-    A name of one word is replaced only at the beginning; elsewhere it is probably an ordinary word.
+    A name of one word is replaced only at the beginning; elsewhere it is probably an ordinary word. Text in single
+    quotes is the user's and stays as it is.
     """
 
     def flag_of(word: re.Match[str]) -> str:
         setting = SETTINGS.get(word[0])
         return setting.flag if setting else word[0]
 
-    return re.sub(r"(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", flag_of, sentence)
+    quoted = r"(?<!\w)'[^']*'(?!\w)"
+    return re.sub(quoted + r"|(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", flag_of, sentence)
 
 
 def _all_settings() -> dict[str, Setting]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError, sync_folder
+from megatron.checkpoint.durable_files import durable_rename
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.object_store import local_path
@@ -56,8 +56,7 @@ def convert_from_huggingface(
         delete_checkpoint(unchecked)
         raise
     try:
-        os.rename(unchecked, path)
-        sync_folder(save)
+        durable_rename(unchecked, path)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}; nothing was written", "--save A_NEW_FOLDER") from error
     return ConversionResult(path, saved.model, differences)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megatron.arguments.validate import find_problems
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.object_store import Location
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
@@ -16,18 +16,18 @@ MAX_NAMES = 8
 """Names listed in a message before the rest is counted."""
 
 
-def raise_if_any(where: Location, complaints: Mapping[str, Collection[str]], *fixes: str) -> None:
-    """Raise an error if any complaint has names.
+def raise_if_any(where: Location, findings: Mapping[str, Collection[str]], *fixes: str) -> None:
+    """Raise an error if any finding has names.
 
     Args:
         where: file or folder, the subject of the message.
-        complaints: predicate, such as ``lacks``, -> names it applies to.
+        findings: predicate, such as ``lacks``, -> names it applies to.
         fixes: appended to the message.
 
     Raises:
         CheckpointError: ``WHERE lacks: a, b; it holds: c``.
     """
-    found = [f"{predicate}: {abbreviate(sorted(names))}" for predicate, names in complaints.items() if names]
+    found = [f"{predicate}: {abbreviate(sorted(names))}" for predicate, names in findings.items() if names]
     if found:
         raise CheckpointError(f"{where} {'; it '.join(found)}", *fixes)
 

@@ -1,8 +1,7 @@
 """Access to the weights of a checkpoint, and import of a Hugging Face folder into a checkpoint.
 
 `SavedModel` checks that a checkpoint holds exactly the weights of the model that its configuration describes, and
-reads
-them box by box. `import_huggingface` writes a checkpoint of step 0 one block at a time.
+reads them box by box. `import_huggingface` writes a checkpoint of step 0 one block at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from torch import Tensor
 from megatron.arguments.compatibility import unknown_options
 from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import from_dict, to_dict
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, split_box
-from megatron.checkpoint.load import CheckpointReader, save_sharded
+from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
@@ -65,7 +65,7 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
 
     Raises:
         CheckpointError: when there is none, or a newer version wrote it.
-        DamagedError: when it is damaged.
+        DamagedCheckpointError: when it is damaged.
     """
     manifest, skipped = CheckpointFolder(path).newest(step)
     notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
@@ -119,7 +119,7 @@ class SavedModel:
 
         Raises:
             ValueError: when ``view`` is not that of the tensor.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         stored = self._prefix + name
         if view != self._reader.view(stored):
@@ -137,14 +137,14 @@ class SavedModel:
             stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
         shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
         common = shapes.keys() & stored.keys()
-        complaints = {
+        findings = {
             "lacks": shapes.keys() - stored.keys(),
             "holds tensors that its model does not have": stored.keys() - shapes.keys(),
             "holds tensors of another shape than its model's": {
                 name for name in common if shapes[name] != (stored[name].shape, stored[name].view)
             },
         }
-        raise_if_any(self.manifest.path, complaints)
+        raise_if_any(self.manifest.path, findings)
 
 
 def _read_config(manifest: Manifest) -> RunConfig:
@@ -204,7 +204,7 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     """Return the content of the same files in a checkpoint.
 
     Raises:
-        DamagedError: when one is missing or changed.
+        DamagedCheckpointError: when one is missing or changed.
     """
     known = (*(TOKENIZER_PREFIX + name for name in TOKENIZER_FILES), GENERATION_CONFIG_FILE)
     return {name: manifest.read_file(name) for name in known if name in manifest.files}

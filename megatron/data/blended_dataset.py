@@ -138,8 +138,8 @@ class BlendedDataset(Dataset):
         """
         self.datasets = tuple(datasets)  # the sources
         self.seq_length = self.datasets[0].seq_length
-        self.index = dataset_index  # int16 [n], the dataset at each place
-        self._sample_index = dataset_sample_index
+        self.dataset_index = dataset_index  # int16 [n], the dataset at each place
+        self._dataset_sample_index = dataset_sample_index
         # normalised; None if sources contribute in proportion to their lengths
         self.weights = None if weights is None else tuple(weights)
         self._begun = np.zeros(len(datasets), np.int64) if begun is None else np.asarray(begun, np.int64)
@@ -147,22 +147,22 @@ class BlendedDataset(Dataset):
         self.taken: list[int] = (self._begun + count_datasets(dataset_index, len(datasets))).tolist()
         for dataset, needed in zip(self.datasets, self.taken):
             if needed > len(dataset):
-                source = dataset.readings(0)[0].source
+                source = dataset.source_usage(0)[0].source
                 raise ValueError(f"{needed:,} samples of {source}, which holds {len(dataset):,}")
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.dataset_index)
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)}")
-        k = int(self.index[i])
-        return self.datasets[k][int(self._begun[k] + self._sample_index[i])]
+        k = int(self.dataset_index[i])
+        return self.datasets[k][int(self._begun[k] + self._dataset_sample_index[i])]
 
-    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each dataset."""
-        read = count_datasets(self.index[:samples], len(self.datasets))
-        return tuple(reading for dataset, n in zip(self.datasets, read) for reading in dataset.readings(n))
+        read = count_datasets(self.dataset_index[:samples], len(self.datasets))
+        return tuple(usage for dataset, n in zip(self.datasets, read) for usage in dataset.source_usage(n))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -170,30 +170,30 @@ class BlendedDataset(Dataset):
         weights = None if self.weights is None else [f"{weight:.12g}" for weight in self.weights]
         return fingerprint("blend", weights, *(dataset.fingerprint for dataset in self.datasets))
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Hash the dataset of each of the samples ``places [n]`` with the sample's identity in it."""
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Hash the dataset of each of the samples ``places [n]`` with the sample's hash in it."""
         hashes = np.empty(len(places), dtype=np.uint64)
-        numbers = self.index[places]
-        samples = self._begun[numbers] + self._sample_index[places]
+        numbers = self.dataset_index[places]
+        samples = self._begun[numbers] + self._dataset_sample_index[places]
         by_dataset = np.argsort(numbers, kind="stable")
         used, begins = np.unique(numbers[by_dataset], return_index=True)
         for k, at in zip(used.tolist(), np.split(by_dataset, begins[1:])):
-            hashes[at] = splitmix64(self.datasets[k].identities(samples[at]) + np.uint64(k + 1))
+            hashes[at] = splitmix64(self.datasets[k].sample_hashes(samples[at]) + np.uint64(k + 1))
         return hashes
 
 
 def segments_of(dataset: Dataset) -> tuple[Dataset, ...]:
     """Return the segments of a dataset; the dataset itself if it is not concatenated."""
-    return dataset.stretches if isinstance(dataset, ConcatDataset) else (dataset,)
+    return dataset.segments if isinstance(dataset, ConcatDataset) else (dataset,)
 
 
 class ConcatDataset(Dataset):
     """Segments of samples of the same sources, one after another; at least one."""
 
-    def __init__(self, stretches: Sequence[Dataset]) -> None:
-        self.stretches = tuple(stretches)
-        self.seq_length = self.stretches[0].seq_length
-        self._starts = [0, *accumulate(map(len, self.stretches))]
+    def __init__(self, segments: Sequence[Dataset]) -> None:
+        self.segments = tuple(segments)
+        self.seq_length = self.segments[0].seq_length
+        self._starts = [0, *accumulate(map(len, self.segments))]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -202,28 +202,28 @@ class ConcatDataset(Dataset):
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         k = bisect_right(self._starts, i) - 1
-        return self.stretches[k][i - self._starts[k]]
+        return self.segments[k][i - self._starts[k]]
 
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
-        return super().describe(tokens) or self.stretches[0].describe(tokens)
+        return super().describe(tokens) or self.segments[0].describe(tokens)
 
-    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source, over all segments."""
-        counts = [min(max(samples - start, 0), len(segment)) for start, segment in zip(self._starts, self.stretches)]
-        by_source = zip(*(segment.readings(n) for segment, n in zip(self.stretches, counts)))
+        counts = [min(max(samples - start, 0), len(segment)) for start, segment in zip(self._starts, self.segments)]
+        by_source = zip(*(segment.source_usage(n) for segment, n in zip(self.segments, counts)))
         return tuple(parts[0]._replace(tokens=sum(part.tokens for part in parts)) for parts in by_source)
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint of every segment: they are made from the same sources."""
-        return self.stretches[0].fingerprint
+        return self.segments[0].fingerprint
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the hashes of the samples ``places [n]`` in their segments."""
         hashes = np.empty(len(places), dtype=np.uint64)
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         for k in np.unique(numbers).tolist():
             at = numbers == k
-            hashes[at] = self.stretches[k].identities(places[at] - self._starts[k])
+            hashes[at] = self.segments[k].sample_hashes(places[at] - self._starts[k])
         return hashes

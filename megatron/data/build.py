@@ -327,17 +327,17 @@ BuildSegment = Callable[[int, Sequence[Dataset]], Dataset]
 
 
 def build_split(
-    split: str, make: BuildSegment, stretches: Sequence[int], used: int
+    split: str, make: BuildSegment, sizes: Sequence[int], used: int
 ) -> tuple[ConcatDataset, tuple[int, ...]]:
-    """Build the segments of a split, and add segments while they hold fewer than ``used`` samples.
+    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` samples.
 
     All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
-    its end. Returns the samples and the sample counts of all segments.
+    its end. Returns the samples, and the sizes that all segments were built for.
 
     Raises:
         DataError: when a segment holds no sample.
     """
-    counts, held = list(stretches), 0
+    counts, held = list(sizes), 0
     segments: list[Dataset] = []
     while len(segments) < len(counts) or held < used:
         if len(segments) == len(counts):

@@ -2,7 +2,7 @@
 
 `Dataset` gives samples by number: sample ``i`` is the same on every rank and at every call. `MockDataset` generates
 them. `sample_digest` hashes which samples were read: each place of the stream contributes 64 bits mixed from the
-place and its sample's identity, added modulo 2**64, so that ranks can sum what each of them read in any order. A
+place and its sample's hash, added modulo 2**64, so that ranks can sum what each of them read in any order. A
 checkpoint stores the sum, which proves on resume that the data are the same. Splits are named ``train``; ``valid``,
 or ``valid:NAME`` for each of several validation sets; ``test``.
 """
@@ -53,23 +53,23 @@ class Dataset(Protocol):
 
     def __getitem__(self, i: int) -> Sample: ...
 
-    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the content of the samples, independent of paths and of the number of samples."""
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return a hash of each of the samples ``places [n]``, from which the checkpoint's data digest is computed."""
 
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
-        return "\n".join(map(str, self.readings(tokens // self.seq_length)))
+        return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
 
     def epochs(self, samples: int) -> float:
         """Return how often the first ``samples`` samples read the most-read source; 0.0 for generated data."""
-        return max((reading.epochs for reading in self.readings(samples)), default=0.0)
+        return max((source.epochs for source in self.source_usage(samples)), default=0.0)
 
 
 DIGEST_BLOCK = 1 << 14  # so that intermediate arrays stay in the CPU cache
@@ -91,10 +91,10 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample_digest(places: NDArray[np.int64], identities: NDArray[np.uint64], salt: int) -> int:
-    """Return the sum modulo 2**64 of a hash of each place ``[n]``, its sample's identity ``[n]`` and ``salt``."""
+def sample_digest(places: NDArray[np.int64], hashes: NDArray[np.uint64], salt: int) -> int:
+    """Return the sum modulo 2**64 of a hash of each place ``[n]``, its sample's hash ``[n]`` and ``salt``."""
     keys = splitmix64(places.astype(np.uint64) ^ np.uint64(salt))
-    return int(splitmix64(keys ^ identities).sum(dtype=np.uint64))
+    return int(splitmix64(keys ^ hashes).sum(dtype=np.uint64))
 
 
 SPLIT_LABELS = {"train": "training", "valid": "validation", "test": "test"}
@@ -156,7 +156,7 @@ class MockDataset(Dataset):
         """Describe the data in one line."""
         return f"{tokens:,} generated tokens over {len(self.alphabet)} ids"
 
-    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return an empty tuple: generated data have no sources."""
         return ()
 
@@ -165,7 +165,7 @@ class MockDataset(Dataset):
         """16 hexadecimal digits of vocabulary size, sequence length, seed and stream."""
         return fingerprint("mock", self._vocab_size, self.seq_length, *self._key)
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the samples' positions in the stream."""
         return (places + self._first).astype(np.uint64)
 

@@ -10,6 +10,7 @@ import argparse
 import errno
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,13 +50,18 @@ class ToolParser(argparse.ArgumentParser):
             self.error(f"there is no {', no '.join(names)}")
         return self.parse_args(argv)
 
+    def fail(self, problem: object, status: int) -> int:
+        """Print what is wrong with the input or the output, and return the exit status."""
+        print(f"{Path(self.prog).stem}: {problem}", file=sys.stderr)
+        return status
+
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and a line that points to ``--help``."""
         self.exit(2, f"{Path(self.prog).stem}: {message}\n  help: python tools/{self.prog} --help\n")
 
 
 class StoppedError(BaseException):
-    """Raised by SIGTERM and SIGINT inside `raise_on_signals`."""
+    """Raised by SIGTERM and SIGINT inside `stop_on_signals`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -67,40 +73,64 @@ class StoppedError(BaseException):
         return 128 + self.number
 
 
+class StopSignal:
+    """State of the signals that ask this process to end."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._only_record = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: raise StoppedError, or, after `wait_for_checks`, only record it."""
+        self._number = number
+        if not self._only_record:
+            raise StoppedError(number)
+
+    def wait_for_checks(self) -> None:
+        """Raise only from `check` from now on. Inside a library, an exception may be lost or treated as its failure.
+
+        Raises:
+            StoppedError: if a signal has been received already.
+        """
+        self._only_record = True
+        self.check()
+
+    def check(self) -> None:
+        """Raise StoppedError if a signal has been received."""
+        if self._number is not None:
+            raise StoppedError(self._number)
+
+
 @contextmanager
-def raise_on_signals() -> Iterator[None]:
-    """Raise `StoppedError` on SIGTERM and SIGINT inside the block."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedError(number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+def stop_on_signals() -> Iterator[StopSignal]:
+    """Handle SIGTERM and SIGINT with a `StopSignal` inside the context."""
+    stop = StopSignal()
+    before = {number: signal.signal(number, stop.note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def run_tool(run: Callable[[], None], fail: Callable[[object, int], int], output: str | Path, flag: str) -> int:
+def run_tool(parser: ToolParser, run: Callable[[StopSignal], int | None], output: str | Path, flag: str) -> int:
     """Run a tool's work and return its exit status.
 
     Args:
-        run: the work.
-        fail: prints an error and returns the exit status it is given.
+        parser: prints errors.
+        run: the work; may return an exit status.
         output: path that the tool writes.
         flag: the flag that sets ``output``.
     """
     try:
-        with raise_on_signals():
-            run()
+        with stop_on_signals() as stop:
+            return run(stop) or 0
     except DataError as error:
-        return fail(error, 1)
+        return parser.fail(error, 1)
     except OSError as error:
-        return fail(disk_error(error, output, flag), 1)
-    except StoppedError as stop:
-        return fail(f"stopped by {stop}; nothing was written under {output}", stop.status)
-    return 0
+        return parser.fail(disk_error(error, output, flag), 1)
+    except StoppedError as stopped:
+        return parser.fail(f"stopped by {stopped}; nothing was written under {output}", stopped.status)
 
 
 def disk_error(error: OSError, output: str | Path, flag: str) -> DataError:

@@ -21,9 +21,8 @@ from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, spl
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
-SEPARATE_LAST_EPOCH_BELOW = (
-    0.80  # share of an epoch below which a partial last epoch is shuffled separately, as Megatron-LM does
-)
+# share of an epoch below which a partial last epoch is shuffled separately, as Megatron-LM does
+SEPARATE_LAST_EPOCH_BELOW = 0.80
 PLACES_IN_32_BITS = 2**31
 SEQUENCES_AT_ONCE = 1 << 16  # so that intermediate arrays stay in the CPU cache
 
@@ -31,10 +30,10 @@ SEQUENCES_AT_ONCE = 1 << 16  # so that intermediate arrays stay in the CPU cache
 class SampleOrder(NamedTuple):
     """The three index tables of a dataset: where every sample lies."""
 
-    documents: NDArray[np.int32]  # int32 [epochs * sequences], sequence numbers in reading order
-    # int [n + 1, 2]: place in `documents` and token offset where sample j starts; it ends where row j + 1 starts
-    samples: NDArray[Any]
-    shuffle: NDArray[Any]  # uint32 [n], the sample at each place of the stream
+    document_index: NDArray[np.int32]  # int32 [epochs * sequences], sequence numbers in reading order
+    # int [n + 1, 2]: place in `document_index` and token offset where sample j starts; it ends where row j + 1 starts
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]  # uint32 [n], the sample at each place of the stream
     epochs: int  # passes over the split
     tokens: int  # tokens in one epoch
     part: range  # the sequences of the split
@@ -42,8 +41,8 @@ class SampleOrder(NamedTuple):
 
     @property
     def tables(self) -> dict[str, NDArray[Any]]:
-        """The three arrays, which take time to build and are cached."""
-        return {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
+        """The three arrays by their names in the index cache."""
+        return {"documents": self.document_index, "samples": self.sample_index, "shuffle": self.shuffle_index}
 
     @classmethod
     def of(
@@ -51,9 +50,9 @@ class SampleOrder(NamedTuple):
     ) -> SampleOrder:
         """Make the order of sequences ``part`` from its ``tables``; ``lengths`` are those of all sequences."""
         tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
-        return cls(
-            **tables, epochs=len(tables["documents"]) // len(part), tokens=tokens, part=part, seq_length=seq_length
-        )
+        documents = tables["documents"]
+        epochs = len(documents) // len(part)
+        return cls(documents, tables["samples"], tables["shuffle"], epochs, tokens, part, seq_length)
 
 
 class GPTDataset(Dataset):
@@ -66,9 +65,9 @@ class GPTDataset(Dataset):
         self._indexed = indexed
 
     def __len__(self) -> int:
-        return len(self.order.shuffle)
+        return len(self.order.shuffle_index)
 
-    def readings(self, samples: int) -> tuple[SourceUsage, ...]:
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read."""
         return (SourceUsage(self.source, samples * self.seq_length, self.order.tokens),)
 
@@ -77,25 +76,25 @@ class GPTDataset(Dataset):
         """16 hexadecimal digits of the files' content, the sequences of the split and the sample length."""
         return fingerprint("files", self._indexed.fingerprint, self.order.part, self.order.seq_length)
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first sequence and offset, and the last sequence, of each of the samples ``places [n]``."""
-        rows = self.order.shuffle[places].astype(np.int64)
-        begin = self.order.samples.take(rows, axis=0)  # five times as fast as indexing with rows
-        end = self.order.samples.take(rows + 1, axis=0)
-        first = self.order.documents.take(begin[:, 0]).astype(np.uint64)
-        last = self.order.documents.take(end[:, 0]).astype(np.uint64)
+        rows = self.order.shuffle_index[places].astype(np.int64)
+        begin = self.order.sample_index.take(rows, axis=0)  # five times as fast as indexing with rows
+        end = self.order.sample_index.take(rows + 1, axis=0)
+        first = self.order.document_index.take(begin[:, 0]).astype(np.uint64)
+        last = self.order.document_index.take(end[:, 0]).astype(np.uint64)
         return splitmix64(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        j = int(self.order.shuffle[i])
-        (first, start), (last, end) = self.order.samples[j : j + 2].tolist()
+        j = int(self.order.shuffle_index[i])
+        (first, start), (last, end) = self.order.sample_index[j : j + 2].tolist()
         parts = []
         for place in range(first, last + 1):
             offset = start if place == first else 0
             length = end + 1 - offset if place == last else None
-            parts.append(self._indexed.get(int(self.order.documents[place]), offset, length))
+            parts.append(self._indexed.get(int(self.order.document_index[place]), offset, length))
         return Sample.of(np.concatenate(parts, dtype=np.int64))
 
 

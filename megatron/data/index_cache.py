@@ -14,15 +14,14 @@ processes build at once.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -32,6 +31,7 @@ import xxhash
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from megatron.checkpoint.durable_files import LockState, NewFile, durable_rename, sync_folder, try_lock, write_file
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
@@ -87,8 +87,8 @@ class IndexCache:
         Raises:
             OSError: when another process built it and could not publish.
         """
-        with open(f"{path}.lock", "a") as lock:
-            found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
+        with open(f"{path}.lock", "ab") as lock:
+            found = self._wait(lock, path, about, seen)
             if found is not None:
                 return found
             built = build()
@@ -107,8 +107,10 @@ class IndexCache:
         fix = f" ({OPEN_FILES_FIX})" if is_too_many_open_files(error) else ""
         self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{fix}")
 
-    def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: EntryIdentity) -> Tables | None:
-        """Return the entry once another process has built it, or None once this process holds the lock.
+    def _wait(self, lock: IO[bytes], path: Path, about: Mapping[str, Any], seen: EntryIdentity) -> Tables | None:
+        """Return the entry once another process has built it, or None if this process must build it.
+
+        It must once it holds the lock, or if the file system has no locks.
 
         ``seen`` identifies a damaged entry that is already there.
 
@@ -118,7 +120,10 @@ class IndexCache:
         began = reported = time.monotonic()
         pause = SHORTEST_PAUSE_SECONDS
         while True:
-            has_lock = _locked(lock)
+            state = try_lock(lock)
+            if state is LockState.UNSUPPORTED:  # the first to publish is kept
+                self._note(f"{self.folder} has no file locks: every process builds its tables itself")
+                return None
             now = _identity(path)
             if now not in (None, seen):
                 found, seen = self._read(path, about), now
@@ -126,7 +131,7 @@ class IndexCache:
                     return found
             if not _is_named(lock):
                 raise OSError("another process could not write to it")
-            if has_lock:
+            if state is LockState.ACQUIRED:
                 _remove_unfinished(path)
                 return None
             if time.monotonic() - reported > WAIT_MESSAGE_SECONDS:
@@ -136,15 +141,6 @@ class IndexCache:
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def _has_locks(self, lock: IO[str]) -> bool:
-        """Return whether the file system has locks; without them every process builds, and the first is kept."""
-        try:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        except OSError as error:
-            self._note(f"{self.folder} has no file locks ({error.strerror}): every process builds its tables itself")
-            return False
-        return True
 
     def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
         """Return the verified tables of an entry; None, with a note, when it is damaged.
@@ -201,16 +197,7 @@ def _identity(path: Path) -> EntryIdentity:
     return status.st_ino, status.st_mtime_ns
 
 
-def _locked(lock: IO[str]) -> bool:
-    """Take the lock without waiting; return True if this process holds it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_named(lock: IO[str]) -> bool:
+def _is_named(lock: IO[bytes]) -> bool:
     """Return True if the open lock file still has its name."""
     try:
         return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
@@ -244,21 +231,19 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Entr
     try:
         written = {}
         for name, table in tables.items():
-            with _synced(folder / f"{name}.npy") as stream:
-                counted = _Counted(stream)
+            with NewFile(folder / f"{name}.npy") as file:
+                counted = _Counted(file)
                 np.save(counted, table, allow_pickle=False)
             written[name] = counted.size, counted.checksum.hexdigest()
-        with _synced(folder / ABOUT) as stream:
-            stream.write(json.dumps({**about, "tables": written}, indent=2).encode())
+        write_file(folder / ABOUT, json.dumps({**about, "tables": written}, indent=2).encode())
         if damaged is not None and _identity(path) == damaged:
             shutil.rmtree(path)
-        _sync(folder)
+        sync_folder(folder)
         try:
-            os.rename(folder, path)
+            durable_rename(folder, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
                 raise
-        _sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -269,34 +254,16 @@ class _Counted:
     It is no real file to numpy, which would otherwise write past Python and miss a full disk.
     """
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
         self.size = 0
         self.checksum = xxhash.xxh3_64()
 
-    def write(self, content: bytes) -> int:
-        """Write on."""
+    def write(self, content: bytes) -> None:
+        """Append ``content`` to the file."""
         self.size += len(content)
         self.checksum.update(content)
-        return self._stream.write(content)
-
-
-@contextmanager
-def _synced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file and fsync it at the end of the block."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Fsync a folder, so that renames in it survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        self._file.write(content)
 
 
 def _remove_unfinished(path: Path) -> None:

@@ -20,7 +20,6 @@ A document is a run of sequences: usually one, none when it is empty.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import secrets
@@ -28,17 +27,23 @@ import shlex
 import shutil
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self, TextIO
+from typing import IO, Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.config.text import format_bytes
+from megatron.checkpoint.durable_files import (
+    LockState,
+    durable_rename,
+    sync_file,
+    sync_folder,
+    try_lock,
+    write_file,
+)
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX
 
@@ -106,7 +111,7 @@ class IndexedDatasetWriter:
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "xb"))
             with suppress(OSError):  # where files cannot be locked, leftovers are never removed
-                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(self._bin)
             self._open = files.pop_all()
         self._boundaries.write(np.zeros(1, "<i8").data)
         return self
@@ -217,16 +222,14 @@ class IndexedDatasetWriter:
         if self._sequences != self._sequences_of_documents:
             raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
         self._check_targets()
-        _sync(self._bin)
+        sync_file(self._bin)
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         for suffix, content in self._extra_files.items():
-            with open(self._part(suffix), "wb") as file:
-                file.write(content)
-                _sync(file)
+            write_file(Path(self._part(suffix)), content)
         with open(self._part("idx"), "wb") as file:
             self._write_index(file)
-            _sync(file)
+            sync_file(file)
 
     def _check_targets(self) -> None:
         """Refuse folders in the place of files, while an older pair is still intact."""
@@ -242,15 +245,14 @@ class IndexedDatasetWriter:
         """Rename everything but the index."""
         self._remove_unwanted()
         for suffix in ("bin", *self._extra_files):
-            os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
+            os.rename(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
             for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._extra_files}:
                 old.unlink()
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def _name_index(self) -> None:
-        os.replace(self._part("idx"), f"{self._prefix}.idx")
-        _sync_folder(Path(self._prefix).parent)
+        durable_rename(Path(self._part("idx")), Path(f"{self._prefix}.idx"))
         self._published = True
 
     def _remove_unwanted(self) -> None:
@@ -360,26 +362,13 @@ def remove_unfinished_files(prefix: str | Path) -> list[Path]:
     removed = []
     for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
         with suppress(OSError), open(ids, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(file) is not LockState.ACQUIRED:
+                continue
             writer = ids.split(".")[-2]
             for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{writer}.part")):
                 path.unlink()
                 removed.append(path)
     return removed
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Fsync a folder, so that renames in it survive a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)
@@ -398,38 +387,3 @@ def check_not_existing(prefixes: Iterable[str], overwrite: bool) -> None:
     if found and not overwrite:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise DataError(f"{found[0]} is there already{more}", "--overwrite", "another --output-prefix")
-
-
-TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0  # between two lines
-
-
-class ByteProgress:
-    """Prints the bytes done, the rate and the time left: in place on a terminal, line by line in a file."""
-
-    def __init__(self, stream: TextIO, total: int) -> None:
-        self._stream = stream
-        self._total = total
-        self._done = 0
-        self._terminal = stream.isatty()
-        self._seconds = TERMINAL_SECONDS if self._terminal else FILE_SECONDS
-        self._start = self._reported = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` as done."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if now - self._reported < self._seconds:
-            return
-        self._reported = now
-        rate = self._done / (now - self._start)
-        left = (self._total - self._done) / rate
-        done, total = format_bytes(self._done), format_bytes(self._total)
-        line = f"{done} of {total}, {format_bytes(rate)}/s, {left:,.0f} s left"
-        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Clear the progress line of a terminal."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

@@ -83,7 +83,7 @@ class DataSource:
     datasets: Mapping[str, Dataset]  # by split name
     # By split name: the sample counts of its segments, which fix the order. A resumed run passes them to `build_data`,
     # so that earlier samples keep their places however long it gets.
-    stretches: Mapping[str, tuple[int, ...]]
+    segments: Mapping[str, tuple[int, ...]]
     used: Mapping[str, int]  # samples the run reads, by split name
     seq_length: int  # tokens per sample
     micro_batch_size: int  # samples per micro-batch
@@ -103,13 +103,13 @@ class DataSource:
     def _summary_of(self, name: str, count: int) -> list[str]:
         """Describe a split in one line; with several sources, in a line for each of the most-read ones."""
         title, dataset = f"{split_heading(name)}{count:,} samples", self.datasets[name]
-        readings = sorted(dataset.readings(count), key=lambda reading: -reading.tokens)
-        if len(readings) <= 1:
+        usage = sorted(dataset.source_usage(count), key=lambda source: -source.tokens)
+        if len(usage) <= 1:
             return [f"{title}, {dataset.describe(count * self.seq_length)}"]
-        lines, rest = list(map(str, readings[:MAX_SUMMARY_SOURCES])), readings[MAX_SUMMARY_SOURCES:]
+        lines, rest = list(map(str, usage[:MAX_SUMMARY_SOURCES])), usage[MAX_SUMMARY_SOURCES:]
         if rest:
-            lines.append(f"{sum(reading.tokens for reading in rest):,} tokens of {len(rest)} others")
-        return [f"{title} of {len(readings)} sources", *(f"{'':<13}{line}" for line in lines)]
+            lines.append(f"{sum(source.tokens for source in rest):,} tokens of {len(rest)} others")
+        return [f"{title} of {len(usage)} sources", *(f"{'':<13}{line}" for line in lines)]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class DataSource:
         return self.digest_places(split, (range(at, min(at + DIGEST_BLOCK, stop)) for at in starts))
 
     def digest_places(self, split: str, groups: Iterable[range]) -> int:
-        """Return the `sample_digest` of all places in ``groups``, such as those returned by `share`.
+        """Return the `sample_digest` of all places in ``groups``, such as those returned by `rank_places`.
 
         Raises:
             DataError: when the split has no such samples.
@@ -137,10 +137,12 @@ class DataSource:
         for places in groups:
             dataset = self._dataset(split, places)
             numbers = np.arange(places.start, places.stop, places.step)
-            total += sample_digest(numbers, dataset.identities(numbers), int(dataset.fingerprint, 16))
+            total += sample_digest(numbers, dataset.sample_hashes(numbers), int(dataset.fingerprint, 16))
         return total % 2**64
 
-    def share(self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int) -> list[range]:
+    def rank_places(
+        self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int
+    ) -> list[range]:
         """Return the places of this data-parallel rank's micro-batches in a global batch.
 
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
@@ -182,17 +184,17 @@ class DataSource:
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in ids)))
-        columns = self.masks.columns(tokens, labels)
-        columns.loss_mask[len(places) :] = 0.0
+        arrays = self.masks.build(tokens, labels)
+        arrays.loss_mask[len(places) :] = 0.0
         return MicroBatch(
-            tensor(columns.tokens),
-            tensor(columns.labels),
-            tensor(columns.loss_mask),
+            tensor(arrays.tokens),
+            tensor(arrays.labels),
+            tensor(arrays.loss_mask),
             tensor(np.array(ids, dtype=np.int64)),
             step,
-            None if columns.positions is None else tensor(columns.positions),
-            None if columns.documents is None else tensor(columns.documents),
-            None if columns.documents is None else tensor(document_boundaries(columns.documents)),
+            None if arrays.positions is None else tensor(arrays.positions),
+            None if arrays.documents is None else tensor(arrays.documents),
+            None if arrays.documents is None else tensor(document_boundaries(arrays.documents)),
         )
 
     def _dataset(self, split: str, places: range) -> Dataset:
@@ -222,7 +224,7 @@ class DataSource:
 
 def find_source(dataset: Dataset, i: int) -> str | None:
     """Return the source that sample ``i`` is read from; None for generated data."""
-    pairs = zip(dataset.readings(i), dataset.readings(i + 1))
+    pairs = zip(dataset.source_usage(i), dataset.source_usage(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
 
@@ -263,7 +265,7 @@ def build_data(
     vocab_size: int,
     dp_size: int,
     splits: Sequence[str] | None = None,
-    stretches: Mapping[str, Sequence[int]] | None = None,
+    segments: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
 ) -> DataSource:
     """Build the splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
@@ -274,7 +276,7 @@ def build_data(
         vocab_size: size of the model's vocabulary.
         dp_size: data-parallel ranks, which the default batch size depends on.
         splits: names of the splits to build; None for all.
-        stretches: `DataSource.stretches` of the run being resumed. Entries of splits that are not built are passed on.
+        segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before.
 
     Raises:
@@ -286,7 +288,7 @@ def build_data(
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size)
     requested = requested_samples(training, dp_size, begin)
-    frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
+    frozen = {name: tuple(counts) for name, counts in (segments or {}).items()}
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
     builders, notes = (
@@ -296,21 +298,21 @@ def build_data(
     )
     used = {name: count for name, count in used.items() if name in builders}
     datasets: dict[str, Dataset] = {}
-    segments: dict[str, tuple[int, ...]] = {}
+    built: dict[str, tuple[int, ...]] = {}
     for name, count in used.items():
         planned = frozen.get(name) or (requested[split_kind(name)],)
-        datasets[name], segments[name] = build_split(name, builders[name], planned, count)
+        datasets[name], built[name] = build_split(name, builders[name], planned, count)
     all_notes = (
         note_repeated_data(datasets, used),
         note_unused_entries(known, vocab_size),
         note_missing_records(data),
         *notes,
-        *(note_extended_data(name, frozen[name], segments[name]) for name in used if name in frozen),
+        *(note_extended_data(name, frozen[name], built[name]) for name in used if name in frozen),
         *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
-        frozen | segments,
+        frozen | built,
         used,
         training.seq_length,
         training.micro_batch_size,
@@ -352,8 +354,8 @@ def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) 
 
 def note_repeated_data(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
     """Return a note if training reads a source more than a few times."""
-    readings = datasets["train"].readings(used["train"]) if "train" in datasets else ()
-    most = max(readings, key=lambda reading: reading.epochs, default=None)
+    usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
+    most = max(usage, key=lambda source: source.epochs, default=None)
     return None if most is None else note_many_epochs(most.source, most.epochs)
 
 

@@ -49,7 +49,7 @@ class MaskBuilder:
         active = [text for flag, text in effects if flag]
         return f"end with id {self.eod}: {', '.join(active)}" if active else None
 
-    def columns(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
+    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
         positions = documents = None

@@ -74,7 +74,7 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
 def _repeated(source: SplitSource, tokens: int) -> list[str]:
     """Return the note that a start would log on many epochs, for the listed dataset that is read most often."""
     part = 1.0 if source.split is None else split_shares(source.split)[0]
-    most = max(_readings(source.blend, tokens, part), key=lambda reading: reading.epochs)
+    most = max(_dataset_use(source.blend, tokens, part), key=lambda use: use.epochs)
     note = note_many_epochs(most.prefix, most.epochs)
     return [] if note is None else [note]
 
@@ -123,7 +123,7 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
     """Yield a line for each dataset of a blend, of which the fraction ``part`` is used for ``tokens`` tokens."""
-    for prefix, size, share, epochs in _readings(blend, tokens, part):
+    for prefix, size, share, epochs in _dataset_use(blend, tokens, part):
         weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
         repeats = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
         yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{repeats}"
@@ -131,7 +131,7 @@ def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
         yield f"and {len(blend.prefixes) - MAX_DATASETS_SHOWN:,} more"
 
 
-def _readings(blend: Blend, tokens: int, part: float) -> Iterator[DatasetUse]:
+def _dataset_use(blend: Blend, tokens: int, part: float) -> Iterator[DatasetUse]:
     """Yield the listed datasets of a blend with their shares and epochs."""
     shown = blend.prefixes[:MAX_DATASETS_SHOWN]
     sizes = [dataset_size(prefix) for prefix in shown]

@@ -53,7 +53,7 @@ class CommMeter(Stopwatch):
         if self._running:
             self._sent[axes, operation] = self._sent.get((axes, operation), 0.0) + count
 
-    def take_sent(self) -> dict[tuple[str, str], float]:
+    def pop_bytes_sent(self) -> dict[tuple[str, str], float]:
         """Return bytes by axes and operation since the last call."""
         taken, self._sent = self._sent, {}
         return taken
@@ -67,7 +67,7 @@ BUBBLE = "bubble"
 PIPELINE = "pp"
 """Name under which the meter counts bytes sent to other pipeline ranks."""
 FAKE_BACKEND = "fake"
-"""Backend of groups without peers (:func:`megatron.distributed.mesh.fake_process_group`)."""
+"""Backend of groups without peers (:func:`megatron.distributed.launch.fake_process_group`)."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -93,11 +93,11 @@ class Group:
         return len(self.ranks)
 
     @property
-    def answers(self) -> bool:
+    def has_peers(self) -> bool:
         """True if the group has peers that take part in collectives; those of a fake process group do not."""
         return self.size > 1 and dist.get_backend(self.handle) != FAKE_BACKEND
 
-    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+    def blocked(self, x: Tensor) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles."""
         return profiler_range(COMMUNICATION_PREFIX + self.axes, self.meter.span(self.axes, x.is_cuda))
 
@@ -117,7 +117,7 @@ class Channel:
     # Counts time blocked as ``BUBBLE`` and bytes sent as ``PIPELINE``.
     meter: CommMeter = field(default_factory=CommMeter, compare=False, repr=False)
 
-    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+    def blocked(self, x: Tensor) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the peer."""
         return profiler_range(COMMUNICATION_PREFIX + BUBBLE, self.meter.span(BUBBLE, x.is_cuda))
 
@@ -133,12 +133,12 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the communication, and return the result."""
         if self.work is not None:
-            with self.group.waiting(self.result):
+            with self.group.blocked(self.result):
                 self.work.wait()
             self.work = None
         return self.result
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
         return self.work is None or self.work.is_completed()
 
@@ -189,7 +189,7 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
     out = _rows_like(x, sum(received))
     leaving = sum(sent) - sent[group.rank]
     group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
-    with group.waiting(x):
+    with group.blocked(x):
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group.handle)
     return out
 
@@ -209,7 +209,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce ``x`` in place over the group (``sum`` or ``max``); results are bitwise equal on all ranks."""
     if group.size > 1:
         group.sends(ALL_REDUCE, 2 * x.nbytes)
-        with group.waiting(x):
+        with group.blocked(x):
             dist.all_reduce(x, _OPS[op], group.handle)
     return x
 
@@ -220,7 +220,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
     group.sends(ALL_GATHER, out.nbytes)
-    with group.waiting(x):
+    with group.blocked(x):
         _all_gather(out, x.contiguous(), group=group.handle)
     return out
 
@@ -231,7 +231,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
-    with group.waiting(x):
+    with group.blocked(x):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
@@ -243,7 +243,7 @@ def _rows_like(x: Tensor, rows: int) -> Tensor:
 def all_gather_objects(value: T, group: Group) -> list[T]:
     """Gather picklable values in rank order. For set-up and messages, never inside a step."""
     values = [value] * group.size
-    if group.answers:
+    if group.has_peers:
         dist.all_gather_object(values, value, group.handle)
     return values
 
@@ -251,6 +251,6 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
 def broadcast_object(value: T, group: Group) -> T:
     """Return the picklable ``value`` of the group's first rank; the other ranks' values are ignored."""
     values = [value]
-    if group.answers:
+    if group.has_peers:
         dist.broadcast_object_list(values, group.ranks[0], group.handle)
     return values[0]

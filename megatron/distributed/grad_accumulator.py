@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.kernels.linear import WeightGradientKernel, accumulate_wgrad
+from megatron.kernels.linear import accumulate_wgrad
 
 
 @dataclass
@@ -34,7 +34,7 @@ class WgradOperand:
             self.pending = comm.start_all_gather(self.shard, self.group)
         return self
 
-    def anew(self) -> WgradOperand:
+    def ungathered(self) -> WgradOperand:
         """Return the operand without its gathered rows, to be gathered again later."""
         return WgradOperand(self.shard, self.group)
 
@@ -51,13 +51,17 @@ DeferredWgrad = tuple[str, WgradOperand, WgradOperand, Sequence[int] | None]
 class GradAccumulator:
     """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
 
-    A layer's backward returns what ``add``, ``accumulate_rows`` and ``accumulate`` return as the parameter's gradient:
-    None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).
+    A layer's backward returns the result of ``accumulate_wgrad``, ``accumulate_rows`` or ``accumulate`` as the
+    parameter's gradient: None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully
+    sharded ones).
     """
 
-    def __init__(self, multiply: WeightGradientKernel = accumulate_wgrad) -> None:
+    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad) -> None:
         # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
         self.multiply = multiply
+        # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
+        # it, the layer that computes the loss can accumulate its weight gradient during forward.
+        self.loss_seed: Tensor | None = None
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}
@@ -83,13 +87,15 @@ class GradAccumulator:
 
         parameter.register_post_accumulate_grad_hook(collect)
 
-    def recall(self, x: Tensor, group: Group | None) -> WgradOperand:
+    def wgrad_input(self, x: Tensor, group: Group | None) -> WgradOperand:
         """Return a linear's input as an operand of its weight gradient; its gather starts unless W is deferred."""
         rows = WgradOperand(x.detach(), group)  # detached, because a saved input still refers to its graph
         return rows if self._deferred_to else rows.start()
 
-    def add(self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None) -> Tensor | None:
-        """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring`, in the W action.
+    def accumulate_wgrad(
+        self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
+    ) -> Tensor | None:
+        """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring_wgrad`, in the W action.
 
         Args:
             name: of the weight ``[out, in]``, or of several weights stacked along rows.
@@ -99,7 +105,7 @@ class GradAccumulator:
 
         """
         if self._deferred_to is not None:
-            self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew(), rows))
+            self._queues.setdefault(self._deferred_to, []).append((name, x.ungathered(), dy.ungathered(), rows))
             return None
         target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
         if rows is None:
@@ -133,7 +139,7 @@ class GradAccumulator:
         return None
 
     @contextmanager
-    def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
+    def deferring_wgrad(self, chunk: int, microbatch: int) -> Iterator[None]:
         """Queue the weight gradients of linears for the W action ``(chunk, microbatch)`` while the body runs."""
         self._deferred_to = (chunk, microbatch)
         try:
@@ -141,7 +147,7 @@ class GradAccumulator:
         finally:
             self._deferred_to = None
 
-    def run(self, chunk: int, microbatch: int) -> None:
+    def run_deferred(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that were deferred to the W action ``(chunk, microbatch)``.
 
         The operands of the next product are gathered while this one is computed; operands are freed after use.
@@ -151,7 +157,7 @@ class GradAccumulator:
             name, x, dy, rows = queue.pop()
             for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
                 operand.start()
-            self.add(name, x, dy, rows)
+            self.accumulate_wgrad(name, x, dy, rows)
 
     @property
     def queued(self) -> int:

@@ -1,30 +1,21 @@
 """The rank grid with its process groups.
 
 There is no global mesh: it is passed to the code that communicates. All groups are created up front, on all ranks in
-the same order. The functions below join and leave torch.distributed, and use its store to report failures.
+the same order.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron.config.errors import Problem, UserError
-from megatron.config.launch import Launch
-from megatron.distributed.comm import BUBBLE, FAKE_BACKEND, Channel, CommMeter, Group
+from megatron.distributed.comm import BUBBLE, Channel, CommMeter, Group
 from megatron.distributed.layout import DENSE_AXES, Layout
-from megatron.pipeline.communication import channels
-
-T = TypeVar("T")
 
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -65,10 +56,11 @@ class Mesh:
         layout: Layout,
         rank: int,
         timeout: timedelta | None = None,
-        kv_copies: int = 1,
+        tp_ranks_per_kv_head: int = 1,
         placement: tuple[int, ...] = (0,),
-        instances: int | None = None,
-        gathers: bool = False,
+        edges: Sequence[tuple[int, int]] = (),
+        optimizer_instances: int | None = None,
+        separate_gather_groups: bool = False,
     ) -> None:
         """Create every group. Collective over all ranks, which must create groups in the same order.
 
@@ -76,10 +68,11 @@ class Mesh:
             layout: the grid.
             rank: global rank of this process.
             timeout: of every group.
-            kv_copies: tensor-parallel ranks that share one key/value head.
+            tp_ranks_per_kv_head: tensor-parallel ranks that share one key/value head.
             placement: pipeline rank of every stage.
-            instances: replicas of the optimizer state per reduction group; None for one replica per rank (no ZeRO).
-            gathers: whether weights are gathered through separate communicators, to overlap with other collectives.
+            edges: pairs (sender, receiver) of pipeline ranks for which to open channels.
+            optimizer_instances: replicas of the optimizer state per reduction group; None for one per rank (no ZeRO).
+            separate_gather_groups: gather weights through separate communicators, to overlap with other collectives.
 
         """
         self.layout, self.rank = layout, rank
@@ -90,21 +83,26 @@ class Mesh:
         self._handles: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         sizes = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
-        edges = channels(placement)
         self.meter = CommMeter([name for name, size in sizes.items() if size > 1] + [BUBBLE] * bool(edges))
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
-        kv_blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
+        kv_blocks = [
+            g[i : i + tp_ranks_per_kv_head]
+            for g in layout.groups(("tp",))
+            for i in range(0, len(g), tp_ranks_per_kv_head)
+        ]
         self._kv_group = self._create(kv_blocks, "tp", label="kv")
         # Pipeline rank of every stage.
         self.placement = placement
         # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.
-        self.ends = self._create(self._first_and_last_stages(), "pp", label="ends")
+        self.embedding_group = self._create(self._first_and_last_stages(), "pp", label="ends")
         # This rank's channels to and from its pipeline neighbours, by the pipeline ranks of sender and receiver.
         self.channels = self._open_channels(edges)
-        self._optimizer_groups = {axes: self._create_optimizer_groups(axes, instances) for axes in REDUCTION_GROUPS}
-        use = "gathers" if gathers else ""
+        self._optimizer_groups = {
+            axes: self._create_optimizer_groups(axes, optimizer_instances) for axes in REDUCTION_GROUPS
+        }
+        use = "gathers" if separate_gather_groups else ""
         self._gathers = {
-            axes: self._create(self._shard_partition(axes, instances), self._name(axes), use)
+            axes: self._create(self._shard_partition(axes, optimizer_instances), self._name(axes), use)
             for axes in REDUCTION_GROUPS
         }
 
@@ -122,31 +120,31 @@ class Mesh:
         return self.group("tp")
 
     @property
-    def replicas(self) -> Group:
+    def dp_cp(self) -> Group:
         """Data-parallel peers (including CP): ranks with the same shards and other data."""
         return self.group("dp", "cp")
 
-    def shards(self, *axes: str) -> Group:
+    def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the ranks of the reduction group ``axes`` that shard one replica of the optimizer state (ZeRO)."""
         return self._optimizer_groups[axes][0]
 
-    def copies(self, *axes: str) -> Group:
+    def optimizer_replica_group(self, *axes: str) -> Group:
         """Return the ranks of the reduction group ``axes`` that hold the same shard of the optimizer state."""
         return self._optimizer_groups[axes][1]
 
-    def gathers(self, *axes: str) -> Group:
-        """Return the ranks of :meth:`shards`, with a communicator for gathering weights during other collectives."""
+    def weight_gather_group(self, *axes: str) -> Group:
+        """Return the ranks of :meth:`optimizer_shard_group`, with a communicator that may be used during others."""
         return self._gathers[axes]
 
-    def _shard_partition(self, axes: tuple[str, ...], instances: int | None) -> list[tuple[int, ...]]:
+    def _shard_partition(self, axes: tuple[str, ...], optimizer_instances: int | None) -> list[tuple[int, ...]]:
         """Return blocks of neighbouring ranks that each shard one replica of the optimizer state."""
         groups = self.layout.groups(axes)
-        size = 1 if instances is None else len(groups[0]) // instances
+        size = 1 if optimizer_instances is None else len(groups[0]) // optimizer_instances
         return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
 
-    def _create_optimizer_groups(self, axes: tuple[str, ...], instances: int | None) -> tuple[Group, Group]:
-        """Create the groups of :meth:`shards` and :meth:`copies`."""
-        blocks = self._shard_partition(axes, instances)
+    def _create_optimizer_groups(self, axes: tuple[str, ...], optimizer_instances: int | None) -> tuple[Group, Group]:
+        """Create the groups of :meth:`optimizer_shard_group` and :meth:`optimizer_replica_group`."""
+        blocks = self._shard_partition(axes, optimizer_instances)
         size = len(blocks[0])
         copies = [ranks[i::size] for ranks in self.layout.groups(axes) for i in range(size)]
         name = self._name(axes)
@@ -158,12 +156,12 @@ class Mesh:
         return replace(self.group("pp"), axes=BUBBLE)
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Index of the part of the global batch that this rank reads."""
         return self.coordinate["dp"]
 
     @property
-    def data_size(self) -> int:
+    def dp_size(self) -> int:
         """Number of parts into which the global batch is divided."""
         return self.layout.sizes["dp"]
 
@@ -172,13 +170,13 @@ class Mesh:
         """All ranks."""
         return self.group("pp", "dp", "cp", "tp")
 
-    def beside(self) -> Group:
+    def background_group(self) -> Group:
         """Create a gloo group of all ranks, for background threads. Collective."""
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
         return Group(ranks, self.world.rank, handle)
 
-    def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
+    def tp_subgroup(self, tp_ranks: tuple[int, ...]) -> Group:
         """Return the group of the tensor-parallel ranks ``tp_ranks``, which hold the same piece of a parameter.
 
         Raises:
@@ -257,127 +255,3 @@ def alternate_edges(edges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     In ascending order each pair would wait for the one before, and opening channels would take time linear in ranks.
     """
     return sorted(edges, key=lambda edge: (min(edge) % 2, edge))
-
-
-def init_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:
-    """Initialise torch.distributed; a no-op for a single process, or when it is already initialised.
-
-    Args:
-        backend: ``nccl`` or ``gloo``; None picks by the device.
-        timeout: of the default group.
-        device: where this rank computes.
-
-    Raises:
-        UserError: when the backend does not support the device, or the address of rank 0 is unknown.
-
-    """
-    launch = Launch.read(os.environ)
-    if launch.world_size == 1 or dist.is_initialized():
-        return
-    problems = [*launch.problems()]
-    if backend == "nccl" and device.type != "cuda":
-        problems.append(Problem("E206", "the nccl backend cannot serve CPUs", ("--distributed-backend gloo",)))
-    if problems:
-        raise UserError(problems)
-    os.environ.setdefault("MASTER_ADDR", str(launch.master))
-    os.environ.setdefault("MASTER_PORT", "29500")
-    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-
-
-@contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Pretend to be one rank of a world without peers, in which a :class:`Mesh` can be built.
-
-    Collectives return at once and leave their results unset: good for shapes and sizes, not for values.
-    """
-    if world_size == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
-
-    dist.init_process_group(FAKE_BACKEND, rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def world_group(rank: int, world_size: int) -> Group:
-    """Return the group of all ranks, for collectives before there is a mesh."""
-    handle = dist.group.WORLD if world_size > 1 else None
-    return Group(tuple(range(world_size)), rank, handle)
-
-
-def destroy_distributed() -> None:
-    """Destroy the process group. Not to be called after an error: NCCL would wait for ranks that are gone."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-FAILED_KEY = "failed_ranks"
-"""Store key that counts the calls of :func:`register_failure`."""
-
-
-STORE_TIMEOUT_SECONDS = 3.0
-"""Timeout of a request to the store."""
-
-_unanswered: list[threading.Thread] = []
-"""Threads whose requests timed out."""
-
-
-def register_failure() -> bool:
-    """Register a failure of this rank; return True if it is the first. True also when the store is unreachable."""
-    return _query_store(lambda store: int(store.add(FAILED_KEY, 1)) == 1, default=True)
-
-
-def has_any_rank_failed() -> bool:
-    """Return True if any rank has registered a failure. True also when the store is unreachable."""
-    return _query_store(lambda store: bool(store.check([FAILED_KEY])), default=dist.is_initialized())
-
-
-def publish_text(name: str, text: str) -> None:
-    """Write a text to the store for other ranks, outside of any collective. Lost when the store is unreachable."""
-    _query_store(lambda store: store.set(name, text), default=None)
-
-
-def read_texts(names: Sequence[str]) -> dict[str, str]:
-    """Return the texts stored under ``names``, as far as they exist; empty when the store is unreachable."""
-    return _query_store(
-        lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, default={}
-    )
-
-
-def _query_store(query: Callable[[dist.distributed_c10d.Store], T], default: T) -> T:
-    """Return the store's answer, or ``default`` when its host (rank 0) does not answer in time.
-
-    The store's client has no usable timeout, so a thread sends the request. After one timeout no more are sent.
-    """
-    if not dist.is_initialized() or any(thread.is_alive() for thread in _unanswered):
-        return default
-    answers: list[T] = []
-
-    def fetch() -> None:
-        with suppress(Exception):  # the process that hosts the store is gone
-            answers.append(query(dist.distributed_c10d._get_default_store()))
-
-    request = threading.Thread(target=fetch, name="store", daemon=True)
-    request.start()
-    request.join(STORE_TIMEOUT_SECONDS)
-    if request.is_alive():
-        _unanswered.append(request)
-    return answers[0] if answers else default
-
-
-def is_distributed_initialized() -> bool:
-    """Return True if torch.distributed is initialised."""
-    return dist.is_initialized()
-
-
-GLOO_PEER_LOST = "gloo/transport", "timeout caused pair closure"
-"""Fragments of gloo's messages about lost peers, which it raises as plain RuntimeErrors."""
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Return True if torch.distributed raised ``error`` because a rank is gone or does not respond."""
-    return isinstance(error, dist.DistError) or any(fragment in str(error) for fragment in GLOO_PEER_LOST)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class MicroBatch:
     # int32 [number of documents + 1], starts of the documents in the concatenated samples, then b s. None to compute
     # them from ``documents``, which synchronises host and device.
     boundaries: Tensor | None = None
+    # Further tensors by name, for objectives; the same names in every micro-batch.
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:

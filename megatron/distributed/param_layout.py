@@ -111,9 +111,9 @@ class ShardBox:
     first: int
     run: Box
 
-    def of(self, share: Any) -> Any:
-        """Return a view of the box's elements, of shape ``piece.local.size``, in a tensor of the shard."""
-        inner = Box(tuple(a - b for a, b in zip(self.piece.local.start, self.run.start)), self.piece.local.size)
+    def view_in(self, share: Any) -> Any:
+        """Return a view of the box's elements, of shape ``piece.local_box.size``, in a tensor of the shard."""
+        inner = Box(tuple(a - b for a, b in zip(self.piece.local_box.start, self.run.start)), self.piece.local_box.size)
         return share.view(-1)[self.first : self.first + self.run.numel].view(self.run.size)[inner.slices]
 
 
@@ -123,7 +123,7 @@ def shard_boxes(spec: ShardSpec, share: ParamShard, pieces: Sequence[ShardPiece]
         ShardBox(_intersect(piece, run), first - share.start, run)
         for first, run in contiguous_boxes(spec.local_view, share)
         for piece in (spec.pieces if pieces is None else pieces)
-        if _overlap(piece.local, run)
+        if _overlap(piece.local_box, run)
     )
 
 
@@ -151,11 +151,11 @@ def _overlap(a: Box, b: Box) -> bool:
 
 def _intersect(piece: ShardPiece, run: Box) -> ShardPiece:
     """Return the part of a piece inside a box of the local view."""
-    start = tuple(map(max, piece.local.start, run.start))
-    ends = (min(s + n, t + m) for s, n, t, m in zip(piece.local.start, piece.local.size, run.start, run.size))
+    start = tuple(map(max, piece.local_box.start, run.start))
+    ends = (min(s + n, t + m) for s, n, t, m in zip(piece.local_box.start, piece.local_box.size, run.start, run.size))
     size = tuple(end - first for end, first in zip(ends, start))
-    place = tuple(p + a - b for p, a, b in zip(piece.place.start, start, piece.local.start))
-    return replace(piece, local=Box(start, size), place=Box(place, size))
+    place = tuple(p + a - b for p, a, b in zip(piece.global_box.start, start, piece.local_box.start))
+    return replace(piece, local_box=Box(start, size), global_box=Box(place, size))
 
 
 MIN_PART_RATIO = 2

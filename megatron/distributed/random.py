@@ -32,14 +32,14 @@ def initialize(local: Tensor, spec: ShardSpec, name: str, seed: int) -> None:
         view = local.zero_().view(spec.local_view)
         for piece in spec.pieces:
             values = _draw(spec, piece, name, seed).mul_(spec.init.std)
-            view[piece.local.slices] = values.view(piece.place.size).to(local)
+            view[piece.local_box.slices] = values.view(piece.global_box.size).to(local)
 
 
 def _draw(spec: ShardSpec, piece: ShardPiece, name: str, seed: int) -> Tensor:
     """Return standard normal values ``[rows, columns]`` of one piece."""
     rows, columns = spec.shape[0], spec.shape[-1] if len(spec.shape) > 1 else 1
     lead = spec.view[:-1] if len(spec.shape) > 1 else spec.view
-    held = torch.arange(rows).view(lead)[piece.place.slices[: len(lead)]].flatten()
+    held = torch.arange(rows).view(lead)[piece.global_box.slices[: len(lead)]].flatten()
     out = []
     for block in (held // BLOCK_ROWS).unique().tolist():
         first = block * BLOCK_ROWS
@@ -47,7 +47,7 @@ def _draw(spec: ShardSpec, piece: ShardPiece, name: str, seed: int) -> Tensor:
         drawn.normal_(generator=torch.Generator().manual_seed(stable_hash(seed, name, block)))
         out.append(drawn[held[held // BLOCK_ROWS == block] - first])
     values = torch.cat(out)
-    return values[:, piece.place.slices[-1]] if len(spec.shape) > 1 else values[:, 0]
+    return values[:, piece.global_box.slices[-1]] if len(spec.shape) > 1 else values[:, 0]
 
 
 def stable_hash(*parts: object) -> int:

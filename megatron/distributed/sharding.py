@@ -39,10 +39,10 @@ class ShardPiece:
     """A box of the global view that this rank holds."""
 
     # The box in the rank's local view, and in the global view.
-    local: Box
-    place: Box
+    local_box: Box
+    global_box: Box
     # Tensor-parallel coordinates of all ranks that hold the box, ascending.
-    replicas: tuple[int, ...]
+    tp_ranks: tuple[int, ...]
     # Each of these ranks computes a partial gradient, to be summed over them; otherwise each computes all of it.
     partial: bool = False
 
@@ -73,11 +73,11 @@ class ShardSpec:
     # Mesh axes over which gradients are summed.
     reduce_axes: tuple[str, ...] = DENSE_REDUCE_AXES
     # Contributions to the gradient per micro-batch and chunk of this rank.
-    uses: int = 1
+    contributions: int = 1
     # The parameter is both word embedding and output projection, which may be in different chunks.
     tied: bool = False
     # A tied parameter's copy on the last pipeline stage; norms and checkpoints count the first stage's.
-    copy: bool = False
+    counted_elsewhere: bool = False
     # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection.
     matrices: int = 0
     # Of a fused QKV projection: query, key and value heads per group, interleaved along dimension 1 of the view.
@@ -108,7 +108,7 @@ class ShardSpec:
     @property
     def owned(self) -> tuple[ShardPiece, ...]:
         """The pieces that this rank owns: over one replica of the model, every element has one owner."""
-        return () if self.copy else tuple(p for p in self.pieces if p.replicas[0] == self.tp_rank)
+        return () if self.counted_elsewhere else tuple(p for p in self.pieces if p.tp_ranks[0] == self.tp_rank)
 
 
 @dataclass(frozen=True)

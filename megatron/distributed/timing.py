@@ -32,7 +32,7 @@ def no_clock(_: object) -> AbstractContextManager[object]:
 
 
 class Stopwatch:
-    """Accumulates time spans by name, until :meth:`take`.
+    """Accumulates time spans by name, until :meth:`pop`.
 
     A GPU span lies between two events on the current stream: it is the time the *device* spent, whatever the host did.
     Events are reused, and completed ones are read on the way, so a window of any length holds few of them. A stream
@@ -73,7 +73,7 @@ class Stopwatch:
         finally:
             self._running = was_running
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Return seconds by name since the last call. Synchronises with the GPU if spans are still running there."""
         self._settle(wait=True)
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
@@ -200,4 +200,4 @@ class Timers:
 
     def read(self, steps: int) -> dict[str, float]:
         """Return seconds per step of each timed phase over the ``steps`` since the last call. Waits for the GPU."""
-        return {name: seconds / steps for name, seconds in self.watch.take().items()}
+        return {name: seconds / steps for name, seconds in self.watch.pop().items()}

@@ -49,7 +49,7 @@ class PretrainedModel:
 
     def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
         """Build the model and read this rank's shards of the weights."""
-        context = BuildContext(mesh, GradAccumulator(), dtype, device, initialised=False)
+        context = BuildContext(mesh, GradAccumulator(), dtype, device, draw_initial_values=False)
         chunk = build_gpt(self.model, TrainingConfig(), context)
         fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()

@@ -19,48 +19,86 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 
-def make_attention_mask(
-    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
-) -> Tensor:
-    """Return a boolean mask ``[B or 1, 1, S, T]``: causal, within the sliding window, within the document.
-
-    Keys are all ``seq_length`` tokens, queries those from ``first_query`` on. True where a query attends to a key.
-    """
-    if documents_BS is None:
-        mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
-    else:
-        mask = documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :]
-    mask.tril_(first_query)  # in place: at long sequences the mask is large, and a second one would be too
-    if window is not None:
-        mask.triu_(first_query + 1 - window)
-    return mask
-
-
 @dataclass(frozen=True)
 class AttentionMask:
     """Causal attention mask, optionally limited to a sliding window and to documents.
 
+    It knows the positions of queries and keys in the sequence, so it is right for any part of it: new tokens after
+    cached ones, or the queries of one context-parallel rank and the keys of another.
     Kernels that need no explicit mask read the fields; the others take :attr:`dense`.
     """
 
-    # Number of keys; the queries are the last of them.
-    keys: int
+    # Positions of the queries and of the keys in the sequence: consecutive ranges, in the order of the rows.
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
     device: torch.device
     # Tokens that a query attends to, itself included; None for all before it.
     window: int | None = None
-    # int64 [B, keys]: document of each token, in runs of equal ids; None where every sample is one document.
-    documents: Tensor | None = None
-    # Index of the first query among the keys.
-    first_query: int = 0
+    # int64 [B, S] and [B, T]: documents of queries and keys, in runs of equal ids; None where every sample is one
+    # document.
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
     # The value of :attr:`boundaries`, if known in advance.
     known_boundaries: Tensor | None = None
 
+    @classmethod
+    def of_sequence(
+        cls,
+        length: int,
+        device: torch.device,
+        window: int | None = None,
+        documents: Tensor | None = None,
+        first_query: int = 0,
+        known_boundaries: Tensor | None = None,
+    ) -> AttentionMask:
+        """Return the mask of a whole sequence: keys are all its tokens, queries those from ``first_query`` on.
+
+        Args:
+            length: tokens of the sequence.
+            device: of the mask.
+            window: tokens that a query attends to, itself included; None for all before it.
+            documents: int64 ``[B, length]``, as in :class:`~megatron.distributed.micro_batch.MicroBatch`.
+            first_query: position of the first query.
+            known_boundaries: starts of the documents, if known in advance.
+        """
+        query_documents = None if documents is None else documents[:, first_query:]
+        queries, keys = (range(first_query, length),), (range(length),)
+        return cls(queries, keys, device, window, query_documents, documents, known_boundaries)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether queries and keys are the same consecutive tokens."""
+        return len(self.keys) == 1 and self.queries == self.keys
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether this is the plain causal mask, for which kernels need no tensor."""
+        return self.aligned and self.window is None and self.key_documents is None
+
     @cached_property
-    def dense(self) -> Tensor | None:
-        """The mask as a boolean tensor, or None for a plain causal mask. Made on first use: it may be large."""
-        if self.window is None and self.documents is None and self.first_query == 0:
-            return None
-        return make_attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
+    def query_positions(self) -> Tensor:
+        """Positions of the queries, int64 ``[S]``."""
+        return self._positions(self.queries)
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """Positions of the keys, int64 ``[T]``."""
+        return self._positions(self.keys)
+
+    def _positions(self, ranges: tuple[range, ...]) -> Tensor:
+        return torch.cat([torch.arange(r.start, r.stop, device=self.device) for r in ranges])
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """Boolean mask ``[B or 1, 1, S, T]``, True where a query attends to a key. Made on first use: may be large."""
+        query_S1, key_T = self.query_positions.unsqueeze(1), self.key_positions
+        mask_ST = key_T <= query_S1
+        if self.window is not None:
+            mask_ST &= key_T > query_S1 - self.window
+        if self.query_documents is None or self.key_documents is None:
+            return mask_ST[None, None]
+        same_document = self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]
+        return same_document.logical_and_(mask_ST)
 
     @cached_property
     def boundaries(self) -> Tensor:
@@ -70,12 +108,13 @@ class AttentionMask:
         """
         if self.known_boundaries is not None:
             return self.known_boundaries
-        if self.documents is None:
+        documents_BT = self.key_documents
+        if documents_BT is None:
             raise ValueError("there are no documents")
-        starts_BS = torch.ones_like(self.documents, dtype=torch.bool)
-        starts_BS[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        end = torch.full((1,), starts_BS.numel(), device=starts_BS.device)
-        return torch.cat((starts_BS.flatten().nonzero().flatten(), end)).int()
+        starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+        starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+        end = torch.full((1,), starts_BT.numel(), device=starts_BT.device)
+        return torch.cat((starts_BT.flatten().nonzero().flatten(), end)).int()
 
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
@@ -86,19 +125,18 @@ def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) ->
     """Compute attention with SDPA, which picks among PyTorch's kernels."""
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
-    if queries > 1 and q_SBND.is_cuda and not (mask.dense is None and q_SBND.dtype in HALF_DTYPES):
+    if queries > 1 and q_SBND.is_cuda and not (mask.is_causal and q_SBND.dtype in HALF_DTYPES):
         # CUDA's kernel for masks and fp32 lacks GQA; without copies torch would store the full score matrix.
         k_BGTD, v_BGTD = (t.repeat_interleave(queries, dim=1) for t in (k_BGTD, v_BGTD))
     grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
-    y_BNSD = F.scaled_dot_product_attention(
-        q_BNSD, k_BGTD, v_BGTD, mask.dense, is_causal=mask.dense is None, enable_gqa=grouped
-    )
+    dense = None if mask.is_causal else mask.dense
+    y_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, dense, is_causal=mask.is_causal, enable_gqa=grouped)
     return y_BNSD.permute(2, 0, 1, 3)
 
 
 def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
     """Compute attention with cuDNN where it supports the inputs; dense masks go to :func:`sdpa`."""
-    if mask.dense is not None:
+    if not mask.is_causal:
         return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
@@ -125,7 +163,7 @@ def _flash() -> AttentionKernel:
     package: Any = importlib.import_module("flash_attn")
 
     def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-        if mask.first_query > 0:
+        if not mask.aligned:
             return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
         options = {
@@ -133,7 +171,7 @@ def _flash() -> AttentionKernel:
             "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        if mask.documents is None:
+        if mask.key_documents is None:
             y: Tensor = package.flash_attn_func(q, k, v, **options)
             return y.transpose(0, 1)
         ends, longest = mask.boundaries, q.shape[1]
@@ -153,7 +191,7 @@ def _trials() -> Sequence[KernelCheck]:
     def trial(window: int | None, documents: Tensor | None) -> KernelCheck:
         def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
-            return (f(t[0], t[1], t[2], AttentionMask(32, t[0].device, window, parts)),)
+            return (f(t[0], t[1], t[2], AttentionMask.of_sequence(32, t[0].device, window, parts)),)
 
         return KernelCheck(run, (q, k, v))
 

@@ -1,26 +1,40 @@
-"""Weight gradients of linear layers, accumulated in the gradient buffer by the matrix product."""
+"""The three matrix products of a linear layer: forward, input gradient and weight gradient.
+
+Shapes: T any leading dimensions (tokens), I in, O out.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
-WeightGradientKernel = Callable[..., None]
-"""``weight_gradient(target, x, dy, beta=1.0)``: ``target = beta * target + dy^T x``, with ``beta`` 0 or 1.
 
-``target`` ``[O, I]`` is at least fp32, ``x`` is ``[..., I]`` and ``dy`` ``[..., O]``. With ``beta`` 0 the content of
-``target`` is ignored. The product is never rounded to the dtype of ``x``.
-"""
+class LinearKernel(NamedTuple):
+    """An implementation of linear layers, without communication."""
+
+    # (x_TI, weight_OI, bias_O or None) -> y_TO
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    # (dy_TO, weight_OI) -> dx_TI
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    # (target_OI, x_TI, dy_TO, beta=1.0): target = beta * target + dy^T x, with beta 0 or 1. The target is at least
+    # fp32; with beta 0 its content is ignored. The product is never rounded to the dtype of x.
+    weight_gradient: Callable[..., None]
+
+
+def input_gradient(dy_TO: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return ``dy W``."""
+    return dy_TO.matmul(weight_OI)
 
 
 def accumulate_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
-    """Run :data:`WeightGradientKernel` with stock PyTorch; on GPUs, 16-bit operands need a separate product and add."""
+    """Accumulate with stock PyTorch; on GPUs, 16-bit operands need a separate product and add."""
     x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x_TI.dtype or not target.is_cuda:
         torch.addmm(target, dy_TO.t().to(target.dtype), x_TI.to(target.dtype), beta=beta, out=target)
@@ -29,7 +43,10 @@ def accumulate_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -
         torch.add(product, target, alpha=beta, out=target) if beta else target.copy_(product)
 
 
-def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+TORCH_LINEAR = LinearKernel(F.linear, input_gradient, accumulate_wgrad)
+
+
+def _fused_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
     """Accumulate within the matrix product: one kernel, without a temporary."""
     x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x_TI.dtype:
@@ -38,7 +55,7 @@ def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> Non
         torch.addmm(target, dy_TO.t(), x_TI, out_dtype=target.dtype, beta=beta, out=target)
 
 
-def _accumulate_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+def _addmm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if half_on_gpu(device, dtype) else "it needs bf16 or fp16 on a GPU"
 
 
@@ -48,39 +65,41 @@ def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     return missing_modules("fused_weight_gradient_mlp_cuda")
 
 
-def _apex() -> WeightGradientKernel:
+def _apex() -> LinearKernel:
     """Load apex's ``wgrad_gemm_accum_fp32(input, d_output, d_weight)``, which assumes contiguous inputs and adds."""
     fused: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
 
-    def apex_weight_gradient(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+    def apex_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
         if not beta:
             target.zero_()
         fused.wgrad_gemm_accum_fp32(x.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous(), target)
 
-    return apex_weight_gradient
+    return TORCH_LINEAR._replace(weight_gradient=apex_wgrad)
 
 
 def _trials() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 2, n, generator=generator, dtype=torch.float64) for n in (32, 48))
-    target = torch.randn(48, 32, generator=generator, dtype=torch.float64)
+    weight, target = torch.randn(2, 48, 32, generator=generator, dtype=torch.float64)
+    bias = torch.randn(48, generator=generator, dtype=torch.float64)
 
-    def run(f: WeightGradientKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
-        target, x, dy = t
+    def run(f: LinearKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, dy, weight, bias, target = t
         accumulated, overwritten = (target.to(torch.promote_types(x.dtype, torch.float32), copy=True) for _ in range(2))
-        f(accumulated, x, dy)
-        f(accumulated, x[:, 0], dy[:, 0])  # not contiguous
-        f(overwritten, x, dy, beta=0.0)
-        return accumulated, overwritten
+        f.weight_gradient(accumulated, x, dy)
+        f.weight_gradient(accumulated, x[:, 0], dy[:, 0])  # not contiguous
+        f.weight_gradient(overwritten, x, dy, beta=0.0)
+        outputs = f.forward(x, weight, None), f.forward(x[:, 0], weight, bias)
+        return *outputs, f.input_gradient(dy, weight), f.input_gradient(dy[:, 0], weight), accumulated, overwritten
 
-    return [KernelCheck(run, (target, x, dy), differentiated=False)]
+    return [KernelCheck(run, (x, dy, weight, bias, target), differentiated=False)]
 
 
-WEIGHT_GRADIENT = Operation(
+LINEAR = Operation(
     {
         "apex": Candidate(_apex, _apex_missing),
-        "addmm": Candidate(lambda: _accumulate, _accumulate_missing),
-        "torch": Candidate(lambda: accumulate_wgrad),
+        "addmm": Candidate(lambda: TORCH_LINEAR._replace(weight_gradient=_fused_wgrad), _addmm_missing),
+        "torch": Candidate(lambda: TORCH_LINEAR),
     },
     _trials,
 )

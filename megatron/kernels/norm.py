@@ -38,7 +38,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 
 
 class _LayerNormOnCPU(torch.autograd.Function):
-    """LayerNorm with backward in fp32: torch's CPU kernel sums the gradients of weight and bias over rows in 16 bits."""
+    """LayerNorm with backward in fp32: torch sums those of weight and bias in 16 bits on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -49,10 +49,11 @@ class _LayerNormOnCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
-            y = F.layer_norm(inputs[0], inputs[1].shape, *inputs[1:], ctx.eps)
-        return *torch.autograd.grad(y, inputs, dy.float()), None
+        x, weight, bias = (t.float() for t in ctx.saved_tensors)
+        _, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, ctx.eps)
+        return *torch.ops.aten.native_layer_norm_backward(
+            dy.float(), x, weight.shape, mean, rstd, weight, bias, [True, True, True]
+        ), None
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

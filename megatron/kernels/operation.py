@@ -75,7 +75,7 @@ class Operation:
     """Implementations by name, ``torch`` last, and the calls on which they are compared with it."""
 
     candidates: Mapping[str, Candidate]
-    trials: Callable[[], Sequence[KernelCheck]]
+    checks: Callable[[], Sequence[KernelCheck]]
 
 
 def check_kernel(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -86,7 +86,7 @@ def check_kernel(operation: Operation, implementation: Any, device: torch.device
     must be accurate to their own dtype: an fp32 sum of rounded terms fails.
     """
     reference = operation.candidates["torch"].make()
-    for trial in operation.trials():
+    for trial in operation.checks():
         exact = trial.outcome(reference, torch.device("cpu"), torch.float64, dtype)
         usual = trial.outcome(reference, device, dtype, dtype)
         try:

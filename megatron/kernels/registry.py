@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.plugins import registered
 from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, AttentionKernel, sdpa
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
-from megatron.kernels.linear import WEIGHT_GRADIENT, WeightGradientKernel, accumulate_wgrad
+from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Operation, check_kernel, error_summary
 from megatron.kernels.rotary import ROTARY, RotaryKernel, rotary
@@ -32,7 +33,7 @@ class Kernels:
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
     attention: AttentionKernel = sdpa
-    weight_gradient: WeightGradientKernel = accumulate_wgrad
+    linear: LinearKernel = TORCH_LINEAR
     adam: AdamKernel = adam
 
 
@@ -44,14 +45,18 @@ OPERATIONS: dict[str, Operation] = {
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,
     "attention": ATTENTION,
-    "weight_gradient": WEIGHT_GRADIENT,
+    "linear": LINEAR,
     "adam": ADAM,
 }
-"""Operations by the field names of :class:`Kernels`, with the candidates that ``config.kernels.CANDIDATES`` lists."""
+"""Operations by the field names of :class:`Kernels`, with the candidates that ``KERNEL_CANDIDATES`` lists."""
 
 
 def select_kernels(
-    words: Sequence[str], device: torch.device, dtype: torch.dtype, deterministic: bool = False
+    words: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    attention_dropout: bool = False,
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -60,6 +65,7 @@ def select_kernels(
         device: of the run; on ``meta``, where nothing is computed, every implementation is PyTorch's.
         dtype: of parameters and activations.
         deterministic: exclude implementations that are not bitwise reproducible.
+        attention_dropout: the run drops attention weights, which only PyTorch's attention does.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used.
@@ -73,8 +79,10 @@ def select_kernels(
     notes: list[str] = []
     problems: list[Problem] = []
     for operation, choice in kernel_choices(words).items():
+        if operation == "attention" and attention_dropout:
+            choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         for name in _candidates(operation, choice, device):
-            implementation, refusal = _try(OPERATIONS[operation], name, device, dtype, deterministic)
+            implementation, refusal = _try(operation, name, device, dtype, deterministic)
             if refusal is None:
                 selected[operation], names[operation] = implementation, name
                 break
@@ -107,9 +115,10 @@ def _candidates(operation: str, choice: KernelChoice, device: torch.device) -> S
 
 
 def _try(
-    operation: Operation, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+    operation: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> tuple[Any, _Refusal | None]:
-    candidate: Candidate = operation.candidates[name]
+    candidates = OPERATIONS[operation].candidates
+    candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{operation}={name}"]
     if name == "torch":
         return candidate.make(), None
     if deterministic and not candidate.deterministic:
@@ -121,7 +130,7 @@ def _try(
         implementation = candidate.make()
     except Exception as error:  # an installed package may still fail to load, in any way
         return None, _Refusal(f"it cannot be loaded ({error_summary(error)})")
-    wrong = check_kernel(operation, implementation, device, dtype)
+    wrong = check_kernel(OPERATIONS[operation], implementation, device, dtype)
     return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
 
 

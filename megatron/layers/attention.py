@@ -8,34 +8,17 @@ query heads, X query heads per key/value head plus its key and value, D channels
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import Init
-from megatron.kernels.attention import AttentionMask, make_attention_mask
-from megatron.layers.build import BuildContext
-from megatron.layers.dropout import dropout_attention
-from megatron.layers.kv_cache import KVCache
+from megatron.kernels.attention import AttentionMask
+from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.dropout import attention_dropout
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
-from megatron.layers.rotary import RotaryCosSin
-
-
-@dataclass(frozen=True)
-class ForwardContext:
-    """Inputs of a forward pass that all blocks share."""
-
-    batch: MicroBatch
-    # None without rotary position embeddings.
-    rotary: RotaryCosSin | None
-    mask: AttentionMask
-    # Keys and values of earlier tokens; None outside generation, where T is S.
-    cache: KVCache | None = None
 
 
 class CoreAttention(nn.Module):
@@ -43,6 +26,7 @@ class CoreAttention(nn.Module):
 
     Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
     Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
+    The mask knows the positions of these queries and keys in the sequence.
 
     Args:
         config: of the model.
@@ -53,13 +37,13 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, groups: int, queries: int) -> None:
         super().__init__()
-        self.config, self.queries, self.seed, self.kernels = config, queries, context.seed, context.kernels
+        self.config, self.queries, self.kernels = config, queries, context.kernels
         self.site = context.name("attention_dropout")
         self.first_head = context.tp.rank * groups * queries
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
-        if self.training and self.config.attention_dropout > 0.0:
+        if ctx.training and self.config.attention_dropout > 0.0:
             y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, ctx)
         else:
             y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, ctx.mask)
@@ -69,15 +53,10 @@ class CoreAttention(nn.Module):
         """Compute unfused attention: the dropout of fused kernels depends on the layout."""
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
-        mask = ctx.mask.dense
-        if mask is None:
-            mask = make_attention_mask(q_BNSD.shape[2], None, None, q_BNSD.device)
         scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~ctx.mask.dense, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-        weights = dropout_attention(
-            weights, self.config.attention_dropout, ctx.batch, self.seed, self.site, self.first_head
-        )
+        weights = attention_dropout(weights, self.config.attention_dropout, ctx, self.site, self.first_head)
         return weights.matmul(v_BNSD).permute(2, 0, 1, 3)
 
 
@@ -92,14 +71,16 @@ class SelfAttention(nn.Module):
         shape = (config.kv_groups, config.heads_per_group)
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
         bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
-        self.linear_qkv = ColumnParallelLinear(context.at("linear_qkv"), weight, bias)
+        self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"), weight, bias)
         heads, h = config.num_attention_heads * d, config.hidden_size
-        self.linear_proj = RowParallelLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(
+            context.submodule("linear_proj"), heads, h, output_std, config.add_bias_linear
+        )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
-            self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
-            self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
+            self.q_layernorm = Norm(config, context.submodule("q_layernorm"), d, partial=True)
+            self.k_layernorm = Norm(config, context.submodule("k_layernorm"), d, partial=True)
         self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 
@@ -149,7 +130,7 @@ def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_
     for start in range(0, s, step):
         stop = min(start + step, s)
         documents = None if documents_BS is None else documents_BS[:, :stop]
-        mask = make_attention_mask(stop, window, documents, q_SBND.device, first_query=start)
+        mask = AttentionMask.of_sequence(stop, q_SBND.device, window, documents, first_query=start).dense
         rows = q_BGXSD[..., start:stop, :].to(dtype).flatten(2, 3)
         logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
         largest = torch.maximum(largest, logits.masked_fill_(~mask, -torch.inf).amax())

@@ -1,4 +1,4 @@
-"""Context in which layers declare, allocate and initialise their parameters."""
+"""Contexts in which layers are built and run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from torch import nn
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.kernels.attention import AttentionMask
 from megatron.kernels.registry import Kernels
+from megatron.layers.kv_cache import KVCache
+from megatron.layers.rotary import RotaryCosSin
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
@@ -23,7 +27,7 @@ class BuildContext:
     """Everything a layer needs to construct itself."""
 
     mesh: Mesh
-    sink: GradAccumulator
+    grad_accumulator: GradAccumulator
     # Of parameters and activations.
     dtype: torch.dtype = torch.float32
     # ``meta`` builds shapes only.
@@ -33,7 +37,7 @@ class BuildContext:
     # Shard activations over the sequence between tensor-parallel regions.
     sequence_parallel: bool = False
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
-    initialised: bool = True
+    draw_initial_values: bool = True
     kernels: Kernels = Kernels()
     # Specs and parameters declared so far, by global name.
     specs: dict[str, ShardSpec] = field(default_factory=dict)
@@ -41,7 +45,7 @@ class BuildContext:
     # Dotted name of the module under construction.
     prefix: str = ""
 
-    def at(self, name: str) -> BuildContext:
+    def submodule(self, name: str) -> BuildContext:
         """Return the context of the submodule ``name``."""
         return replace(self, prefix=self.name(name))
 
@@ -88,17 +92,38 @@ class BuildContext:
         global_name = self.name(name)
         if global_name in self.params:
             declared = self.specs[global_name]
-            if not spec.tied or replace(declared, uses=spec.uses, copy=spec.copy) != spec:
+            if (
+                not spec.tied
+                or replace(declared, contributions=spec.contributions, counted_elsewhere=spec.counted_elsewhere) != spec
+            ):
                 raise ValueError(f"{global_name} is declared twice, but not as one tied parameter")
-            self.specs[global_name] = replace(declared, uses=declared.uses + spec.uses)
+            self.specs[global_name] = replace(declared, contributions=declared.contributions + spec.contributions)
             return self.params[global_name]
-        if spec.tied and self.mesh.ends.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
-            spec = replace(spec, copy=True)
+        if spec.tied and self.mesh.embedding_group.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
+            spec = replace(spec, counted_elsewhere=True)
         self.specs[global_name] = spec
         parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
-        if self.initialised and self.device.type != "meta":
+        if self.draw_initial_values and self.device.type != "meta":
             initialize(parameter, spec, global_name, self.seed)
         if autograd:
-            self.sink.attach(global_name, parameter)
+            self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Inputs of a forward pass that all blocks share."""
+
+    batch: MicroBatch
+    mask: AttentionMask
+    # None without rotary position embeddings.
+    rotary: RotaryCosSin | None = None
+    # Keys and values of earlier tokens; None outside generation.
+    cache: KVCache | None = None
+    # Of dropout, which is applied in training only.
+    seed: int = 1234
+    training: bool = False
+    # Position in the sequence of row 0 of this rank's hidden state; not 0 with sequence parallelism.
+    first_row: int = 0
+    kernels: Kernels = Kernels()

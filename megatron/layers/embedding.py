@@ -21,12 +21,14 @@ class _ShardedLookup(torch.autograd.Function):
     """``y[t] = W[ids[t]]`` where this rank holds the row, 0 elsewhere; backward adds ``dy`` to those rows."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, sink: GradAccumulator, name: str) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, first: int, grad_accumulator: GradAccumulator, name: str
+    ) -> Tensor:
         local = ids - first
         held = (local >= 0) & (local < weight.shape[0])
         local = local.where(held, 0)
         ctx.save_for_backward(local, held)
-        ctx.sink, ctx.name = sink, name
+        ctx.grad_accumulator, ctx.name = grad_accumulator, name
         return F.embedding(local, weight) * held.unsqueeze(-1)
 
     @staticmethod
@@ -34,7 +36,7 @@ class _ShardedLookup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, held = ctx.saved_tensors
         rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
-        return ctx.sink.accumulate_rows(ctx.name, local.flatten(), rows), None, None, None, None
+        return ctx.grad_accumulator.accumulate_rows(ctx.name, local.flatten(), rows), None, None, None, None
 
 
 class EmbeddingShard(nn.Module):
@@ -43,11 +45,11 @@ class EmbeddingShard(nn.Module):
     def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
         super().__init__()
         self.weight = context.parameter("weight", spec)
-        self.name, self.first, self.sink = context.name("weight"), first, context.sink
+        self.name, self.first, self.grad_accumulator = context.name("weight"), first, context.grad_accumulator
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the rows that this rank holds."""
-        found: Tensor = _ShardedLookup.apply(self.weight, ids, self.first, self.sink, self.name)
+        found: Tensor = _ShardedLookup.apply(self.weight, ids, self.first, self.grad_accumulator, self.name)
         return found
 
 
@@ -66,12 +68,14 @@ class Embedding(nn.Module):
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
         init, shard = Init(config.init_method_std), context.shard
         words = vocabulary_spec(config, context)
-        self.word_embeddings = EmbeddingShard(context.at("word_embeddings"), words, self.tp.rank * words.local_view[0])
+        self.word_embeddings = EmbeddingShard(
+            context.submodule("word_embeddings"), words, self.tp.rank * words.local_view[0]
+        )
         self.position_embeddings: EmbeddingShard | None = None
         if config.position_embedding_type == "learned_absolute":
             shape = (config.max_position_embeddings or 0, config.hidden_size)
             positions = shard.replicate(shape, init, partial=self.sequence_parallel)
-            self.position_embeddings = EmbeddingShard(context.at("position_embeddings"), positions)
+            self.position_embeddings = EmbeddingShard(context.submodule("position_embeddings"), positions)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Embed tokens; positions default to 0..s-1."""

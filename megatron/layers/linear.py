@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -24,6 +23,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.sharding import Init, ShardSpec
+from megatron.kernels.linear import LinearKernel
 from megatron.layers.build import BuildContext
 
 
@@ -31,7 +31,8 @@ from megatron.layers.build import BuildContext
 class _LinearSpec:
     """The layer's properties that its autograd function needs."""
 
-    sink: GradAccumulator
+    kernel: LinearKernel
+    grad_accumulator: GradAccumulator
     weight: str
     bias: str
     tp: Group
@@ -39,7 +40,10 @@ class _LinearSpec:
 
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
-        return cls(context.sink, context.name("weight"), context.name("bias"), context.tp, context.sequence_parallel)
+        weight, bias = context.name("weight"), context.name("bias")
+        return cls(
+            context.kernels.linear, context.grad_accumulator, weight, bias, context.tp, context.sequence_parallel
+        )
 
     @property
     def sequence_group(self) -> Group | None:
@@ -58,21 +62,21 @@ class _ColumnParallelFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        return F.linear(comm.all_gather(x, layer.tp) if layer.sequence_parallel else x, weight, bias)
+        return layer.kernel.forward(comm.all_gather(x, layer.tp) if layer.sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
-        wgrad_input = layer.sink.recall(x, layer.sequence_group)
-        dx = dy.matmul(weight)
+        wgrad_input = layer.grad_accumulator.wgrad_input(x, layer.sequence_group)
+        dx = layer.kernel.input_gradient(dy, weight)
         if layer.sequence_parallel:
             pending = comm.start_reduce_scatter(dx, layer.tp)
         else:
             pending = comm.start_all_reduce(dx, layer.tp)
-        dw = layer.sink.add(layer.weight, wgrad_input, WgradOperand(dy))
-        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
+        dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, wgrad_input, WgradOperand(dy))
+        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         return pending.wait(), dw, db, None
 
 
@@ -88,7 +92,7 @@ class _RowParallelFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        y = F.linear(x, weight)
+        y = layer.kernel.forward(x, weight, None)
         if layer.sequence_parallel:
             y = comm.reduce_scatter(y, layer.tp)
         else:
@@ -101,9 +105,9 @@ class _RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
         full_dy = WgradOperand(dy, layer.sequence_group).start()
-        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        dw = layer.sink.add(layer.weight, layer.sink.recall(x, None), full_dy)
-        return full_dy.wait().matmul(weight), dw, db, None
+        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
+        dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, layer.grad_accumulator.wgrad_input(x, None), full_dy)
+        return layer.kernel.input_gradient(full_dy.wait(), weight), dw, db, None
 
 
 class ColumnParallelLinear(nn.Module):

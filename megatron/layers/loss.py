@@ -19,15 +19,15 @@ from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.kernels.cross_entropy import CrossEntropyKernel
+from megatron.kernels.registry import Kernels
 from megatron.layers.build import BuildContext
 from megatron.layers.embedding import vocabulary_spec
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's shard of the vocabulary."""
+    """This rank's rows of the output projection, and what computes with them."""
 
     # Token id of row 0.
     first: int
@@ -35,47 +35,47 @@ class VocabularyShard:
     held: int
     # The ranks that hold the other rows.
     group: Group
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Settings of the loss."""
-
+    # Receives the gradient of the weight, under its name.
+    grad_accumulator: GradAccumulator
+    weight: str
+    kernels: Kernels = Kernels()
     # Tokens whose logits exist at a time.
     chunk_tokens: int = 1024
-    # Weight of the squared log-partition (z-loss).
-    z_coeff: float = 0.0
 
 
 class OutputLayer(nn.Module):
-    """Output projection and loss: hidden states ``[S(/tp), B, H]`` -> sum of the micro-batch's token losses."""
+    """Output projection, with the cross-entropy of tokens or as logits."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, loss: LossConfig) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int) -> None:
         super().__init__()
-        self.context, self.loss = context, loss
         spec = vocabulary_spec(config, context)
-        held = sum(piece.place.size[0] for piece in spec.pieces)
-        self.entries = spec.shape[0]
-        self.vocabulary = VocabularyShard(context.tp.rank * spec.local_view[0], held, context.tp)
-        owner = context.root.at("embedding.word_embeddings") if spec.tied else context
+        self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
+        owner = context.root.submodule("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
-
-    def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return ``(objective, cross_entropy)`` of :func:`linear_cross_entropy`."""
-        gather = mappings.gather_rows if self.context.sequence_parallel else mappings.copy_to_region
-        x_TH = gather(x_SBH, self.context.tp).flatten(0, 1)
-        labels_T, mask_T = batch.labels.t().flatten(), batch.loss_mask.t().flatten()
-        return linear_cross_entropy(
-            x_TH,
-            self.weight,
-            labels_T,
-            mask_T,
-            self.vocabulary,
-            self.loss,
-            self.context.sink,
-            self.name,
-            self.context.kernels.cross_entropy,
+        first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
+        self.vocabulary = VocabularyShard(
+            first, held, context.tp, context.grad_accumulator, self.name, context.kernels, chunk_tokens
         )
+
+    def forward(
+        self, x_SBH: Tensor, labels_BS: Tensor, mask_BS: Tensor, z_coeff: float = 0.0, is_objective: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
+
+        Args:
+            x_SBH: hidden states ``[S(/tp), B, H]``.
+            labels_BS: int64 target ids.
+            mask_BS: weight of each token.
+            z_coeff: weight of the squared log-partition (z-loss).
+            is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
+                advance, and the gradient of the weight is accumulated at once instead of kept until backward.
+
+        """
+        gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
+        x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
+        labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
+        seed = self.vocabulary.grad_accumulator.loss_seed if is_objective else None
+        return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, seed)
 
     @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class OutputLayer(nn.Module):
         Raises:
             ValueError: with sequence parallelism, where a rank has only some of the rows.
         """
-        if self.context.sequence_parallel:
+        if self.sequence_parallel:
             raise ValueError("logits are for inference, which runs without sequence parallelism")
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
-        local_SBV = x_SBH.matmul(self.weight.t()).to(dtype)
-        parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.context.tp)
+        local_SBV = self.vocabulary.kernels.linear.forward(x_SBH, self.weight, None).to(dtype)
+        parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.vocabulary.group)
         return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
 
 
@@ -98,15 +98,23 @@ def linear_cross_entropy(
     labels_T: Tensor,
     mask_T: Tensor,
     vocabulary: VocabularyShard,
-    config: LossConfig,
-    sink: GradAccumulator,
-    name: str,
-    kernel: CrossEntropyKernel = EAGER_CROSS_ENTROPY,
+    z_coeff: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)`` over tokens, with ``Z = sum_v exp(logit_v)``.
 
-    The weight's gradient goes to ``sink`` under ``name``. The gradient of ``x`` is partial: a sum over this rank's
-    vocabulary rows, to be reduced over the group by the backward of the function that produced ``x``.
+    The gradient of ``x`` is partial: a sum over this rank's vocabulary rows, to be reduced over the group by the
+    backward of the function that produced ``x``.
+
+    Args:
+        x_TH: hidden states.
+        weight_VH: this rank's rows of the projection.
+        labels_T: int64 target ids.
+        mask_T: weight of each token.
+        vocabulary: this rank's shard; the weight's gradient goes to its accumulator.
+        z_coeff: weight of the squared log-partition (z-loss).
+        seed: the gradient that backward will start with, 0-d, if it is known already. Then the weight's gradient is
+            accumulated during forward; otherwise a tensor of the weight's size is kept until backward.
 
     Returns:
         ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
@@ -114,7 +122,7 @@ def linear_cross_entropy(
 
     """
     objective, cross_entropy = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, labels_T, mask_T, vocabulary, config, sink, name, kernel, torch.is_grad_enabled()
+        x_TH, weight_VH, labels_T, mask_T, vocabulary, z_coeff, seed, torch.is_grad_enabled()
     )
     return objective, cross_entropy
 
@@ -128,32 +136,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         mask_T: Tensor,
         vocabulary: VocabularyShard,
-        config: LossConfig,
-        sink: GradAccumulator,
-        name: str,
-        kernel: CrossEntropyKernel,
+        z_coeff: float,
+        seed: Tensor | None,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
+        linear, size = vocabulary.kernels.linear, vocabulary.chunk_tokens
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
         dx_TH = torch.empty_like(x_TH) if differentiate else None
         dw_VH = torch.empty_like(weight_VH, dtype=dtype) if differentiate else None
-        for start in range(0, x_TH.shape[0], config.chunk_tokens):
-            tokens = slice(start, start + config.chunk_tokens)
-            logits_CV = x_TH[tokens].matmul(weight_VH.t())
-            chunk = _chunk_loss(kernel, logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
+        for start in range(0, x_TH.shape[0], size):
+            tokens = slice(start, start + size)
+            logits_CV = linear.forward(x_TH[tokens], weight_VH, None)
+            chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
             del logits_CV  # frees them where the kernel made an fp32 copy
             entropy = (chunk.loss * chunk.mask).sum()
             cross_entropy = cross_entropy + entropy
-            objective = objective + entropy + config.z_coeff * (chunk.log_z.square() * chunk.mask).sum()
+            objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
             if dx_TH is not None and dw_VH is not None:
-                dlogits_CV = chunk.gradient(config.z_coeff, x_TH.dtype)
-                torch.mm(dlogits_CV, weight_VH, out=dx_TH[tokens])
-                sink.multiply(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
+                dlogits_CV = chunk.gradient(z_coeff, x_TH.dtype)
+                dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
+                linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
                 del dlogits_CV
             del chunk  # before the next chunk's logits are allocated
+        if dw_VH is not None and seed is not None:
+            vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, seed)
+            dw_VH = None
         ctx.save_for_backward(dx_TH, dw_VH)
-        ctx.sink, ctx.name = sink, name
+        ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(cross_entropy)
         return objective, cross_entropy
 
@@ -161,9 +171,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
-        dw = ctx.sink.accumulate(ctx.name, dw_VH, seed)
+        vocabulary: VocabularyShard = ctx.vocabulary
+        dw = None if dw_VH is None else vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, seed)
         scaled_dx_TH = dx_TH.to(seed.dtype) * seed  # without the cast CUDA would round the seed to the dtype of dx
-        return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 8
+        return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6
 
 
 @dataclass(frozen=True)
@@ -198,10 +209,9 @@ class _ChunkLoss:
         return self.kernel.gradient(self.work, self.top, scale_C, self.mask, self.row, self.mine, self.held, dtype)
 
 
-def _chunk_loss(
-    kernel: CrossEntropyKernel, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: VocabularyShard
-) -> _ChunkLoss:
+def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: VocabularyShard) -> _ChunkLoss:
     """Reduce this rank's logits over the vocabulary group to token losses; overwrites the logits."""
+    kernel = vocabulary.kernels.cross_entropy
     local_C = labels_C - vocabulary.first
     mine_C = (local_C >= 0) & (local_C < vocabulary.held)
     row_C = local_C.where(mine_C, 0)

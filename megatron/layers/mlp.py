@@ -32,8 +32,8 @@ class MLP(nn.Module):
         rows, dim = prod(view), len(view) - 1
         weight = replace(shard.split((rows, h), dim, Init(config.init_method_std), (*view, h)), matrices=dim)
         bias = shard.split((rows,), dim, Init(), view) if config.add_bias_linear else None
-        self.linear_fc1 = ColumnParallelLinear(context.at("linear_fc1"), weight, bias)
-        self.linear_fc2 = RowParallelLinear(context.at("linear_fc2"), ffn, h, output_std, config.add_bias_linear)
+        self.linear_fc1 = ColumnParallelLinear(context.submodule("linear_fc1"), weight, bias)
+        self.linear_fc2 = RowParallelLinear(context.submodule("linear_fc2"), ffn, h, output_std, config.add_bias_linear)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP."""

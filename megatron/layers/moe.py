@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import Init, ShardSpec
 from megatron.layers.build import BuildContext
@@ -186,13 +186,13 @@ class DispatchPlan:
         by_expert = Permutation.sorting(received_experts)
         return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 
-    def there(self, x_TH: Tensor) -> Tensor:
+    def dispatch(self, x_TH: Tensor) -> Tensor:
         """Send every token to its experts: ``[T, H] -> [R, H]``, sorted by expert."""
         copies = len(self.by_target.order) // x_TH.shape[0]
         rows = self.by_target(x_TH.unsqueeze(1).expand(-1, copies, -1).flatten(0, 1))
         return self.by_expert(mappings.all_to_all(rows, self.sent, self.received, self.group))
 
-    def back(self, y_RH: Tensor, tokens: int) -> Tensor:
+    def combine(self, y_RH: Tensor, tokens: int) -> Tensor:
         """Return results to the ranks of their tokens: ``[R, H] -> [T, C, H]``."""
         rows = mappings.all_to_all(self.by_expert.undo(y_RH), self.received, self.sent, self.group)
         return self.by_target.undo(rows).unflatten(0, (tokens, -1))
@@ -202,23 +202,23 @@ class _GroupedLinearFunction(torch.autograd.Function):
     """``y_e = x_e W_e^T`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], sink: GradAccumulator, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.sink, ctx.name = rows, sink, name
-        return _grouped_matmul(x, [w.t() for w in weight.chunk(len(rows))], rows)
+        ctx.rows, ctx.layer = rows, layer
+        by_expert = zip(x.split(list(rows)), weight.chunk(len(rows)), strict=True)
+        return torch.cat([layer.kernel.forward(x_e, w_e, None) for x_e, w_e in by_expert])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows: Sequence[int] = ctx.rows
-        dw = ctx.sink.add(ctx.name, ctx.sink.recall(x, None), WgradOperand(dy), rows)
-        return _grouped_matmul(dy, weight.chunk(len(rows)), rows), dw, None, None, None
-
-
-def _grouped_matmul(x_RI: Tensor, weights_IO: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Multiply every expert's rows by its weight."""
-    return torch.cat([x @ w for x, w in zip(x_RI.split(list(rows)), weights_IO, strict=True)])
+        layer: GroupedLinear = ctx.layer
+        grads = layer.grad_accumulator
+        dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
+        by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
+        dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
+        return dx, dw, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -227,11 +227,12 @@ class GroupedLinear(nn.Module):
     def __init__(self, context: BuildContext, weight: ShardSpec) -> None:
         super().__init__()
         self.weight = context.parameter("weight", weight)
-        self._sink, self._name = context.sink, context.name("weight")
+        self.kernel, self.name = context.kernels.linear, context.name("weight")
+        self.grad_accumulator = context.grad_accumulator
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply the layer; ``rows`` is the number of rows of each expert."""
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self._sink, self._name)
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self)
         return y
 
 
@@ -244,8 +245,10 @@ class Experts(nn.Module):
         experts, h, ffn, shard = config.num_experts or 0, config.hidden_size, config.expert_ffn, context.expert_shard
         up = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
         fc1 = shard.split(up, len(up) - 2, Init(config.init_method_std))
-        self.linear_fc1 = GroupedLinear(context.at("linear_fc1"), fc1)
-        self.linear_fc2 = GroupedLinear(context.at("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std)))
+        self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"), fc1)
+        self.linear_fc2 = GroupedLinear(
+            context.submodule("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std))
+        )
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply every expert to its rows."""
@@ -263,19 +266,19 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
-        self.router = Router(config, context.at("router"))
-        self.experts = Experts(config, context.at("experts"), output_std, drop_activation)
+        self.router = Router(config, context.submodule("router"))
+        self.experts = Experts(config, context.submodule("experts"), output_std, drop_activation)
         self.shared_experts: MLP | None = None
         if width := config.moe_shared_expert_intermediate_size:
-            shared = context.at("shared_experts")
+            shared = context.submodule("shared_experts")
             self.shared_experts = MLP(config, shared, output_std, drop_activation, width)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Route every token, and apply its experts."""
         routing = self.router(x_SBH, batch)
         x_TH = x_SBH.flatten(0, 1)
-        route = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
-        parts_TCH = route.back(self.experts(route.there(x_TH), route.counts), len(x_TH))
+        plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
+        parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
         return (y if self.shared_experts is None else y + self.shared_experts(x_SBH)), routing.losses

@@ -27,7 +27,7 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.interleaved = config.rotary_interleaved
         self.dtype = dtype
-        frequencies, self.magnitude = _frequencies(config)
+        frequencies, self.scale = _frequencies(config)
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
@@ -36,7 +36,7 @@ class RotaryEmbedding:
             positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
         angles = positions_BS.t()[..., None, None] * self.frequencies
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.layers.attention import ForwardContext, SelfAttention
-from megatron.layers.build import BuildContext
-from megatron.layers.dropout import dropout_rows
+from megatron.layers.attention import SelfAttention
+from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.dropout import hidden_dropout
 from megatron.layers.mlp import MLP
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norm import Norm
@@ -26,21 +26,24 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, recomputed: frozenset[str]) -> None:
         """Build the block; ``recomputed`` are the modules that are recomputed in backward (``recompute_modules``)."""
         super().__init__()
-        self.config, self.context, self.recomputed = config, context, recomputed
+        self.recomputed, self.dropout = recomputed, config.hidden_dropout
+        self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         norm = partial(Norm, config, width=config.hidden_size, partial=context.sequence_parallel)
-        self.input_layernorm = norm(context.at("input_layernorm"))
-        self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
-        self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
+        self.input_layernorm = norm(context.submodule("input_layernorm"))
+        self.self_attention = SelfAttention(
+            config, context.submodule("self_attention"), output_std, "core_attn" in recomputed
+        )
+        self.pre_mlp_layernorm = norm(context.submodule("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
-        self.mlp = feed_forward(config, context.at("mlp"), output_std, drop_activation)
+        self.mlp = feed_forward(config, context.submodule("mlp"), output_std, drop_activation)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""
         drop_norm = "layernorm" in self.recomputed
         y = recompute_producer(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, ctx), drop_norm)
-        y = self._dropout(y, ctx, "attention")
+        y = hidden_dropout(y, self.dropout, ctx, self.attention_site)
         if "mlp" in self.recomputed:
             x_SBH = x_SBH + y
             y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), ctx), x_SBH)
@@ -52,18 +55,10 @@ class Block(nn.Module):
         else:
             x_SBH, n_SBH = self.pre_mlp_layernorm.forward_sum(x_SBH, y)
             y, losses = self._feed_forward(n_SBH, ctx)
-        return x_SBH + self._dropout(y, ctx, "mlp"), losses
+        return x_SBH + hidden_dropout(y, self.dropout, ctx, self.mlp_site), losses
 
     def _feed_forward(self, n_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.mlp, MixtureOfExperts):
             y, losses = self.mlp(n_SBH, ctx.batch)
             return y, losses
         return self.mlp(n_SBH), None
-
-    def _dropout(self, y_SBH: Tensor, ctx: ForwardContext, site: str) -> Tensor:
-        if not self.training:
-            return y_SBH
-        first_row = self.context.tp.rank * y_SBH.shape[0] if self.context.sequence_parallel else 0
-        name = self.context.name(f"{site}_dropout")
-        rate, kernel = self.config.hidden_dropout, self.context.kernels.dropout
-        return dropout_rows(y_SBH, rate, ctx.batch, self.context.seed, name, first_row, kernel=kernel)

@@ -12,16 +12,16 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
-from megatron.layers.attention import ForwardContext
-from megatron.layers.build import BuildContext
-from megatron.layers.dropout import dropout_rows
+from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.dropout import hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.loss import LossConfig, OutputLayer
+from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.model.block import Block
+from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 
 
@@ -59,7 +59,7 @@ class LossSums:
         """Add to the sum ``name``."""
         self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
 
-    def take(self) -> dict[str, Tensor]:
+    def pop(self) -> dict[str, Tensor]:
         """Return the sums, and reset them."""
         taken, self.values = self.values, {}
         return taken
@@ -69,7 +69,7 @@ class GPTChunk(nn.Module):
     """Consecutive blocks of the model, with the embedding in the first chunk and the loss in the last.
 
     Called as ``chunk(x, micro_batch) -> (out, aux)``. ``x`` is None for the first chunk. ``out`` is the hidden state
-    ``[S(/tp), B, H]`` or, for the last chunk, the sum of the micro-batch's token losses. ``aux`` is the scalar sum of
+    ``[S(/tp), B, H]`` or, for the last chunk, the summed loss of the micro-batch. ``aux`` is the scalar sum of
     auxiliary losses. Backward starts from both.
     """
 
@@ -80,7 +80,7 @@ class GPTChunk(nn.Module):
 
         Args:
             config: of the whole model.
-            training: recomputation and the chunk size of the loss.
+            training: recomputation, the objective and the chunk size of the loss.
             context: mesh, gradient accumulator, dtype.
             stage: the chunk's blocks, and whether it has the embedding or the loss.
 
@@ -89,19 +89,22 @@ class GPTChunk(nn.Module):
         self.config, self.context, self.sums = config, context, LossSums()
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
-        self.plan = RecomputePlan.from_config(training, len(stage.layers))
+        self.recompute = RecomputePlan.from_config(training, len(stage.layers))
         self.last = stage.last
-        self.embedding = Embedding(config, context.at("embedding")) if stage.first else None
+        self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in stage.layers}
+            {str(i): Block(config, context.submodule(f"layers.{i}"), self.recompute.modules) for i in stage.layers}
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
             partial = context.sequence_parallel
-            self.final_layernorm = Norm(config, context.at("final_layernorm"), config.hidden_size, partial)
-            loss = LossConfig(training.cross_entropy_chunk_size, config.z_loss_coeff)
-            self.output_layer = OutputLayer(config, context.at("output_layer"), loss)
+            self.final_layernorm = Norm(config, context.submodule("final_layernorm"), config.hidden_size, partial)
+            self.output_layer = OutputLayer(
+                config, context.submodule("output_layer"), training.cross_entropy_chunk_size
+            )
+        # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
+        self.objective = make_objective(training.objective, config)
         self.rotary = RotaryEmbedding(config, context.dtype, context.device) if config.rotary_dim else None
 
     @property
@@ -114,7 +117,7 @@ class GPTChunk(nn.Module):
         """Run the chunk on a micro-batch."""
         ctx = self._forward_context(batch)
         if self.embedding is not None:
-            x_SBH = self._embed(self.embedding, batch)
+            x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
         x_SBH, router_losses = self._run_blocks(x_SBH, ctx)
@@ -139,33 +142,33 @@ class GPTChunk(nn.Module):
         if self.embedding is None or self.final_layernorm is None or self.output_layer is None or self.training:
             raise ValueError("logits are those of a whole model after .eval()")
         batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
-        x_SBH, _ = self._run_blocks(self._embed(self.embedding, batch), self._forward_context(batch, cache))
+        ctx = self._forward_context(batch, cache)
+        x_SBH, _ = self._run_blocks(self._embed(self.embedding, ctx), ctx)
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
         return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
 
     def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
-        s, device = batch.tokens.shape[1], batch.tokens.device
+        s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
         rotary = self.rotary(s, batch.positions) if self.rotary is not None else None
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        mask = AttentionMask(cached + s, device, self.config.window_size, documents, cached, batch.boundaries)
-        return ForwardContext(batch, rotary, mask, cache)
+        mask = AttentionMask.of_sequence(
+            cached + s, device, self.config.window_size, documents, cached, batch.boundaries
+        )
+        first_row = context.tp.rank * (s // context.tp.size) if context.sequence_parallel else 0
+        return ForwardContext(batch, mask, rotary, cache, context.seed, self.training, first_row, context.kernels)
 
-    def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
-        x_SBH = embedding(batch.tokens, batch.positions)
-        if not self.training:
-            return x_SBH
-        context = self.context
-        first_row = context.tp.rank * x_SBH.shape[0] if context.sequence_parallel else 0
-        rate, kernel = self.config.hidden_dropout, context.kernels.dropout
-        return dropout_rows(x_SBH, rate, batch, context.seed, "embedding_dropout", first_row, kernel=kernel)
+    def _embed(self, embedding: Embedding, ctx: ForwardContext) -> Tensor:
+        x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
+        return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, x_SBH: Tensor, batch: MicroBatch) -> Tensor:
         if self.final_layernorm is None or self.output_layer is None:
             raise ValueError("only the last chunk has a loss")
-        objective, cross_entropy = self.output_layer(self.final_layernorm(x_SBH), batch)
-        self.sums.add("lm loss", cross_entropy)
-        return objective
+        loss, metrics = self.objective(self.final_layernorm(x_SBH), batch, self.output_layer)
+        for name, value in {"lm loss": loss, **metrics}.items():
+            self.sums.add(name, value)
+        return loss
 
     def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
@@ -178,8 +181,8 @@ class GPTChunk(nn.Module):
             return x, losses
 
         losses, done = None, 0
-        while self.training and done < self.plan.blocks:
-            stop = min(done + self.plan.group, self.plan.blocks)
+        while self.training and done < self.recompute.blocks:
+            stop = min(done + self.recompute.group, self.recompute.blocks)
             (x_SBH, losses), done = recompute(run, x_SBH, losses, done, stop), stop
         return run(x_SBH, losses, done, len(blocks))
 

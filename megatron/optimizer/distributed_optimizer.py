@@ -1,10 +1,10 @@
 """Distributed optimizer (ZeRO-0, 1 and 2): from accumulated gradients to updated weights, in order.
 
-1. ``finish``: complete the gradient reduction over data-parallel ranks (:mod:`megatron.optimizer.grad_buffer`), then
+1. ``reduce_gradients``: complete the reduction over data-parallel ranks (:mod:`megatron.optimizer.grad_buffer`), then
    sum partial gradients over the tensor-parallel ranks that share a parameter, and of tied weights over their stages.
 2. ``update``: global gradient norm, in which every element counts once whatever the layout; clipping; the update rule
    on this rank's shards of the main parameters.
-3. ``publish``: round main parameters to the weights' dtype, and all-gather the weights.
+3. ``write_weights``: round main parameters to the weights' dtype, and all-gather the weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import build_rule
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import MainParams, WeightBuffers
+from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import UpdateRule
 
 NORM_BLOCK = 1 << 14
@@ -47,14 +48,14 @@ class GradNorm:
     def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
         """Collect the gradient views that this rank counts."""
         self._counted: list[Tensor] = []
-        for name, share in buckets.counted().items():
-            spec, start = specs[name], buckets.shares[name].start
+        for name, share in buckets.counted_shards().items():
+            spec, start = specs[name], buckets.shards[name].start
             gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
             for slot in shard_boxes(spec, share, spec.owned):
-                box = slot.of(gradient)
+                box = slot.view_in(gradient)
                 self._counted += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
         self._world = mesh.world
-        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].own.device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].shard.device)
 
     def compute(self) -> Tensor:
         """Return the norm, an fp64 scalar; not finite if any gradient is not."""
@@ -74,13 +75,16 @@ class SharedGradReducer:
     def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
         views: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for name, gradient in buckets.grads.items():
-            shared = [piece for piece in specs[name].pieces if piece.partial and len(piece.replicas) > 1]
-            for slot in shard_boxes(specs[name], buckets.shares[name], shared):
-                views[slot.piece.replicas].append(slot.of(gradient))
+            shared = [piece for piece in specs[name].pieces if piece.partial and len(piece.tp_ranks) > 1]
+            for slot in shard_boxes(specs[name], buckets.shards[name], shared):
+                views[slot.piece.tp_ranks].append(slot.view_in(gradient))
         self._partial: list[tuple[Group, list[Tensor]]] = [
-            (mesh.sharers(tp_ranks), grads) for tp_ranks, grads in sorted(views.items())
+            (mesh.tp_subgroup(tp_ranks), grads) for tp_ranks, grads in sorted(views.items())
         ]
-        self._tied_group, self._tied = mesh.ends, [x for name, x in buckets.grads.items() if specs[name].tied]
+        self._tied_group, self._tied = (
+            mesh.embedding_group,
+            [x for name, x in buckets.grads.items() if specs[name].tied],
+        )
 
     def reduce(self) -> None:
         """Sum the gradients in place: one all-reduce per set of ranks, and one per tied weight."""
@@ -130,42 +134,42 @@ class DistributedOptimizer:
             config: rule, clipping.
             seed: of the run; keys the stochastic rounding of bf16 moments.
             kernel: the implementation of Adam.
-            overlap_gather: let :meth:`publish` return before the weights are gathered; users call ``main_params.wait``.
+            overlap_gather: let ``write_weights`` return before the weights are gathered; see :class:`ParameterStore`.
 
         """
         self.buckets, self.config = buckets, config
-        self.weights = WeightBuffers(params, buckets, mesh, overlap_gather)
-        self.replicas = SharedGradReducer(specs, buckets, mesh)
+        self.weights = ParameterStore(params, buckets, mesh, overlap_gather)
+        self.shared_grads = SharedGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
         # and fp64 models the weights themselves.
-        self.masters = MainParams(self.weights.own, config.store_param_remainders)
+        self.main_params = MainParams(self.weights.shards, config.store_param_remainders)
         # The order of groups, and so of Muon's collectives, is the same on all ranks.
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
         for group in param_groups(specs, config):
-            names = tuple(name for name in group.names if name in buckets.shares)
+            names = tuple(name for name in group.names if name in buckets.shards)
             if names:
                 group = replace(group, names=names)
                 self.groups.append((group, self._rule(group, specs, mesh, seed, kernel)))
         # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
-        self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
+        self.ema = {n: m.clone() for n, m in self.main_params.items()} if config.ema_decay is not None else {}
         # None without ``skip_spikes``.
-        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
+        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].shard.device)
 
     def _rule(
         self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: AdamKernel
     ) -> UpdateRule:
         if group.rule == "muon":
-            return Muon([self.masters[name] for name in group.names], group.names, specs, mesh, self.config)
-        return build_rule(group, self.masters, specs, self.buckets.shares, self.config, seed, kernel)
+            return Muon([self.main_params[name] for name in group.names], group.names, specs, mesh, self.config)
+        return build_rule(group, self.main_params, specs, self.buckets.shards, self.config, seed, kernel)
 
     @torch.no_grad()
-    def finish(self, clock: Clock = no_clock) -> None:
+    def reduce_gradients(self, clock: Clock = no_clock) -> None:
         """Complete the reduction: every gradient becomes that of the global batch. ``clock`` measures the parts."""
         with clock("all-grads-sync"):
             self.buckets.finish()
         with clock("layernorm-grads-all-reduce"):
-            self.replicas.reduce()
+            self.shared_grads.reduce()
 
     @torch.no_grad()
     def update(
@@ -188,12 +192,12 @@ class DistributedOptimizer:
             # Gradients that are not finite stay as they are, so that a report can still locate them.
             factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
             for bucket in self.buckets.buckets:
-                bucket.own.mul_(factor)
+                bucket.shard.mul_(factor)
         with clock("optimizer-inner-step"):
             self.weights.wait()
             self._update(rates, outcome.skipped)
         with clock("optimizer-copy-main-to-model-params"):
-            self.publish()
+            self.write_weights()
         return outcome
 
     def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None) -> UpdateResult:
@@ -217,15 +221,15 @@ class DistributedOptimizer:
             rule.update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip)
         if self.config.ema_decay is not None:
             weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
-            for name, average in self.average.items():
-                average.lerp_(self.masters[name], weight.to(average.dtype))
+            for name, average in self.ema.items():
+                average.lerp_(self.main_params[name], weight.to(average.dtype))
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def after_load(self) -> None:
         """Update the weights and the average from main parameters that were loaded."""
-        self.publish()
-        for name, average in self.average.items():
-            average.copy_(self.masters[name])
+        self.write_weights()
+        for name, average in self.ema.items():
+            average.copy_(self.main_params[name])
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -240,19 +244,19 @@ class DistributedOptimizer:
     def _swap_with_average(self) -> None:
         """Swap main parameters and average, one tensor at a time to save memory."""
         self.weights.wait()
-        for name, average in self.average.items():
-            current = self.masters[name].clone()
-            self.masters.put({name: average})
+        for name, average in self.ema.items():
+            current = self.main_params[name].clone()
+            self.main_params.set({name: average})
             average.copy_(current)
-        self.publish()
+        self.write_weights()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_weights(self) -> None:
         """Round the main parameters to the weights, and gather the weights on all ranks."""
-        self.masters.publish()
-        self.weights.gather()
+        self.main_params.write_weights()
+        self.weights.start_gather()
 
-    def moments(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the update rule's state by kind (``exp_avg``...) and name, shaped like the main parameters."""
         found: dict[str, dict[str, Tensor]] = {}
         for group, rule in self.groups:
@@ -262,7 +266,7 @@ class DistributedOptimizer:
 
     def extra_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
-        return self.moments() | ({"ema": self.average} if self.average else {})
+        return self.state() | ({"ema": self.ema} if self.ema else {})
 
     def steps_applied(self) -> int:
         """Return the number of updates that were not skipped. Synchronises host and device.

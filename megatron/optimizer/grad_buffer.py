@@ -41,36 +41,36 @@ class ReduceHandle:
 
     pending: Pending
     # Computes the sum from what was communicated.
-    made_of: Callable[[Tensor], Tensor] = lambda x: x
+    finish: Callable[[Tensor], Tensor] = lambda x: x
 
     def wait(self) -> Tensor:
         """Wait for the sum, and return it flat."""
-        return self.made_of(self.pending.wait())
+        return self.finish(self.pending.wait())
 
 
-def start_grad_reduce_scatter(x: Tensor, group: Group, wire: torch.dtype) -> ReduceHandle:
+def start_grad_reduce_scatter(x: Tensor, group: Group, comm_dtype: torch.dtype) -> ReduceHandle:
     """Start summing ``x`` ``[n]`` over the group; the result is this rank's part ``[n / size]``, in the dtype of ``x``.
 
     Args:
         x: flat; must not change until the sum is complete. On GPUs the sum overwrites this rank's part of it.
         group: ranks to sum over.
-        wire: dtype in which gradients are communicated.
+        comm_dtype: dtype in which gradients are communicated.
 
     """
-    if group.size == 1 or wire == x.dtype:
+    if group.size == 1 or comm_dtype == x.dtype:
         return ReduceHandle(comm.start_reduce_scatter(x, group, x.view(group.size, -1)[group.rank]))
     # Each rank receives the addends of its part, and adds them in rank order.
-    addends = comm.start_all_to_all(x.to(wire), group)
+    addends = comm.start_all_to_all(x.to(comm_dtype), group)
     return ReduceHandle(addends, lambda parts: parts.view(group.size, -1).sum(0, dtype=x.dtype))
 
 
-def start_grad_all_reduce(x: Tensor, group: Group, wire: torch.dtype) -> ReduceHandle:
-    """Start summing ``x`` ``[n]`` over the group, in place unless ``wire`` differs; ``n`` is divisible by the size."""
-    if group.size == 1 or wire == x.dtype:
+def start_grad_all_reduce(x: Tensor, group: Group, comm_dtype: torch.dtype) -> ReduceHandle:
+    """Start summing ``x`` ``[n]`` over the group, in place unless ``comm_dtype`` differs; the size divides ``n``."""
+    if group.size == 1 or comm_dtype == x.dtype:
         return ReduceHandle(comm.start_all_reduce(x, group))
-    part = start_grad_reduce_scatter(x, group, wire)
+    part = start_grad_reduce_scatter(x, group, comm_dtype)
     return ReduceHandle(
-        part.pending, lambda addends: comm.all_gather(part.made_of(addends).to(wire), group).to(x.dtype)
+        part.pending, lambda addends: comm.all_gather(part.finish(addends).to(comm_dtype), group).to(x.dtype)
     )
 
 
@@ -91,7 +91,7 @@ class BucketLayout:
     dtype: torch.dtype
     device: torch.device
     # Dtype in which gradients are communicated.
-    wire: torch.dtype
+    comm_dtype: torch.dtype
 
     def zeros(self, elements: int) -> Tensor:
         """Allocate a flat buffer of zeros."""
@@ -101,18 +101,18 @@ class BucketLayout:
 class GradBucket:
     """Gradients of some parameters, stored as a whole (ZeRO-0 and ZeRO-1)."""
 
-    def __init__(self, room: BucketLayout, specs: Mapping[str, ShardSpec]) -> None:
-        self.room, self.specs = room, specs
-        self._buffer = room.zeros(room.packing.size)
-        self._views = {name: param_view(self._buffer, room.packing, name, spec) for name, spec in specs.items()}
+    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec]) -> None:
+        self.layout, self.specs = layout, specs
+        self._buffer = layout.zeros(layout.packing.size)
+        self._views = {name: param_view(self._buffer, layout.packing, name, spec) for name, spec in specs.items()}
         # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
-        self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
+        self.shard = self._buffer.view(layout.shards.size, -1)[layout.shards.rank]
         self._sum: ReduceHandle | None = None
         self._started = False
 
     def start_step(self) -> None:
         """Zero the gradients."""
-        self.settle()  # a step that was aborted may have left a reduction in flight
+        self.wait()  # a step that was aborted may have left a reduction in flight
         self._buffer.zero_()
         self._started = False
 
@@ -125,30 +125,30 @@ class GradBucket:
         if complete and overlap:
             self._start()
 
-    def scatter(self) -> None:
+    def finish_scatter(self) -> None:
         """Finish the reduce-scatter over ``shards``, and start the all-reduce over ``copies``."""
         if not self._started:
             self._start()
-        if self.room.shards.size > 1:
-            self.settle()
-            self._sum = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+        if self.layout.shards.size > 1:
+            self.wait()
+            self._sum = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
 
     def finish(self) -> None:
-        """Finish the reduction, after :meth:`scatter`."""
-        self.settle()
+        """Finish the reduction, after :meth:`finish_scatter`."""
+        self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the reduction in flight, if there is one, and free its memory."""
         if self._sum is not None:
-            copy_unless_same(self._sum.wait(), self.own)
+            copy_unless_same(self._sum.wait(), self.shard)
             self._sum = None
 
     def _start(self) -> None:
         self._started = True
-        if self.room.shards.size > 1:
-            self._sum = start_grad_reduce_scatter(self._buffer, self.room.shards, self.room.wire)
+        if self.layout.shards.size > 1:
+            self._sum = start_grad_reduce_scatter(self._buffer, self.layout.shards, self.layout.comm_dtype)
         else:
-            self._sum = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+            self._sum = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
 
 
 class BufferPool:
@@ -158,16 +158,16 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor]] = deque()
 
-    def take(self, room: BucketLayout) -> Tensor:
+    def take(self, layout: BucketLayout) -> Tensor:
         """Return a buffer of zeros for a whole bucket."""
-        free = self._free[room.packing.size, room.dtype]
-        return free.pop().zero_() if free else room.zeros(room.packing.size)
+        free = self._free[layout.packing.size, layout.dtype]
+        return free.pop().zero_() if free else layout.zeros(layout.packing.size)
 
-    def reduce(self, buffer: Tensor, room: BucketLayout, own: Tensor) -> None:
+    def reduce(self, buffer: Tensor, layout: BucketLayout, own: Tensor) -> None:
         """Start the reduce-scatter of a buffer, whose result will be added to ``own``."""
-        self._in_flight.append((start_grad_reduce_scatter(buffer, room.shards, room.wire), buffer, own))
+        self._in_flight.append((start_grad_reduce_scatter(buffer, layout.shards, layout.comm_dtype), buffer, own))
 
-    def settle(self, left: int) -> None:
+    def wait(self, left: int) -> None:
         """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
         while len(self._in_flight) > left:
             total, buffer, own = self._in_flight.popleft()
@@ -182,28 +182,28 @@ class ShardedBucket:
     contributions; then it is reduced. So every micro-batch communicates as much as a whole step does in ZeRO-1.
     """
 
-    def __init__(self, room: BucketLayout, specs: Mapping[str, ShardSpec], pool: BufferPool) -> None:
-        self.room, self.specs, self._pool = room, specs, pool
+    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec], pool: BufferPool) -> None:
+        self.layout, self.specs, self._pool = layout, specs, pool
         # This rank's shard, [elements / shards]: the sum over all ranks after :meth:`finish`.
-        self.own = room.zeros(room.packing.size // room.shards.size)
+        self.shard = layout.zeros(layout.packing.size // layout.shards.size)
         self._reset()
 
     def _reset(self) -> None:
         self._buffer: Tensor | None = None
         self._last: ReduceHandle | None = None
-        self._missing = {name: spec.uses for name, spec in self.specs.items()}
+        self._missing = {name: spec.contributions for name, spec in self.specs.items()}
 
     def start_step(self) -> None:
         """Zero the gradients."""
-        self._pool.settle(0)  # a step that was aborted may have left reductions in flight
-        self.own.zero_()
+        self._pool.wait(0)  # a step that was aborted may have left reductions in flight
+        self.shard.zero_()
         self._reset()
 
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
         if self._buffer is None:
-            self._buffer = self._pool.take(self.room)
-        return param_view(self._buffer, self.room.packing, name, self.specs[name])
+            self._buffer = self._pool.take(self.layout)
+        return param_view(self._buffer, self.layout.packing, name, self.specs[name])
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
@@ -216,19 +216,19 @@ class ShardedBucket:
         """Start reducing the buffer; afterwards at most ``in_flight`` reductions of all buckets are in flight."""
         if self._buffer is None:
             raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was added")
-        self._pool.reduce(self._buffer, self.room, self.own)
-        self._buffer, self._missing = None, {name: spec.uses for name, spec in self.specs.items()}
-        self._pool.settle(in_flight)
+        self._pool.reduce(self._buffer, self.layout, self.shard)
+        self._buffer, self._missing = None, {name: spec.contributions for name, spec in self.specs.items()}
+        self._pool.wait(in_flight)
 
-    def scatter(self) -> None:
+    def finish_scatter(self) -> None:
         """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
-        self._pool.settle(0)
-        self._last = start_grad_all_reduce(self.own, self.room.copies, self.room.wire)
+        self._pool.wait(0)
+        self._last = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
 
     def finish(self) -> None:
-        """Finish the reduction, after :meth:`scatter`."""
+        """Finish the reduction, after :meth:`finish_scatter`."""
         if self._last is not None:
-            copy_unless_same(self._last.wait(), self.own)
+            copy_unless_same(self._last.wait(), self.shard)
 
 
 class GradBuffer:
@@ -239,7 +239,7 @@ class GradBuffer:
         specs: Mapping[str, ShardSpec],
         dtypes: Mapping[str, torch.dtype],
         mesh: Mesh,
-        sink: GradAccumulator,
+        grad_accumulator: GradAccumulator,
         device: torch.device,
         config: ParallelConfig,
         uncut: Collection[str] = (),
@@ -250,7 +250,7 @@ class GradBuffer:
             specs: of all parameters, in the order of forward.
             dtypes: of the same parameters.
             mesh: the groups.
-            sink: the gradient accumulator, which will write into the buckets.
+            grad_accumulator: the gradient accumulator, which will write into the buckets.
             device: of the buffers.
             config: bucket size, ZeRO stage, communication dtype and overlap.
             uncut: parameters that are not divided between ranks.
@@ -270,13 +270,15 @@ class GradBuffer:
         streamed = config.zero_stage == 2
         keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
         sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
-        limits = bucket_capacities(keys, sizes, config.ddp_bucket_size, lambda axes: mesh.shards(*axes).size)
+        limits = bucket_capacities(
+            keys, sizes, config.ddp_bucket_size, lambda axes: mesh.optimizer_shard_group(*axes).size
+        )
         for key, names in partition_into_buckets(keys, sizes, limits):
-            shards, copies = mesh.shards(*key.axes), mesh.copies(*key.axes)
+            shards, copies = mesh.optimizer_shard_group(*key.axes), mesh.optimizer_replica_group(*key.axes)
             packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
-            wire = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            layout = BucketLayout(packing, shards, copies, dtype, device, wire)
+            comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
+            layout = BucketLayout(packing, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
             bucket: GradBucket | ShardedBucket
             if streamed and shards.size > 1:
@@ -286,27 +288,27 @@ class GradBuffer:
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(names, bucket)
         # The shard of each parameter that this rank updates; parameters without one are not listed.
-        self.shares = self._shards(over_copies=False)
+        self.shards = self._shards(over_copies=False)
         # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
         # else flat.
-        self.grads = {name: self.shard_view(self._bucket_of[name].own, name) for name in self.shares}
-        sink.bind(self.target, self._contributed)
+        self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
+        grad_accumulator.bind(self.target, self._contributed)
 
     def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
         """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
         found = {}
         for bucket in self.buckets:
-            shards, copies = bucket.room.shards, bucket.room.copies
+            shards, copies = bucket.layout.shards, bucket.layout.copies
             part, parts = shards.rank, shards.size
             if over_copies:
                 part, parts = part * copies.size + copies.rank, parts * copies.size
             for name, spec in bucket.specs.items():
-                share = bucket.room.packing.share(name, prod(spec.local_shape), part, parts)
+                share = bucket.layout.packing.share(name, prod(spec.local_shape), part, parts)
                 if share is not None:
                     found[name] = share
         return {name: found[name] for name in self.specs if name in found}
 
-    def counted(self) -> dict[str, ParamShard]:
+    def counted_shards(self) -> dict[str, ParamShard]:
         """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
 
         They do not depend on the ZeRO stage, so the order of summation does not either. The exception is Muon: its
@@ -326,9 +328,9 @@ class GradBuffer:
             A view of the local stored shape if the range is the whole parameter, else flat.
 
         """
-        room, spec = self._bucket_of[name].room, self.specs[name]
-        share = share or self.shares[name]
-        first = room.packing.offsets[name] + share.start - room.shards.rank * part.numel()
+        layout, spec = self._bucket_of[name].layout, self.specs[name]
+        share = share or self.shards[name]
+        first = layout.packing.offsets[name] + share.start - layout.shards.rank * part.numel()
         found = part[first : first + share.numel]
         return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
 
@@ -338,14 +340,14 @@ class GradBuffer:
 
     def start_step(self, microbatches: int) -> None:
         """Zero the gradients and expect this many micro-batches."""
-        self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
+        self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
         self._bf16_in_flight.clear()
         for bucket in self.buckets:
             bucket.start_step()
 
     @contextmanager
-    def unreduced(self) -> Iterator[None]:
+    def without_reduction(self) -> Iterator[None]:
         """Accumulate gradients without reducing them, for inspection in :meth:`target`."""
         self._reducing = False
         try:
@@ -364,7 +366,7 @@ class GradBuffer:
                 # Reductions in bf16 copy the gradients, so only a few may be in flight.
                 self._bf16_in_flight.append(bucket)
                 if len(self._bf16_in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-                    self._bf16_in_flight.popleft().settle()
+                    self._bf16_in_flight.popleft().wait()
 
     def finish(self) -> None:
         """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
@@ -376,14 +378,14 @@ class GradBuffer:
         for name, missing in self._missing.items():
             if missing:
                 raise RuntimeError(
-                    f"the gradient of {name} misses {missing} contributions: ShardSpec.uses does not match the number "
-                    "of times that its layer's backward adds to it"
+                    f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
+                    "number of times that its layer's backward adds to it"
                 )
         while self._bf16_in_flight:
-            self._bf16_in_flight.popleft().settle()
+            self._bf16_in_flight.popleft().wait()
         scattered: deque[GradBucket | ShardedBucket] = deque()
         for bucket in self.buckets:
-            bucket.scatter()
+            bucket.finish_scatter()
             scattered.append(bucket)
             if self._reduces_in_bf16 and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
                 scattered.popleft().finish()

@@ -23,7 +23,7 @@ from megatron.kernels.adam import AdamKernel, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer.main_params import LOW_BITS, MainParams, accum_dtype, join_fp32, split_fp32
 from megatron.optimizer.param_groups import ParamGroup
-from megatron.optimizer.rules import RULES, AdamW, Rate, TensorSlice, UpdateRule, iterate_blocks
+from megatron.optimizer.rules import AdamW, Rate, TensorSlice, UpdateRule, iterate_blocks, update_rule
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class GlobalIndices:
         rows = torch.zeros(spec.local_view[:lead], dtype=torch.int64)
         numbers = torch.arange(spec.shape[0]).view(spec.view[:lead])
         for piece in spec.pieces:
-            rows[piece.local.slices[:lead]] = numbers[piece.place.slices[:lead]]
+            rows[piece.local_box.slices[:lead]] = numbers[piece.global_box.slices[:lead]]
         if flat:
             return cls(rows.flatten().to(device), 1, 0)
-        first = spec.pieces[0].place.start[-1] if spec.pieces else 0
+        first = spec.pieces[0].global_box.start[-1] if spec.pieces else 0
         return cls(rows.flatten().to(device), spec.local_view[-1], first)
 
     def bits(self, key: int, step: Tensor, start: int, stop: int) -> Tensor:
@@ -69,7 +69,7 @@ class LowPrecisionRule:
     def __init__(
         self,
         rule: UpdateRule,
-        masters: MainParams,
+        main_params: MainParams,
         names: Sequence[str],
         specs: Mapping[str, ShardSpec],
         shares: Mapping[str, ParamShard],
@@ -80,21 +80,22 @@ class LowPrecisionRule:
 
         Args:
             rule: created without parameters; it is given those of each block.
-            masters: main parameters.
+            main_params: main parameters.
             names: of the parameters to update.
             specs: by name.
             shares: shards to update, by name.
             dtypes: by kind of state in bf16; at most two kinds.
             seed: of the run.
         """
-        self._low = [masters.remainders.get(name) for name in names]
-        self.params = [masters[n] if low is None else masters.weights[n] for n, low in zip(names, self._low)]
+        self._low = [main_params.remainders.get(name) for name in names]
+        self.params = [main_params[n] if low is None else main_params.weights[n] for n, low in zip(names, self._low)]
         self._rule, self._dtypes = rule, dict(dtypes)
         self.state = {
             kind: [torch.zeros_like(p, dtype=self._dtypes.get(kind, accum_dtype(p.dtype))) for p in self.params]
             for kind in rule.state
         }
         device = self.params[0].device
+        self.state_kinds = rule.state_kinds
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=device)]
         self._places = [GlobalIndices.of(specs[name], device) for name in names]
         self._first = [shares[name].start for name in names]
@@ -109,15 +110,15 @@ class LowPrecisionRule:
             rule.params = [self._wide(cut) for cut in block]
             rule.step_counts = [count.clone() for _ in block]
             rule.state = {
-                kind: [cut.of(stored).to(param.dtype) for cut, param in zip(block, rule.params)]
+                kind: [cut.view_in(stored).to(param.dtype) for cut, param in zip(block, rule.params)]
                 for kind, stored in self.state.items()
             }
-            rule.update([cut.of(grads) for cut in block], lr, weight_decay, skip)
+            rule.update([cut.view_in(grads) for cut in block], lr, weight_decay, skip)
             self._store(block, rule)
         count.add_(1.0 - skip)
 
     def _wide(self, cut: TensorSlice) -> Tensor:
-        low, stored = self._low[cut.index], cut.of(self.params)
+        low, stored = self._low[cut.index], cut.view_in(self.params)
         return stored if low is None else join_fp32(stored, low.view(-1)[cut.start : cut.stop])
 
     def _store(self, block: Sequence[TensorSlice], rule: UpdateRule) -> None:
@@ -126,7 +127,7 @@ class LowPrecisionRule:
             low = self._low[cut.index]
             if low is not None:
                 high, rest = split_fp32(updated)
-                cut.of(self.params).copy_(high)
+                cut.view_in(self.params).copy_(high)
                 low.view(-1)[cut.start : cut.stop].copy_(rest)
         if self._dtypes:
             self._round(block, rule.state)
@@ -139,7 +140,7 @@ class LowPrecisionRule:
             rounded = stochastic_round(values, bits >> (LOW_BITS * part)).split(
                 [value.numel() for value in moments[kind]]
             )
-            torch._foreach_copy_([cut.of(self.state[kind]) for cut in block], list(rounded))
+            torch._foreach_copy_([cut.view_in(self.state[kind]) for cut in block], list(rounded))
 
     def _bits(self, cut: TensorSlice, step: Tensor) -> Tensor:
         first = self._first[cut.index]
@@ -159,18 +160,26 @@ def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
 
 def build_rule(
     group: ParamGroup,
-    masters: MainParams,
+    main_params: MainParams,
     specs: Mapping[str, ShardSpec],
     shares: Mapping[str, ParamShard],
     config: OptimizerConfig,
     seed: int,
     kernel: AdamKernel = adam,
 ) -> UpdateRule:
-    """Create a group's update rule, with moments in the configured dtypes."""
-    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else RULES[group.rule]
+    """Create a group's update rule, with moments in the configured dtypes.
+
+    Raises:
+        ValueError: if the rule keeps other state than it declares.
+    """
+    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else update_rule(group.rule)
     dtypes = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     rule = create([], config)
+    if set(rule.state) != set(rule.state_kinds):
+        raise ValueError(
+            f"optimizer {group.rule} keeps state {sorted(rule.state)}, not its state_kinds {sorted(rule.state_kinds)}"
+        )
     in_bf16 = {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16" and kind in rule.state}
-    if in_bf16 or any(name in masters.remainders for name in group.names):
-        return LowPrecisionRule(rule, masters, group.names, specs, shares, in_bf16, seed)
-    return create([masters[name] for name in group.names], config)
+    if in_bf16 or any(name in main_params.remainders for name in group.names):
+        return LowPrecisionRule(rule, main_params, group.names, specs, shares, in_bf16, seed)
+    return create([main_params[name] for name in group.names], config)

@@ -47,7 +47,7 @@ class MatrixShard:
     shared_rows: int = 0
     holders: int = 1
 
-    def of(self, tensor: Tensor, spec: ShardSpec) -> Tensor:
+    def view_in(self, tensor: Tensor, spec: ShardSpec) -> Tensor:
         """Return the shard as ``[count, m(/tp), n(/tp)]``."""
         rows = tensor.view(spec.local_view)[self.local]
         return rows.reshape(self.count, -1, rows.shape[-1])
@@ -71,7 +71,7 @@ def matrix_shards(spec: ShardSpec, split: bool) -> list[MatrixShard]:
     groups, head_dim, kv = whole[0], prod(whole[2:-1]), len(spec.fused) - 1
     queries = local[1] - kv
     rows = local[0] * head_dim  # of one key or value head per group
-    holders = len(spec.pieces[-1].replicas)
+    holders = len(spec.pieces[-1].tp_ranks)
     if not split:
         return [MatrixShard((), (prod(whole[:-1]), whole[-1]), 1, sharded_dim, kv * rows, holders)]
     q_shape, kv_shape = (groups * spec.fused[0] * head_dim, whole[-1]), (groups * head_dim, whole[-1])
@@ -116,6 +116,8 @@ def update_scale(shape: tuple[int, int], mode: str) -> float:
 class Muon:
     """``m = beta m + (1 - beta) g``, ``w -= lr (scale * orthogonalized(m) + weight_decay w)``."""
 
+    state_kinds: tuple[str, ...] = ("exp_avg",)
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -152,7 +154,7 @@ class Muon:
             direction = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
             updated = param * (1.0 - lr * weight_decay)
             for part in self._parts[i]:
-                step = orthogonalize(part.of(direction, spec), part, group, config.muon_num_ns_steps)
+                step = orthogonalize(part.view_in(direction, spec), part, group, config.muon_num_ns_steps)
                 target = updated.view(spec.local_view)[part.local]
                 scale = update_scale(part.shape, config.muon_scale_mode) * config.muon_extra_scale_factor
                 target.sub_(step.view(target.shape) * (lr * scale))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from megatron.config.plugins import registered
 from megatron.config.run import OptimizerConfig
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
 
@@ -25,7 +26,7 @@ class TensorSlice:
     start: int
     stop: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def view_in(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a flat view of the elements in a list of contiguous tensors."""
         return tensors[self.index].view(-1)[self.start : self.stop]
 
@@ -55,26 +56,51 @@ Rate = float | Tensor
 
 
 class UpdateRule(Protocol):
-    """Interface of an update rule."""
+    """Interface of an update rule, built in or registered by a plugin.
 
+    A rule is created for the parameters of one group, as ``Rule(params, config)``. It is given this rank's shards of
+    the main parameters (at least fp32), which are flat where ZeRO divides a parameter, so it must work element by
+    element. Gradients are complete, unscaled and clipped; reduction, clipping, rates per group, mixed precision and
+    checkpoints are not its business. A plugin registers the class, and ``--optimizer NAME`` selects it::
+
+        @register("optimizer", "signum")
+        class Signum: ...
+
+    ``update`` reads :attr:`params`, :attr:`state` and :attr:`step_counts` on every call, because
+    :class:`megatron.optimizer.low_precision_state.LowPrecisionRule` replaces them block by block. It changes them in
+    place, so that a CUDA graph can capture it.
+    """
+
+    # What the rule keeps of every element. Memory is planned, and checkpoints are named, by these kinds; those called
+    # ``exp_avg`` and ``exp_avg_sq`` follow ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``.
+    state_kinds: tuple[str, ...]
     # The parameters to update, in place.
     params: list[Tensor]
-    # State by kind (``exp_avg``...), in the order and the shapes of the parameters.
+    # Tensors of each of ``state_kinds``, in the order and the shapes of the parameters, initially zero.
     state: dict[str, list[Tensor]]
     # Updates so far, 0-d fp32, one per parameter; empty if the rule does not depend on them.
     step_counts: list[Tensor]
 
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """Update the parameters; nothing changes if ``skip`` (an fp32 scalar, 0 or 1) is 1."""
+        """Update the parameters.
+
+        Args:
+            grads: in the order of the parameters; may be NaN in a skipped step, and must not be changed.
+            lr: learning rate of the group.
+            weight_decay: of the group.
+            skip: fp32 scalar on the device, 0 or 1; nothing may change if it is 1.
+        """
 
 
 class AdamW:
     """Adam with bias correction and decoupled weight decay (Loshchilov & Hutter 2019)."""
 
+    state_kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig, kernel: AdamKernel = adam) -> None:
         self.params, self.kernel = list(params), kernel
         self.settings = AdamSettings(config.adam_beta1, config.adam_beta2, config.adam_eps)
-        self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in ("exp_avg", "exp_avg_sq")}
+        self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in self.state_kinds}
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
@@ -87,6 +113,8 @@ class AdamW:
 
 class SGD:
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
+
+    state_kinds: tuple[str, ...] = ("momentum_buffer",)
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
@@ -119,6 +147,8 @@ class Lion:
     ``w -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)``, then ``m = beta2 * m + (1 - beta2) * g``.
     """
 
+    state_kinds: tuple[str, ...] = ("exp_avg",)
+
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
         self.state: dict[str, list[Tensor]] = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
@@ -129,10 +159,10 @@ class Lion:
         """Apply one step, in blocks: temporary memory is two of them."""
         keep = 1.0 - skip.double()
         for block in iterate_blocks(self.params):
-            params = [cut.of(self.params) for cut in block]
-            momenta = [cut.of(self.state["exp_avg"]) for cut in block]
+            params = [cut.view_in(self.params) for cut in block]
+            momenta = [cut.view_in(self.state["exp_avg"]) for cut in block]
             # In a skipped step the momentum replaces the gradient, and so does not change.
-            block_grads = [cut.of(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
+            block_grads = [cut.view_in(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
             steps = torch._foreach_lerp(momenta, block_grads, 1.0 - self.config.lion_beta1)
             torch._foreach_sign_(steps)
             torch._foreach_mul_(steps, (lr * keep).to(params[0].dtype))
@@ -141,4 +171,16 @@ class Lion:
             torch._foreach_lerp_(momenta, block_grads, 1.0 - self.config.lion_beta2)
 
 
-RULES: dict[str, Callable[[Sequence[Tensor], OptimizerConfig], UpdateRule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}
+RuleFactory = Callable[[Sequence[Tensor], OptimizerConfig], UpdateRule]
+
+RULES: dict[str, RuleFactory] = {"adam": AdamW, "sgd": SGD, "lion": Lion}
+"""Built-in rules that work element by element; :mod:`megatron.optimizer.muon` needs whole matrices."""
+
+
+def update_rule(name: str) -> RuleFactory:
+    """Return the rule ``name``, built in or registered by a plugin.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    return RULES[name] if name in RULES else registered("optimizer")[name]

@@ -40,9 +40,6 @@ DEFAULT_SCHEDULE, DEFAULT_VIRTUAL_SCHEDULE = "1f1b", "interleaved"
 SEARCHED = "searched"
 """The best schedule found for stages of equal cost in the memory of 1F1B; two stages per rank form a V."""
 
-NAMES = (*SCHEDULES, SEARCHED)
-"""Values of ``--pipeline-schedule`` besides files."""
-
 SCHEDULE_SUFFIX = ".csv"
 """Suffix of a schedule file."""
 
@@ -144,9 +141,10 @@ def required_virtual_stages(parallel: ParallelConfig) -> int | None:
             command = f"python tools/draw_schedule.py --schedule {name}"
             raise ScheduleError(f"{name}: {sentence}: all ranks need equally many", command)
         return held[0]
-    if name not in NAMES:
-        guess = did_you_mean(name.lower(), NAMES)
-        fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
+    names = (*SCHEDULES, SEARCHED)
+    if name not in names:
+        guess = did_you_mean(name.lower(), names)
+        fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else names))
         raise ScheduleError(
             f"there is no pipeline schedule {name}; the name of a schedule file ends in {SCHEDULE_SUFFIX}", *fixes
         )

@@ -38,7 +38,7 @@ class Pipeline:
         rank: int,
         channels: Mapping[tuple[int, int], Channel],
         buffers: Callable[[MicroBatch], Tensor],
-        sink: GradAccumulator,
+        grad_accumulator: GradAccumulator,
     ) -> None:
         """Create the pipeline.
 
@@ -48,11 +48,11 @@ class Pipeline:
             rank: this pipeline rank.
             channels: by (source, target) pipeline ranks.
             buffers: allocates the receive buffer for a stage's input, ``[S(/tp), B, H]``.
-            sink: accumulates the chunks' weight gradients.
+            grad_accumulator: accumulates the chunks' weight gradients.
         """
         self._stages = {number: Stage(number, chunk) for number, chunk in chunks.items()}
         self._placement, self._rank, self._channels = tuple(placement), rank, channels
-        self._buffers, self._sink = buffers, sink
+        self._buffers, self._grad_accumulator = buffers, grad_accumulator
         self.at: Action | None = None  # the current or failed action; None outside of a run
         self.record: Record = no_clock  # measures every computing action, without the time it waits for input
         self._do: dict[str, Callable[[Action], None]] = {
@@ -88,6 +88,7 @@ class Pipeline:
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
         self._sends: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
+        self._grad_accumulator.loss_seed = seed
         try:
             with torch.set_grad_enabled(seed is not None):
                 for action in actions:
@@ -99,6 +100,8 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
+        finally:
+            self._grad_accumulator.loss_seed = None
         self.at = None
 
     def _forward(self, action: Action) -> None:
@@ -123,12 +126,12 @@ class Pipeline:
             self._hand_over(dx, Action(number, SEND_B, microbatch), Action(number - 1, RECV_B, microbatch))
 
     def _input(self, action: Action) -> None:
-        with self._sink.deferring(action.stage, action.microbatch):
+        with self._grad_accumulator.deferring_wgrad(action.stage, action.microbatch):
             self._backward(action)
 
     def _weight(self, action: Action) -> None:
         with self._clock("backward-compute"), self.record(action):
-            self._sink.run(action.stage, action.microbatch)
+            self._grad_accumulator.run_deferred(action.stage, action.microbatch)
 
     def _wait_for(self, received: Action) -> Tensor:
         """Wait for the tensor of a receive, or take that of a stage on this rank."""
@@ -144,7 +147,7 @@ class Pipeline:
     def _send(self, action: Action) -> None:
         edge = channel_of(action, self._placement)
         sends = self._sends[edge]
-        _complete(sends, takewhile(lambda sent: sends[sent].done(), sends))
+        _complete(sends, takewhile(lambda sent: sends[sent].is_done(), sends))
         sends[action] = comm.start_send(self._to_send.pop(action).contiguous(), self._channels[edge])
 
     def _receive(self, action: Action) -> None:

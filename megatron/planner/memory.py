@@ -16,6 +16,7 @@ from math import prod
 from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plugins import registered
 from megatron.config.run import MOMENTS_PER_PARAMETER, OptimizerConfig, RunConfig
 from megatron.config.text import format_bytes
 from megatron.distributed.layout import Layout
@@ -244,9 +245,12 @@ def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
     """Return the bytes of an element's moments; ``wide`` is the size of its main param."""
     if muons or config.optimizer == "sgd":  # one momentum, always in the precision of the main params
         return wide
-    formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[
-        : MOMENTS_PER_PARAMETER.get(config.optimizer, 2)
-    ]  # a plugin: like adam
+    plugin = registered("optimizer").get(config.optimizer)
+    if plugin is not None:
+        dtypes = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+        formats = tuple(dtypes.get(kind, "fp32") for kind in plugin.state_kinds)
+    else:
+        formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[: MOMENTS_PER_PARAMETER[config.optimizer]]
     return sum(DTYPE_BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 

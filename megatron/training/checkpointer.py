@@ -24,15 +24,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.local_folder import LocalCheckpoint
-from megatron.checkpoint.local_store import LocalStore, fetch_missing_files
+from megatron.checkpoint.local_store import fetch_missing_files
 from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
@@ -49,8 +49,7 @@ from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import is_peer_lost
-from megatron.training.build import Trainer
+from megatron.distributed.launch import is_peer_lost
 from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
@@ -60,6 +59,7 @@ from megatron.training.resume_source import (
     find_resume_source,
     passed_over_note,
 )
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import (
     local_tensors,
     restore_from_source,
@@ -174,7 +174,7 @@ class SaveJob:
         """Delete checkpoints that need not be kept; return a warning if that fails."""
         try:
             Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.lease)
+            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, lease=self.lease)
         except SupersededError:
             raise
         except (CheckpointError, OSError) as error:
@@ -233,7 +233,7 @@ def prepare_save(trainer: Trainer) -> SaveJob:
         config=to_dict(trainer.config),
         files=trainer.files,
         started=started,
-        lease=trainer.claims.save,
+        lease=trainer.leases.save,
     )
 
 
@@ -247,7 +247,7 @@ def check_disk_space(trainer: Trainer) -> None:
     if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
         return
     if problem := _shortage(
-        trainer.config.checkpoint, checkpoint_bytes(trainer), trainer.mesh.world, trainer.claims.save
+        trainer.config.checkpoint, checkpoint_bytes(trainer), trainer.mesh.world, trainer.leases.save
     ):
         raise UserError([problem])
 
@@ -286,17 +286,27 @@ class Checkpointer:
     As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
     """
 
-    def __init__(self, trainer: Trainer, log: RunLogger) -> None:
-        """Allocate staging memory and communicators for ``async_save``; collective."""
+    def __init__(
+        self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None] = lambda path: None
+    ) -> None:
+        """Allocate staging memory and communicators for ``async_save``; collective.
+
+        Args:
+            trainer: the run to save.
+            log: reports saves.
+            on_save: called on every rank with the path of each checkpoint that was written.
+
+        """
         self._trainer = trainer
         self._log = log
+        self._on_save = on_save
         self._pending: PendingSave | None = None
         self._lost_contact = False
         options = trainer.config.checkpoint
         self._staging: HostCopyBuffer | None = None
         if options.async_save and options.save is not None:
             self._staging = HostCopyBuffer(tensors_to_save(trainer), pinned=trainer.device.type == "cuda")
-            self._group = trainer.mesh.beside()
+            self._group = trainer.mesh.background_group()
 
     def save(self, needed: bool) -> None:
         """Save; collective. If the disk refuses, training goes on with the existing checkpoints.
@@ -346,7 +356,7 @@ class Checkpointer:
             )
             return True
         if any(lost for _, lost in states):
-            self._group = self._trainer.mesh.beside()
+            self._group = self._trainer.mesh.background_group()
             self._lost_contact = False
         return False
 
@@ -382,6 +392,7 @@ class Checkpointer:
         self._log.checkpoint(saved.path, saved.bytes, saved.seconds, saved.blocking)
         if saved.warning:
             self._log.warning(saved.warning)
+        self._on_save(saved.path)
 
     def __enter__(self) -> Self:
         return self
@@ -432,6 +443,38 @@ def _source_or_error(options: CheckpointConfig) -> ResumeSource | UserError:
         return error
 
 
+@dataclass(frozen=True)
+class ResumeCandidate:
+    """A checkpoint that a trainer may resume from, in a folder that all ranks see or on the nodes' own disks."""
+
+    trainer: Trainer
+    where: CheckpointCandidate
+
+    @property
+    def path(self) -> Location:
+        """Folder of the checkpoint, or of this node's part of it."""
+        if not isinstance(self.where, LocalCheckpoint):
+            return self.where
+        if self.trainer.local is None:
+            raise ValueError("there are local checkpoints, but no local_save")
+        return CheckpointFolder(self.trainer.local.folder).path(self.where.iteration)
+
+    def open(self) -> tuple[Manifest, list[str]]:
+        """Fetch the files that this node lacks; return the manifest, and notes on damaged copies. Collective.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if it cannot be used.
+        """
+        store = self.trainer.local
+        if not isinstance(self.where, LocalCheckpoint) or store is None:
+            return run_on_rank0(lambda: Manifest.open(self.path), self.trainer.mesh.world), []
+        wanted = tensors_to_load(self.trainer, local_tensors(self.trainer))
+        try:
+            return fetch_missing_files(store, self.where, wanted)
+        except (OSError, StorageError) as error:
+            raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
+
+
 def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     """Load what the run starts from into a trainer that was built with ``fresh=source.fresh``; collective.
 
@@ -447,7 +490,7 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     config = trainer.config
     if config.checkpoint.local_save is not None:
         trainer.local = open_local_store(
-            config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node
+            config.checkpoint, trainer.mesh.background_group(), trainer.mesh.background_group(), trainer.leases.node
         )
         notes += local_save_notes(trainer.local)
     recorded = tokenizer_files(config.data, config.model.vocab)
@@ -459,10 +502,14 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
         trainer.files = files_to_carry(recorded, carried)
         restore_from_source(trainer, HuggingFaceWeights(source.hf, config.model))
         return [*notes, f"weights from {source.hf}", *tokenizer_notes(recorded, carried)]
-    for candidate in source.candidates:
+    world = trainer.mesh.world
+    for where in source.candidates:
+        candidate = ResumeCandidate(trainer, where)
         try:
-            manifest, files = _opened(trainer, candidate, notes)
-            changes = compare_with_checkpoint(manifest, config, trainer.mesh.world.size, source.mode, notes)
+            manifest, found = candidate.open()
+            notes += found
+            files = run_on_rank0(partial(saved_tokenizer_files, manifest), world)
+            changes = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
             trainer.files = files_to_carry(recorded, files)
             if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
@@ -472,46 +519,10 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
                 notes += restore_run(trainer, manifest, changes.batches_since)
                 loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedCheckpointError as error:
-            notes.append(passed_over_note(_path_of(trainer, candidate), error))
+            notes.append(passed_over_note(candidate.path, error))
             continue
         return [*notes, loaded, *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
-
-
-def _opened(trainer: Trainer, candidate: CheckpointCandidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """Return a checkpoint's manifest and the small files that it carries, and append to ``notes``; collective.
-
-    Raises:
-        DamagedError: on every rank, if it cannot be used.
-    """
-    world = trainer.mesh.world
-    if not isinstance(candidate, LocalCheckpoint):
-        return run_on_rank0(partial(_manifest_and_files, candidate), world)
-    try:
-        manifest, transfer_notes = fetch_missing_files(
-            _tier(trainer), candidate, tensors_to_load(trainer, local_tensors(trainer))
-        )
-    except (OSError, StorageError) as error:
-        raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
-    notes += transfer_notes
-    return manifest, run_on_rank0(partial(saved_tokenizer_files, manifest), world)
-
-
-def _manifest_and_files(path: Location) -> tuple[Manifest, dict[str, bytes]]:
-    manifest = Manifest.open(path)
-    return manifest, saved_tokenizer_files(manifest)
-
-
-def _tier(trainer: Trainer) -> LocalStore:
-    if trainer.local is None:
-        raise ValueError("there are local checkpoints, but no local_save")
-    return trainer.local
-
-
-def _path_of(trainer: Trainer, candidate: CheckpointCandidate) -> Location:
-    if not isinstance(candidate, LocalCheckpoint):
-        return candidate
-    return CheckpointFolder(_tier(trainer).folder).path(candidate.iteration)
 
 
 def tokenizer_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:

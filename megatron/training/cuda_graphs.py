@@ -21,14 +21,14 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.operation import error_summary
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 WARM_UP_STEPS = 3
 """Eager steps before a capture: they compile, tune and allocate persistent memory."""
 
-TENSOR_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("step", "boundaries"))
+TENSOR_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("step", "boundaries", "extra"))
 """Fields of a micro-batch that are tensors of fixed shape; options that need ``boundaries`` are refused (E910)."""
 
 Inputs = Sequence[Any]
@@ -131,9 +131,14 @@ class GraphedCallable(Generic[T]):
 
 
 def _clone_tensors(result: Any) -> Any:
-    """Return a copy of a dataclass with cloned tensors."""
-    tensors = {f.name: value.clone() for f in fields(result) if isinstance(value := getattr(result, f.name), Tensor)}
-    return replace(result, **tensors)
+    """Return a copy of a dataclass with cloned tensors, also in its dicts of tensors."""
+
+    def clone(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tensor.clone() for name, tensor in value.items()}
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return replace(result, **{f.name: clone(getattr(result, f.name)) for f in fields(result)})
 
 
 class StepRunner:
@@ -161,7 +166,8 @@ class StepRunner:
                 if trainer.device.type != "cuda":
                     raise UserError([no_gpu_problem(self.mode)])
                 recorder = CudaGraphRecorder(trainer.device)
-            self.recording = GraphedCallable({"optimizer": self._update, "step": self._step}[self.mode], recorder)
+            work: Callable[[Any, Inputs], Any] = self._update if self.mode == "optimizer" else self._step
+            self.recording = GraphedCallable(work, recorder)
 
     def __call__(self, batches: Sequence[MicroBatch], rates: Rates, eager: bool = False) -> StepMetrics:
         """Run :func:`megatron.training.step.train_step`; ``eager`` if hooks observe modules, as for health reports."""
@@ -171,7 +177,9 @@ class StepRunner:
         if recording is None or eager:
             return train_step(self.trainer, batches, rates)
         if self.mode == "step":
-            return recording(rates.weight_decay, [*_tensors(rates), *(x for b in batches for x in _columns(b))])
+            extra = tuple(batches[0].extra)
+            columns = (x for batch in batches for x in _columns(batch, extra))
+            return recording((rates.weight_decay, extra), [*_tensors(rates), *columns])
 
         def update(rates: Rates, loss_scale: Tensor, loss: Tensor) -> UpdateResult:
             return recording(rates.weight_decay, [*_tensors(rates), loss_scale, loss])
@@ -187,12 +195,12 @@ class StepRunner:
         decoupled_lr = None if rates.decoupled_lr is None else scalar(rates.decoupled_lr)
         return replace(rates, lr=scalar(rates.lr), decoupled_lr=decoupled_lr)
 
-    def _step(self, weight_decay: float, inputs: Inputs) -> StepMetrics:
-        lr, decoupled_lr, *columns = inputs
-        width = len(TENSOR_FIELDS)
-        batches = [
-            MicroBatch(**dict(zip(TENSOR_FIELDS, columns[i : i + width]))) for i in range(0, len(columns), width)
-        ]
+    def _step(self, constants: tuple[float, tuple[str, ...]], inputs: Inputs) -> StepMetrics:
+        (weight_decay, extra), (lr, decoupled_lr, *columns) = constants, inputs
+        batches = []
+        while columns:
+            named = {name: columns.pop(0) for name in TENSOR_FIELDS}
+            batches.append(MicroBatch(**named, extra={name: columns.pop(0) for name in extra}))
         return train_step(self.trainer, batches, Rates(lr, weight_decay, decoupled_lr))
 
     def _update(self, weight_decay: float, inputs: Inputs) -> UpdateResult:
@@ -204,5 +212,5 @@ def _tensors(rates: Rates) -> list[Any]:
     return [rates.lr, rates.decoupled_lr]
 
 
-def _columns(batch: MicroBatch) -> list[Tensor | None]:
-    return [getattr(batch, name) for name in TENSOR_FIELDS]
+def _columns(batch: MicroBatch, extra: Sequence[str]) -> list[Tensor | None]:
+    return [*(getattr(batch, name) for name in TENSOR_FIELDS), *(batch.extra[name] for name in extra)]

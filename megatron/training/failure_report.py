@@ -21,25 +21,22 @@ from types import TracebackType
 
 import torch
 
-from megatron.checkpoint.durable_files import CheckpointError, SupersededError
+from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
-from megatron.distributed.mesh import (
-    FAILED_KEY,
-    Mesh,
-    is_distributed_initialized,
-    is_peer_lost,
-    publish_text,
-    read_texts,
-)
+from megatron.distributed.launch import FAILED_KEY, is_distributed_initialized, is_peer_lost, publish_text, read_texts
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.timing import NO_SPAN
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.loggers.base import JsonLinesLogger
+from megatron.training.loggers.jsonl import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
 
 
 class StartRefusedError(Exception):
@@ -61,7 +58,7 @@ FIRST_FAILURE_KEY = "first failure"
 def explain_error(error: BaseException) -> str:
     """Return the text for the console; with a traceback if the error is unexpected."""
     if isinstance(error, EXPECTED_ERRORS):
-        return str(error)
+        return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     if is_peer_lost(error):
         return f"{LOST_CONTACT}\n  {error}"
     return "".join(traceback.format_exception(error)).rstrip()
@@ -91,7 +88,7 @@ def _cause(text: str) -> str:
 
 FAILURES_FILE = "failures.jsonl"
 
-CAUSE_PATIENCE = 5.0
+RECORD_TIMEOUT_SECONDS = 5.0
 """Seconds after which a hanging write is abandoned."""
 
 NONFINITE, MEMORY, DEVICE, CONTACT = "nonfinite", "out-of-memory", "device", "lost-contact"
@@ -182,7 +179,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     }
     writer = threading.Thread(target=_append, args=(Path(run_dir) / FAILURES_FILE, line), daemon=True)
     writer.start()
-    writer.join(CAUSE_PATIENCE)
+    writer.join(RECORD_TIMEOUT_SECONDS)
 
 
 def _is_reporter(launch: Launch, kind: str) -> bool:
@@ -204,7 +201,7 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
 POLL_SECONDS = 1.0
 """Seconds between two checks for a failed rank."""
 
-WHEREABOUTS_PATIENCE = 2.0
+POSITION_TIMEOUT_SECONDS = 2.0
 """Seconds that the first rank to fail waits for the positions of the others."""
 
 OTHER_WORK = "other work"
@@ -279,7 +276,7 @@ def rank_positions(rank: int, world_size: int) -> str:
     if not read_texts([_key(rank)]):
         return ""
     keys = [_key(r) for r in range(world_size)]
-    deadline = time.monotonic() + WHEREABOUTS_PATIENCE
+    deadline = time.monotonic() + POSITION_TIMEOUT_SECONDS
     found = read_texts(keys)
     while len(found) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)

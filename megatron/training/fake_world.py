@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
-from megatron.distributed.mesh import GroupInfo, fake_process_group
+from megatron.distributed.mesh import GroupInfo
 from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
 from megatron.planner.memory import format_binary, rank_state_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 
 STATE_PARTS = ("weights", "gradients", "masters", "moments", "average")
 """The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
@@ -123,7 +125,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
     chosen = _build(config, world_size, rank, lambda name: watch.span(name, False))
     with watch.span(OTHER_RANKS, False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
-    world = FakeWorld(layout, rank, tuple(pipeline), watch.take())
+    world = FakeWorld(layout, rank, tuple(pipeline), watch.pop())
     layers, parameters = config.model.num_layers, config.model.num_parameters()
     if (world.layers, world.parameters) != (layers, parameters):
         built = f"built {world.layers} layers and {world.parameters:,} parameters"
@@ -163,15 +165,15 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
 def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
     """Return the tensors of each part of :data:`STATE_PARTS`; fp32 weights are their own main parameters."""
     optimizer = trainer.optimizer
-    masters = optimizer.masters
-    remainders = masters.remainders
-    moments = optimizer.moments().values()
+    main_params = optimizer.main_params
+    remainders = main_params.remainders
+    moments = optimizer.state().values()
     return {
         "weights": [parameter.detach() for parameter in trainer.params.values()],
-        "gradients": [bucket.own for bucket in trainer.buckets.buckets],
-        "masters": [remainders[name] if name in remainders else masters[name] for name in masters],
+        "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
+        "masters": [remainders[name] if name in remainders else main_params[name] for name in main_params],
         "moments": [tensor for tensors in moments for tensor in tensors.values()],
-        "average": optimizer.average.values(),
+        "average": optimizer.ema.values(),
     }
 
 

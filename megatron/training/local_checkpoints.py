@@ -10,45 +10,54 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder
-from megatron.checkpoint.local_store import LocalStore, find_local_checkpoints, gather_results, read_local_manifest
+from megatron.checkpoint.local_store import (
+    LocalStore,
+    delete_other_local_checkpoints,
+    find_local_checkpoints,
+    gather_results,
+    read_local_manifest,
+    save_local,
+)
 from megatron.checkpoint.object_store import parse_location
-from megatron.checkpoint.save import local_bytes
+from megatron.checkpoint.save import CheckpointExtras, local_bytes
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.training.build import Trainer
-from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.metrics import MetricsWindow
+from megatron.training.callbacks.base import Callback
 from megatron.training.resume_source import ResumeSource, applies_to_own_checkpoints, newest_own_step, passed_over_note
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state, tensors_to_save
 
 
-def open_local_store(options: CheckpointConfig, group: Group, wire: Group, lease: Lease | None = None) -> LocalStore:
+def open_local_store(
+    options: CheckpointConfig, group: Group, file_group: Group, lease: Lease | None = None
+) -> LocalStore:
     """Open the nodes' folders of a run with ``local_save``; collective over ``group``.
 
     Args:
         options: options with a ``local_save``.
         group: all ranks.
-        wire: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if no
-            files are sent.
+        file_group: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if
+            no files are sent.
         lease: lease on this node's folder.
 
     Raises:
         UserError: if the nodes have different numbers of ranks.
 
     """
-    nodes = NodeMap.counted(comm.all_gather_objects(Launch.read(os.environ).node, group))
+    nodes = NodeMap.from_launcher(comm.all_gather_objects(Launch.read(os.environ).node, group))
     if not nodes.are_even:
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
         sentence = f"--local-save: the nodes have {counts} ranks; all need the same number, because they copy in pairs"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return LocalStore(node_folder(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, lease)
+    return LocalStore(node_folder(str(options.local_save), nodes.node_of[group.rank]), nodes, group, file_group, lease)
 
 
 @contextmanager
@@ -70,7 +79,7 @@ def hold_node_folders(options: CheckpointConfig, world: Group) -> Iterator[Lease
 
 
 def _acquire(stack: ExitStack, store: LocalStore, pattern: str) -> Lease | None:
-    if not store.leads:
+    if not store.is_leader:
         return None
     try:
         return stack.enter_context(acquire_lease(store.folder, "--local-save", JobStart.read(os.environ)))
@@ -171,39 +180,43 @@ def local_save_notes(store: LocalStore) -> list[str]:
     return ["--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it"]
 
 
-def save_local_checkpoint(trainer: Trainer, log: RunLogger, window: MetricsWindow) -> None:
-    """Write a checkpoint into the nodes' folders if it is due, then delete the previous one; collective.
+class LocalSave(Callback):
+    """Write a checkpoint into the nodes' folders every ``--local-save-interval`` steps; delete the previous one.
 
-    If a disk fails there is a warning, and the run continues with the existing checkpoints.
-
-    Raises:
-        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
+    The last act of an iteration: a start that finds the final step on the nodes has nothing left to save. If a disk
+    fails there is a warning, and the run continues with the existing checkpoints.
     """
-    interval = trainer.config.checkpoint.local_save_interval
-    if trainer.local is None or interval is None or trainer.iteration % interval:
-        return
-    with window.paused():
-        log.flush()  # a run that resumes from this checkpoint must still have all records before it
+
+    def __init__(self, trainer: Trainer, store: LocalStore, interval: int) -> None:
+        """Save to ``store`` every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+        self._store = store
+
+    def on_iteration_end(self) -> None:
+        """Save; collective.
+
+        Raises:
+            RuntimeError: if the samples that the ranks have read are not those of the sample stream.
+
+        """
+        self.log.flush()  # a run that resumes from this checkpoint must still have all records before it
         try:
-            _save(trainer, trainer.local, log)
+            self._save()
         except StorageError as error:
-            log.warning(f"step {trainer.iteration} is not saved on the nodes: {error}")
+            self.log.warning(f"step {self.trainer.iteration} is not saved on the nodes: {error}")
 
-
-def _save(trainer: Trainer, store: LocalStore, log: RunLogger) -> None:
-    from megatron.checkpoint.local_store import delete_other_local_checkpoints, save_local
-    from megatron.checkpoint.save import CheckpointExtras
-
-    started = time.monotonic()
-    tensors = tensors_to_save(trainer)
-    config = to_dict(trainer.config)
-    save = parse_location(str(trainer.config.checkpoint.save))
-    if isinstance(save, Path):  # absolute, because the next start may have another working directory
-        config["checkpoint"]["save"] = str(save.absolute())
-    path = save_local(store, trainer.iteration, tensors, CheckpointExtras(run_state(trainer), config, trainer.files))
-    warning = delete_other_local_checkpoints(store, trainer.iteration)
-    size = sum(comm.all_gather_objects(local_bytes(tensors), store.group))
-    log.checkpoint(path, size, time.monotonic() - started)
-    if warning:
-        log.warning(warning)
+    def _save(self) -> None:
+        trainer, started = self.trainer, time.monotonic()
+        tensors = tensors_to_save(trainer)
+        config = to_dict(trainer.config)
+        save = parse_location(str(trainer.config.checkpoint.save))
+        if isinstance(save, Path):  # absolute, because the next start may have another working directory
+            config["checkpoint"]["save"] = str(save.absolute())
+        extras = CheckpointExtras(run_state(trainer), config, trainer.files)
+        path = save_local(self._store, trainer.iteration, tensors, extras)
+        warning = delete_other_local_checkpoints(self._store, trainer.iteration)
+        size = sum(comm.all_gather_objects(local_bytes(tensors), self._store.group))
+        self.log.checkpoint(path, size, time.monotonic() - started)
+        if warning:
+            self.log.warning(warning)

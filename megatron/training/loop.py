@@ -15,42 +15,41 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from megatron.checkpoint.durable_files import (
-    DamagedCheckpointError,
-    StorageError,
-    describe_os_error,
-    sync_folder,
-    write_file,
-)
+from megatron.checkpoint.durable_files import publish_file
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, describe_os_error
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.object_store import Location, parse_location
 from megatron.data.dataset import split_kind
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.training.build import Trainer
-from megatron.training.callbacks.health import (
-    HealthMonitor,
-    NonFiniteError,
-    check_weight_copies,
-    explain_nonfinite,
-    watch_next_step,
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.training.callbacks.base import Callback, CallbackList
+from megatron.training.callbacks.health import HealthReport, ReplicaCheck, explain_nonfinite
+from megatron.training.callbacks.profiler import (
+    NO_REQUEST,
+    PipelineProfiler,
+    Profiler,
+    ProfileRequest,
+    ProfileRequestListener,
+    StepProfiler,
 )
-from megatron.training.callbacks.profiler import NO_REQUEST, Profiler, ProfileRequest, ProfileRequestListener
 from megatron.training.checkpointer import Checkpointer, run_on_rank0
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.local_checkpoints import save_local_checkpoint
-from megatron.training.loggers.base import EvaluationRecord
+from megatron.training.failure_report import NonFiniteError
+from megatron.training.local_checkpoints import LocalSave
+from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.metrics import MetricsWindow, StepMetrics
-from megatron.training.step import evaluate
+from megatron.training.metrics import MetricsWindow, StepMetrics, evaluation_metrics
+from megatron.training.step import evaluate, train_step
+from megatron.training.trainer import Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -62,6 +61,329 @@ STOP_FILE_FOUND = 1
 
 ECHO_SECONDS = 2.0
 """A second signal within this time is the same Ctrl-C: it reaches every process, and torchrun forwards it again."""
+
+
+def train(
+    trainer: Trainer, graphs: StepRunner | None, log: RunLogger, stop: StopRequest, callbacks: Sequence[Callback] = ()
+) -> int:
+    """Train until the last step or a request to stop; with ``skip_train`` only evaluate.
+
+    Args:
+        trainer: at the position to start from.
+        graphs: takes the steps on GPUs; None takes them without CUDA graphs.
+        log: reports metrics and events.
+        stop: requests to stop.
+        callbacks: called before those of plugins.
+
+    Returns:
+        The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``; 128 + n after signal n; 124 after
+        ``exit_duration_in_mins``.
+
+    Raises:
+        NonFiniteError: with ``on_nonfinite`` stop.
+        StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
+
+    """
+    called = CallbackList(trainer, log, callbacks)
+    try:
+        called.on_train_start()
+        if trainer.config.training.skip_train:
+            stop.restore()  # nothing has to be saved, so a signal may end the process at once
+            evaluate_only(trainer, log, called)
+            status = 0
+        else:
+            if trainer.iteration < trainer.total_steps:
+                remove_finished_file(trainer)
+            with Checkpointer(trainer, log, called.on_save) as saver:
+                status = take_steps(trainer, graphs, log, stop, called, saver)
+        trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
+    except BaseException as error:
+        called.on_stop(error)
+        raise
+    called.on_stop(None)
+    if not trainer.config.training.skip_train and trainer.iteration >= trainer.total_steps:
+        write_finished_file(trainer)
+    return status
+
+
+def take_steps(
+    trainer: Trainer,
+    graphs: StepRunner | None,
+    log: RunLogger,
+    stop: StopRequest,
+    callbacks: CallbackList,
+    saver: Checkpointer,
+) -> int:
+    """Take the steps, and log, evaluate and save as they come due; return the exit status."""
+    if stop_code := finish_previous_start(trainer, log, stop, callbacks, saver):
+        return exit_status(stop_code)
+    training, logging, checkpoint = trainer.config.training, trainer.config.logging, trainer.config.checkpoint
+    window = start_window(trainer)
+    trainer.startup.enter("first step")
+    while trainer.iteration < trainer.total_steps:
+        callbacks.on_step_start(window)
+        samples, rates = trainer.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
+        with trainer.timers("batch-generator"):
+            batches = trainer.next_batches()
+        if graphs is None:
+            metrics = train_step(trainer, batches, rates)
+        else:
+            metrics = graphs(batches, rates, eager=callbacks.observes_modules)
+        if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
+            trainer.prefetch()
+        stop_if_nonfinite(trainer, batches, metrics)
+        trainer.iteration += 1
+        trainer.consumed_samples += samples
+        iteration = trainer.iteration
+
+        window.add(metrics, samples)
+        read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
+        log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
+        callbacks.on_step_end(window, metrics)
+        saver.poll()
+
+        stop_code = stop.poll()
+        last = iteration == trainer.total_steps
+        leave = stop_code or last or is_due(training.exit_interval, iteration)
+        if leave or is_due(logging.log_interval, iteration):
+            record = read(samples_digest=trainer.samples_digest())
+            log.train(record)
+            callbacks.on_log(window, record)
+        if last or not stop_code:  # a run that has to stop does not evaluate first
+            for split in evaluations_due(trainer):
+                with window.paused():
+                    evaluate_and_log(trainer, split, log, callbacks)
+        if checkpoint.save is not None and (leave or is_due(checkpoint.save_interval, iteration)):
+            with window.paused():
+                saver.save(needed=bool(leave))
+        callbacks.on_iteration_end(window)
+        if leave and not last:
+            interval = f"--exit-interval {training.exit_interval}"
+            cause = stop_reason(stop_code, training.stop_file) if stop_code else interval
+            log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
+            return exit_status(stop_code)
+    return 0
+
+
+def is_due(interval: int | None, iteration: int) -> bool:
+    """Return True in every ``interval``-th iteration; never for None."""
+    return interval is not None and iteration % interval == 0
+
+
+def stop_if_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
+    """Raise a NonFiniteError with ``on_nonfinite`` stop, unless a smaller loss scale can cure it; collective."""
+    nonfinite = trainer.config.training.on_nonfinite == "stop" and metrics.nonfinite.item()
+    if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
+        raise NonFiniteError(explain_nonfinite(trainer, batches))
+
+
+def finish_previous_start(
+    trainer: Trainer, log: RunLogger, stop: StopRequest, callbacks: CallbackList, saver: Checkpointer
+) -> int:
+    """Run evaluations and saves that the previous start missed; collective.
+
+    Returns:
+        The stop code if this start must stop before its first step, else 0.
+
+    Raises:
+        StorageError: if the last step has been taken and cannot be saved.
+
+    """
+    taken, total = trainer.iteration, trainer.total_steps
+    stop_code = 0 if taken >= total else stop.poll()
+    if stop_code and stop_code != TIME_LIMIT:  # a job that is requeued again and again would never take a step
+        cause = stop_reason(stop_code, trainer.config.training.stop_file)
+        log.stopped(
+            f"stopped by {cause} before the first step of this start: "
+            f"{taken} of {total} are taken, and there is nothing new to save"
+        )
+        return stop_code
+    for split in evaluations_due(trainer):  # missed because a signal stopped the run after this step
+        evaluate_and_log(trainer, split, log, callbacks)
+    if taken >= total:
+        log.note(f"nothing to do: this run ends with step {total}, and {taken} are taken")
+        save = trainer.config.checkpoint.save
+        if save is not None and not is_last_step_saved(trainer):  # loaded from another run, or from a node's disk
+            saver.save(needed=True)
+    return 0
+
+
+def start_window(trainer: Trainer) -> MetricsWindow:
+    """Return the window that collects step metrics; its clock starts on all ranks together."""
+    return MetricsWindow(
+        trainer.device,
+        trainer.config.training.seq_length,
+        world=trainer.mesh.world,
+        timers=trainer.timers,
+        goodput=trainer.goodput,
+        timing_option=trainer.config.logging.timing_log_option,
+        recorded=trainer.config.compute.cuda_graph,
+    )
+
+
+def evaluate_only(trainer: Trainer, log: RunLogger, callbacks: CallbackList) -> None:
+    """Evaluate the loaded weights on all validation and test data without training."""
+    for split in trainer.data.used:
+        if split_kind(split) != "train":
+            evaluate_and_log(trainer, split, log, callbacks)
+    log.note(f"evaluated step {trainer.iteration}; no step is taken with --skip-train")
+
+
+def evaluations_due(trainer: Trainer) -> list[str]:
+    """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
+    iteration = trainer.iteration
+    last = iteration == trainer.total_steps
+    due = {"valid": last or is_due(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
+    evaluated = trainer.evaluated
+    return [split for split in trainer.data.used if due[split_kind(split)] and evaluated.get(split, 0) < iteration]
+
+
+def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
+    """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
+    loss = evaluate(trainer, split).item()
+    average_loss = None
+    if trainer.optimizer.ema:
+        with trainer.optimizer.averaged():
+            average_loss = evaluate(trainer, split).item()
+    trainer.evaluated[split] = trainer.iteration
+    evaluated = evaluation_metrics(split, loss, average_loss)
+    log.log(evaluated)
+    callbacks.on_evaluate(evaluated)
+
+
+def build_callbacks(trainer: Trainer, log: RunLogger, stop: StopRequest) -> list[Callback]:
+    """Create the callbacks that the configuration asks for, in the order in which they are called."""
+    config, logging = trainer.config, trainer.config.logging
+    callbacks: list[Callback] = []
+    if logging.run_dir is not None:  # a profile may be requested at any time
+        note = log.note if log.enabled else print_line  # each rank that records a profile reports it itself
+        pipeline = PipelineProfiler(config.profiling, logging.run_dir, trainer, note, print_warning)
+        profiler = Profiler(
+            config.profiling,
+            logging.run_dir,
+            trainer.mesh.rank,
+            trainer.device,
+            [*trainer.chunks.values()],
+            note,
+            print_warning,
+            pipeline,
+        )
+        callbacks.append(StepProfiler(trainer, profiler, lambda: stop.profile_request))
+    if logging.log_health_interval is not None:
+        callbacks.append(HealthReport(trainer, logging.log_health_interval))
+    if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
+        callbacks.append(ReplicaCheck(trainer, interval))
+    callbacks.append(StartupReport(trainer))
+    if trainer.local is not None and config.checkpoint.local_save_interval is not None:
+        callbacks.append(LocalSave(trainer, trainer.local, config.checkpoint.local_save_interval))
+    return callbacks
+
+
+class StartupReport(Callback):
+    """Log, after the first step, the time of each phase of the start on this and the slowest rank."""
+
+    pauses = False  # the meter is paused for its collective
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Report once; collective."""
+        trainer = self.trainer
+        if not trainer.startup.running:
+            return
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize(trainer.device)  # the first step counts until the GPU has finished it
+        trainer.startup.stop()
+        mine = trainer.startup.seconds
+        with trainer.mesh.world.meter.paused():
+            seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=trainer.device)
+            longest = comm.all_reduce(seconds, trainer.mesh.world, op="max").tolist()
+        self.log.start_up(mine, dict(zip(mine, longest)))
+
+
+FINISHED_FILE = "finished.json"
+
+FinishedFacts = dict[str, str | int | float | None]
+
+
+def remove_finished_file(trainer: Trainer) -> None:
+    """Remove the file because there are steps left; collective.
+
+    Raises:
+        OSError: on every rank, if it cannot be removed.
+        SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
+    """
+    if folder := _folder(trainer):
+        run_on_rank0(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
+
+
+def write_finished_file(trainer: Trainer) -> None:
+    """Write the file after the last step has been saved; collective.
+
+    Raises:
+        StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
+        SupersededError: on every rank, if a later start owns the ``save`` folder.
+    """
+    if folder := _folder(trainer):
+        run_on_rank0(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
+
+
+def is_last_step_saved(trainer: Trainer) -> bool:
+    """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
+    return run_on_rank0(lambda: _checkpoint(trainer) is not None, trainer.mesh.world)
+
+
+def write_facts(folder: Path, facts: FinishedFacts) -> None:
+    """Write the file atomically and durably.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    path = folder / FINISHED_FILE
+    try:
+        publish_file(path, (json.dumps(facts, indent=2) + "\n").encode())
+    except OSError as error:
+        sentence = f"{path}, which marks the end of training, cannot be written: {describe_os_error(error)}"
+        raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
+
+
+def _write_if_ours(trainer: Trainer, folder: Path) -> None:
+    if trainer.leases.save is not None:
+        trainer.leases.save.check()
+    write_facts(folder, _facts(trainer))
+
+
+def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
+    if trainer.leases.save is not None:
+        trainer.leases.save.check()
+    (folder / FINISHED_FILE).unlink(missing_ok=True)
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    run_dir = trainer.config.logging.run_dir
+    return Path(run_dir) if run_dir else None
+
+
+def _facts(trainer: Trainer) -> FinishedFacts:
+    checkpoint = _checkpoint(trainer)
+    return {
+        "iteration": trainer.iteration,
+        "consumed-samples": trainer.consumed_samples,
+        "run-id": trainer.run_id,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "time": time.time(),
+    }
+
+
+def _checkpoint(trainer: Trainer) -> Location | None:
+    """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
+    save = trainer.config.checkpoint.save
+    if save is None:
+        return None
+    path = CheckpointFolder(parse_location(save)).path(trainer.iteration)
+    try:
+        Manifest.open(path)
+    except DamagedCheckpointError:
+        return None
+    return path
 
 
 class StopRequest:
@@ -151,302 +473,3 @@ def stop_reason(stop_code: int, file: str | None = None) -> str:
     if stop_code == TIME_LIMIT:
         return "--exit-duration-in-mins"
     return f"signal {stop_code - 128} ({signal.Signals(stop_code - 128).name})"
-
-
-FINISHED_FILE = "finished.json"
-
-FinishedFacts = dict[str, str | int | float | None]
-
-
-def remove_finished_file(trainer: Trainer) -> None:
-    """Remove the file because there are steps left; collective.
-
-    Raises:
-        OSError: on every rank, if it cannot be removed.
-        SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
-    """
-    if folder := _folder(trainer):
-        run_on_rank0(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
-
-
-def write_finished_file(trainer: Trainer) -> None:
-    """Write the file after the last step has been saved; collective.
-
-    Raises:
-        StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
-        SupersededError: on every rank, if a later start owns the ``save`` folder.
-    """
-    if folder := _folder(trainer):
-        run_on_rank0(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
-
-
-def is_last_step_saved(trainer: Trainer) -> bool:
-    """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
-    return run_on_rank0(lambda: _checkpoint(trainer) is not None, trainer.mesh.world)
-
-
-def write_facts(folder: Path, facts: FinishedFacts) -> None:
-    """Write the file atomically and durably.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
-    path = folder / FINISHED_FILE
-    part = folder / f"{FINISHED_FILE}.part"
-    try:
-        part.unlink(missing_ok=True)
-        write_file(part, (json.dumps(facts, indent=2) + "\n").encode())
-        os.rename(part, path)
-        sync_folder(folder)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        sentence = f"{path}, which marks the end of training, cannot be written: {describe_os_error(error)}"
-        raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
-
-
-def _write_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.claims.save is not None:
-        trainer.claims.save.check()
-    write_facts(folder, _facts(trainer))
-
-
-def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.claims.save is not None:
-        trainer.claims.save.check()
-    (folder / FINISHED_FILE).unlink(missing_ok=True)
-
-
-def _folder(trainer: Trainer) -> Path | None:
-    run_dir = trainer.config.logging.run_dir
-    return Path(run_dir) if run_dir else None
-
-
-def _facts(trainer: Trainer) -> FinishedFacts:
-    checkpoint = _checkpoint(trainer)
-    return {
-        "iteration": trainer.iteration,
-        "consumed-samples": trainer.consumed_samples,
-        "run-id": trainer.run_id,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "time": time.time(),
-    }
-
-
-def _checkpoint(trainer: Trainer) -> Location | None:
-    """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
-    save = trainer.config.checkpoint.save
-    if save is None:
-        return None
-    path = CheckpointFolder(parse_location(save)).path(trainer.iteration)
-    try:
-        Manifest.open(path)
-    except DamagedCheckpointError:
-        return None
-    return path
-
-
-def train(trainer: Trainer, take_step: StepRunner, log: RunLogger, stop: StopRequest, profiler: Profiler) -> int:
-    """Train until the last step or a request to stop; with ``skip_train`` only evaluate.
-
-    Returns:
-        The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``; 128 + n after signal n; 124 after
-        ``exit_duration_in_mins``.
-
-    Raises:
-        NonFiniteError: with ``on_nonfinite`` stop.
-        StorageError: if the last checkpoint, or ``loop.json``, cannot be written.
-
-    """
-    if trainer.config.training.skip_train:
-        stop.restore()  # nothing has to be saved, so a signal may end the process at once
-        return evaluate_only(trainer, log)
-    if trainer.iteration < trainer.total_steps:
-        remove_finished_file(trainer)
-    with Checkpointer(trainer, log) as saver:
-        status = _train(trainer, take_step, log, stop, profiler, saver)
-    trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
-    if trainer.iteration >= trainer.total_steps:
-        write_finished_file(trainer)
-    return status
-
-
-def _train(
-    trainer: Trainer, take_step: StepRunner, log: RunLogger, stop: StopRequest, profiler: Profiler, saver: Checkpointer
-) -> int:
-    """Take the steps; see :func:`train`."""
-    config = trainer.config.training
-    logging = trainer.config.logging
-    if stop_code := finish_previous_start(trainer, log, stop, profiler, saver):
-        return exit_status(stop_code)
-    window = step_window(trainer)
-    trainer.startup.enter("first step")
-    while trainer.iteration < trainer.total_steps:
-        rates = trainer.schedule.rates(trainer.consumed_samples)
-        with profiler.step(trainer.iteration + 1):
-            with trainer.timers("batch-generator"):
-                samples = trainer.next_batch_size
-                batches = trainer.next_batches()
-            vitals = watch_next_step(trainer) if _every(logging.log_health_interval, trainer.iteration + 1) else None
-            metrics = take_step(batches, rates, eager=vitals is not None)
-        if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
-            trainer.prefetch()
-        nonfinite = config.on_nonfinite == "stop" and metrics.nonfinite.item()
-        if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
-            raise NonFiniteError(explain_nonfinite(trainer, batches))
-        trainer.iteration += 1
-        trainer.consumed_samples += samples
-        iteration = trainer.iteration
-
-        window.add(metrics, samples)
-        read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
-        log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
-        log_health_and_check_replicas(trainer, vitals, metrics, window, log)
-        saver.poll()
-
-        log_startup(trainer, log)
-        stop_code = stop.poll()
-        profiler.ask(iteration, stop.profile_request)
-        last = iteration == trainer.total_steps
-        leave = stop_code or last or _every(config.exit_interval, iteration)
-        if leave or _every(logging.log_interval, iteration):
-            log.train(read(samples_digest=trainer.samples_digest()))
-        if last or not stop_code:  # a run that has to stop does not evaluate first
-            for split in evaluations_due(trainer):
-                with window.paused():
-                    evaluate_and_log(trainer, split, log)
-        checkpoint = trainer.config.checkpoint
-        if checkpoint.save is not None and (leave or _every(checkpoint.save_interval, iteration)):
-            with window.paused():
-                saver.save(needed=bool(leave))
-        save_local_checkpoint(
-            trainer, log, window
-        )  # last: a start that finds the final step here has nothing left to save
-        if leave and not last:
-            cause = stop_reason(stop_code, config.stop_file) if stop_code else f"--exit-interval {config.exit_interval}"
-            log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
-            return exit_status(stop_code)
-    return 0
-
-
-def finish_previous_start(
-    trainer: Trainer, log: RunLogger, stop: StopRequest, profiler: Profiler, saver: Checkpointer
-) -> int:
-    """Run evaluations and saves that the previous start missed; collective.
-
-    Returns:
-        The stop code if this start must stop before its first step, else 0.
-
-    Raises:
-        StorageError: if the last step has been taken and cannot be saved.
-
-    """
-    taken, total = trainer.iteration, trainer.total_steps
-    stop_code = 0 if taken >= total else pending_stop(trainer, stop, profiler)
-    if stop_code:
-        cause = stop_reason(stop_code, trainer.config.training.stop_file)
-        log.stopped(
-            f"stopped by {cause} before the first step of this start: "
-            f"{taken} of {total} are taken, and there is nothing new to save"
-        )
-        return stop_code
-    for split in evaluations_due(trainer):  # missed because a signal stopped the run after this step
-        evaluate_and_log(trainer, split, log)
-    if taken >= total:
-        log.note(f"nothing to do: this run ends with step {total}, and {taken} are taken")
-        save = trainer.config.checkpoint.save
-        if save is not None and not is_last_step_saved(trainer):  # loaded from another run, or from a node's disk
-            saver.save(needed=True)
-    return 0
-
-
-def pending_stop(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> int:
-    """Return the stop code of a request that came during the start, or 0; collective.
-
-    An expired time limit does not count: a job that is requeued again and again would never take a step.
-    """
-    stop_code = stop.poll()
-    profiler.ask(trainer.iteration, stop.profile_request)
-    return 0 if stop_code == TIME_LIMIT else stop_code
-
-
-def step_window(trainer: Trainer) -> MetricsWindow:
-    """Return the window that collects step metrics; its clock starts on all ranks together."""
-    return MetricsWindow(
-        trainer.device,
-        trainer.config.training.seq_length,
-        world=trainer.mesh.world,
-        timers=trainer.timers,
-        goodput=trainer.goodput,
-        timing_option=trainer.config.logging.timing_log_option,
-        recorded=trainer.config.compute.cuda_graph,
-    )
-
-
-def log_startup(trainer: Trainer, log: RunLogger) -> None:
-    """Log, after the first step, the time of each phase of the start on this and the slowest rank; collective."""
-    if not trainer.startup.running:
-        return
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)  # the first step counts until the GPU has finished it
-    trainer.startup.stop()
-    mine = trainer.startup.seconds
-    with trainer.mesh.world.meter.paused():
-        seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=trainer.device)
-        longest = comm.all_reduce(seconds, trainer.mesh.world, op="max").tolist()
-    log.start_up(mine, dict(zip(mine, longest)))
-
-
-def log_health_and_check_replicas(
-    trainer: Trainer, vitals: HealthMonitor | None, metrics: StepMetrics, window: MetricsWindow, log: RunLogger
-) -> None:
-    """Log the health report if this step recorded one, and compare weight replicas if due; collective.
-
-    Raises:
-        UserError: if replicas of a weight differ.
-
-    """
-    compare = _every(trainer.config.logging.check_weight_hash_across_dp_replicas_interval, trainer.iteration)
-    if vitals is None and not compare:
-        return
-    with window.paused():
-        if vitals is not None:
-            log.health(vitals.report(metrics))
-        if compare:
-            check_weight_copies(trainer)
-
-
-def evaluate_only(trainer: Trainer, log: RunLogger) -> int:
-    """Evaluate the loaded weights on all validation and test data without training; return the exit status."""
-    for split in trainer.data.used:
-        if split_kind(split) != "train":
-            evaluate_and_log(trainer, split, log)
-    trainer.optimizer.weights.wait()
-    log.note(f"evaluated step {trainer.iteration}; no step is taken with --skip-train")
-    return 0
-
-
-def evaluations_due(trainer: Trainer) -> list[str]:
-    """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
-    iteration = trainer.iteration
-    last = iteration == trainer.total_steps
-    due = {"valid": last or _every(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
-    evaluated = trainer.evaluated
-    return [split for split in trainer.data.used if due[split_kind(split)] and evaluated.get(split, 0) < iteration]
-
-
-def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger) -> None:
-    """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    loss = evaluate(trainer, split).item()
-    average_loss = None
-    if trainer.optimizer.average:
-        with trainer.optimizer.averaged():
-            average_loss = evaluate(trainer, split).item()
-    trainer.evaluated[split] = trainer.iteration
-    samples = trainer.consumed_samples
-    tokens = samples * trainer.config.training.seq_length
-    log.evaluation(EvaluationRecord(trainer.iteration, samples, tokens, loss, split, average_loss))
-
-
-def _every(interval: int | None, iteration: int) -> bool:
-    return interval is not None and iteration % interval == 0

@@ -27,10 +27,10 @@ from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import destroy_distributed, has_any_rank_failed, register_failure, world_group
+from megatron.distributed.launch import destroy_distributed, has_any_rank_failed, register_failure, world_group
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer, choose_device, join_distributed
-from megatron.training.callbacks.profiler import PipelineProfiler, Profiler, ProfileRequestListener
+from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import check_disk_space, choose_resume_source, hold_save_folder, load_start_state
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import (
@@ -45,10 +45,11 @@ from megatron.training.failure_report import (
     record_failure,
 )
 from megatron.training.local_checkpoints import hold_node_folders
+from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary
-from megatron.training.loggers.run_logger import RunLogger, print_line, print_warning
+from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loggers.wandb import missing_journal_notes
-from megatron.training.loop import StopRequest, train
+from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import StartupTimer, start_facts, start_phrase
 from megatron.training.throughput import Goodput
@@ -188,7 +189,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
 
 
 def build_and_train(
-    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartupTimer, claims: Leases
+    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartupTimer, leases: Leases
 ) -> int:
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world = stop.world
@@ -198,13 +199,14 @@ def build_and_train(
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)
         trainer.startup = startup
-        trainer.claims = claims
+        trainer.leases = leases
         stop.world = trainer.mesh.world
-        take_step = StepRunner(trainer)
+        on_gpu = trainer.device.type == "cuda"
+        graphs = StepRunner(trainer) if on_gpu or config.compute.cuda_graph != "none" else None
         with startup("checkpoint"):
-            notes = [*notes, *claims.notes, *trainer.notes, *load_start_state(trainer, source)]
+            notes = [*notes, *leases.notes, *trainer.notes, *load_start_state(trainer, source)]
         check_disk_space(trainer)
-        facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
+        facts = start_facts(os.environ, None if leases.save is None else leases.save.epoch)
         if source.fresh and config.logging.run_dir is not None:
             trainer.run_id = previous_run_id(Path(config.logging.run_dir) / METRICS_FILE, facts)
         notes += missing_journal_notes(config.logging, trainer.run_id)
@@ -220,23 +222,14 @@ def build_and_train(
             run_id=trainer.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            check=claims.look,
+            check=leases.look,
             **position,
         )
     with log, publish_position_on_failure(trainer.mesh, trainer.pipeline):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        note = log.note if log.enabled else print_line  # each rank that records a profile reports it itself
-        options = config.profiling
-        run_dir = config.logging.run_dir
-        pipeline = PipelineProfiler(options, run_dir, trainer, note, print_warning)
-        models = [*trainer.chunks.values()]
-        profiler = Profiler(options, run_dir, world.rank, trainer.device, models, note, print_warning, pipeline)
-        try:
-            with peer_watchdog(world):
-                return train(trainer, take_step, log, stop, profiler)
-        finally:
-            profiler.close(trainer.iteration)
+        with peer_watchdog(world):
+            return train(trainer, graphs, log, stop, build_callbacks(trainer, log, stop))
 
 
 @contextmanager

@@ -1,10 +1,8 @@
-"""Metrics of training steps: collected on the device, compared over ranks, reduced to one record per log line.
+"""Metrics of training steps: collected on the device, compared over ranks, reduced to one mapping per log line.
 
 Each step adds its device scalars (`StepMetrics`) to a `MetricsWindow` without waiting for the device. At a log line
 the window synchronises once, gathers times, traffic and memory of all ranks in one collective (`RankStats`), and
-returns a `TrainRecord`. `TrainRecord.values` and `EvaluationRecord.values` define the metric names, which are
-Megatron-LM's where it has the metric. `ThroughputModel` converts tokens per second into FLOP/s, MFU and remaining
-time.
+returns the metrics by the names of `megatron.training.loggers.base.METRICS`.
 """
 
 from __future__ import annotations
@@ -15,18 +13,20 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.loggers.base import TimerStats, TrainRecord
+from megatron.training.loggers.base import MEMORY_CAPACITY
 from megatron.training.throughput import Goodput
 
 
@@ -87,15 +87,17 @@ class RankComparison:
     slowest_excess: float  # its own time over the median rank's, less 1
     sent: Mapping[str, float]  # mean bytes sent per step, by mesh axes
 
-    def timings(self, option: str) -> dict[str, TimerStats]:
-        """Return every timer that ran, as ``--timing-log-option`` says: ``max``, ``minmax`` or ``all``."""
-        timings = {}
+    def timer_metrics(self, option: str, excluded: Collection[str] = ()) -> dict[str, Any]:
+        """Return the timers that ran; ``--timing-log-option`` is ``max``, ``minmax`` or ``all``."""
+        metrics: dict[str, Any] = {}
         for name, by_rank in self.phases.items():
-            if max(by_rank) > 0:
-                several = len(by_rank) > 1
-                shortest = min(by_rank) if several and option == "minmax" else None
-                timings[name] = TimerStats(max(by_rank), shortest, by_rank if several and option == "all" else None)
-        return timings
+            if max(by_rank) > 0 and name not in excluded:
+                metrics[f"{name}-time"] = max(by_rank)
+                if len(by_rank) > 1 and option == "minmax":
+                    metrics[f"{name}-time-min"] = min(by_rank)
+                if len(by_rank) > 1 and option == "all":
+                    metrics[f"{name}-time-by-rank"] = list(by_rank)
+        return metrics
 
 
 def compare_ranks(ranks: Sequence[RankStats]) -> RankComparison:
@@ -132,7 +134,9 @@ class StepMetrics:
     skipped: Tensor  # nonzero if the update was skipped
     loss_scale: Tensor  # used in this step
     nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
-    router: Mapping[str, Tensor] = field(default_factory=dict)  # MoE router losses by metric name, same in every step
+    router: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # MoE router losses and metrics of the objective, by name; the same names in every step
 
 
 class MetricsWindow:
@@ -176,9 +180,9 @@ class MetricsWindow:
         self._samples: list[int] = []
         self._router_names: tuple[str, ...] = ()
         self._barrier()
-        self.world.meter.take()  # discard waits and traffic from before the first step
-        self.world.meter.take_sent()
-        self.timers.watch.take()
+        self.world.meter.pop()  # discard waits and traffic from before the first step
+        self.world.meter.pop_bytes_sent()
+        self.timers.watch.pop()
         self._window_start = self._last_goodput_time = time.perf_counter()
 
     def add(self, step: StepMetrics, samples: int) -> None:
@@ -193,11 +197,13 @@ class MetricsWindow:
         """Exclude the time inside the context, such as evaluation, from training time. Collective over ``world``."""
         self._synchronize()
         paused_at = self._add_goodput()
-        with self.world.meter.paused(), self.timers.watch.paused():
-            yield
-            self._barrier()
-        self._last_goodput_time = time.perf_counter()
-        self._window_start += self._last_goodput_time - paused_at
+        try:
+            with self.world.meter.paused(), self.timers.watch.paused():
+                yield
+                self._barrier()
+        finally:  # after an error, the steps since the last log line are still read
+            self._last_goodput_time = time.perf_counter()
+            self._window_start += self._last_goodput_time - paused_at
 
     def read(
         self,
@@ -207,15 +213,18 @@ class MetricsWindow:
         rates: Rates,
         samples_digest: str | None = None,
         alone: bool = False,
-    ) -> TrainRecord:
-        """Return the record of the steps since the last call and start a new window. Waits for the device.
+    ) -> dict[str, Any]:
+        """Return the metrics of the steps since the last call and start a new window. Waits for the device.
 
         Args:
             iteration: number of the last step.
             consumed_samples: samples of the whole run so far.
             rates: learning rates and weight decay of the last step.
-            samples_digest: digest of the samples consumed so far.
+            samples_digest: hexadecimal digest of the samples consumed so far.
             alone: report this rank only, without communication. Otherwise collective over ``world``.
+
+        Returns:
+            Values by the names of ``METRICS``, without those that do not apply, such as communication on one rank.
 
         """
         if not self._steps:
@@ -224,64 +233,70 @@ class MetricsWindow:
         now = self._add_goodput()
         steps = len(self._steps)
         seconds = now - self._window_start
-        first = iteration - steps + 1
-        record = TrainRecord(
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            consumed_tokens=consumed_samples * self.seq_length,
-            loss=_mean_of_finite(losses),
-            grad_norm=norms[-1],
-            learning_rate=float(rates.lr),
-            learning_rate_decoupled=None if rates.decoupled_lr is None else float(rates.decoupled_lr),
-            weight_decay=rates.weight_decay,
-            batch_size=self._samples[-1],
-            loss_scale=scales[-1],
-            seconds_per_step=seconds / steps,
-            tokens_per_second=sum(self._samples) * self.seq_length / seconds,
-            skipped=tuple(first + i for i, skip in enumerate(skips) if skip),
-            spikes=tuple(first + i for i, skip in enumerate(skips) if skip and not nonfinite[i]),
-            samples_digest=samples_digest,
-            router_losses={name: _mean_of_finite(values) for name, values in zip(self._router_names, router)},
-            goodput=self.goodput.value(),
-            run_seconds=self.goodput.run_seconds(),
-            starts=self.goodput.starts,
-        )
-        record = self._add_rank_stats(record, Group() if alone else self.world)
+        tokens_per_second = sum(self._samples) * self.seq_length / seconds
+        skipped = [i for i, skip in enumerate(skips) if skip]
+        ranks = self._gather_ranks(seconds / steps, Group() if alone else self.world)
+        metrics = {
+            "iteration": iteration,
+            "consumed-samples": consumed_samples,
+            "consumed-tokens": consumed_samples * self.seq_length,
+            "lm loss": _mean_of_finite(losses),
+            **{name: _mean_of_finite(values) for name, values in zip(self._router_names, router)},
+            "grad-norm": norms[-1],
+            "learning-rate": float(rates.lr),
+            "weight-decay": rates.weight_decay,
+            "batch-size": self._samples[-1],
+            "loss-scale": scales[-1],
+            "iteration-time": seconds / steps,
+            "tokens-per-second": tokens_per_second,
+            "tokens-per-second-per-gpu": tokens_per_second / self.world.size,
+            "skipped-iterations": [iteration - steps + 1 + i for i in skipped],
+            "skipped-iterations-count": len(skipped),
+            "spikes-skipped": sum(not nonfinite[i] for i in skipped),
+            "mem-max-allocated-bytes": ranks.memory_bytes,
+            MEMORY_CAPACITY: ranks.memory_total_bytes,
+            "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),
+            **self._rank_metrics(ranks, several=self.world.size > 1 and not alone),
+            "goodput": self.goodput.value(),
+            "run-seconds": self.goodput.run_seconds(),
+            "starts": self.goodput.starts,
+            "samples-digest": samples_digest,
+            **(
+                ranks.timer_metrics(self._timing_option, CUDA_GRAPH_PHASES[self._cuda_graph])
+                if self.timers.level
+                else {}
+            ),
+        }
         self._steps = []
         self._samples = []
         self._window_start = now
-        return record
+        return {name: value for name, value in metrics.items() if value is not None}
 
-    def _add_rank_stats(self, record: TrainRecord, world: Group) -> TrainRecord:
-        """Add times, traffic and memory of the ranks of ``world``."""
+    def _gather_ranks(self, seconds_per_step: float, world: Group) -> RankComparison:
+        """Compare times, traffic and memory of the ranks of ``world``; collective."""
         steps = len(self._steps)
-        waits = {axes: seconds / steps for axes, seconds in self.world.meter.take().items()}
+        waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
-        for (axes, _), count in self.world.meter.take_sent().items():
+        for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        mine = RankStats(record.seconds_per_step, waits, self.timers.read(steps), *peak_memory(self.device), sent)
+        mine = RankStats(seconds_per_step, waits, self.timers.read(steps), *peak_memory(self.device), sent)
         with self.world.meter.paused():
-            ranks = compare_ranks(gather_rank_stats(mine, world, self.device))
-        several = world.size > 1
-        waits_measured = self.world.size > 1 and self._cuda_graph != "step"
-        timings = ranks.timings(self._timing_option) if self.timers.level else {}
-        return replace(
-            record,
-            memory_bytes=ranks.memory_bytes,
-            memory_total_bytes=ranks.memory_total_bytes,
-            memory_rank=ranks.fullest_rank if several else None,
-            world_size=self.world.size,
-            data_wait=ranks.data_wait,
-            communication=ranks.communication if waits_measured else {},
-            communication_share=ranks.communication_share if waits_measured else None,
-            sent=ranks.sent if waits_measured else {},
-            bubble=ranks.bubble if waits_measured else None,
-            slowest_rank=ranks.slowest_rank if several and waits_measured else None,
-            slowest_excess=ranks.slowest_excess if several and waits_measured else None,
-            timings={
-                name: timing for name, timing in timings.items() if name not in CUDA_GRAPH_PHASES[self._cuda_graph]
-            },
-        )
+            return compare_ranks(gather_rank_stats(mine, world, self.device))
+
+    def _rank_metrics(self, ranks: RankComparison, several: bool) -> dict[str, Any]:
+        """Return the metrics of waits and ranks; ``several`` if more than one rank was compared."""
+        metrics: dict[str, Any] = {}
+        if several:
+            metrics["mem-max-rank"] = ranks.fullest_rank
+        metrics["data-wait"] = ranks.data_wait
+        if self.world.size > 1 and self._cuda_graph != "step":  # waits inside a replayed graph cannot be measured
+            metrics |= {f"communication-{axes}": seconds for axes, seconds in ranks.communication.items()}
+            metrics["communication-share"] = ranks.communication_share
+            metrics |= {f"sent-bytes-{axes}": count for axes, count in ranks.sent.items()}
+            metrics["bubble"] = ranks.bubble
+            if several:
+                metrics |= {"slowest-rank": ranks.slowest_rank, "slowest-rank-excess": ranks.slowest_excess}
+        return metrics
 
     def _add_goodput(self) -> float:
         """Account the time since the last call as spent in steps, and return the current time."""
@@ -299,6 +314,25 @@ class MetricsWindow:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def evaluation_metrics(split: str, loss: float, average: float | None = None) -> dict[str, Any]:
+    """Return the metrics of one evaluation.
+
+    Args:
+        split: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
+        loss: mean loss per token in nats; NaN if all labels are masked.
+        average: loss with the moving average of the weights, if one is kept.
+
+    """
+    name = f"lm loss {SPLIT_LABELS[split_kind(split)]}"
+    validation_set = validation_set_name(split)
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    metrics = {"validation-set": validation_set} if validation_set else {}
+    return {**metrics, name: loss, f"{name} ppl": perplexity} | ({} if average is None else {f"{name} ema": average})
 
 
 def _mean_of_finite(values: list[float]) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs
-from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
+from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CHECKPOINT_NAME, CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.local_folder import LocalCheckpoint, is_local_checkpoint

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm
-from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
 
 UpdateFunction = Callable[[Rates, Tensor, Tensor], UpdateResult]
 """``DistributedOptimizer.update``, or a recording of it: a function of rates, loss scale and loss."""
@@ -24,9 +23,9 @@ def train_step(
 ) -> StepMetrics:
     """Run the pipeline on every micro-batch, then update the weights.
 
-    The loss is the sum over the *global* batch's unmasked tokens divided by their number, so it does not depend on
-    how samples are split into micro-batches and over ranks. The host never waits for the device, except that MoE
-    dispatch reads token counts.
+    The loss is the sum over the *global* batch divided by the sum of its weights (for next-token prediction the number
+    of unmasked tokens), so it does not depend on how samples are split into micro-batches and over ranks. The host
+    never waits for the device, except that MoE dispatch reads token counts.
 
     Args:
         trainer: changed in place, except for its counters.
@@ -39,21 +38,21 @@ def train_step(
 
     """
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
-    tokens = count_tokens(batches, trainer.mesh.replicas)
+    tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches))
     with trainer.timers("forward-backward"):
         trainer.compute(batches, scale / tokens.clamp(min=1.0))
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
-    router = router_losses(trainer, sums, tokens)
-    trainer.optimizer.finish(trainer.timers)
+    means = router_losses(trainer, sums, tokens) | objective_metrics(trainer, sums, tokens)
+    trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
         else:
             outcome = update(rates, scale, loss)
     trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow
-    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, router)
+    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, means)
 
 
 @torch.no_grad()
@@ -62,33 +61,43 @@ def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
     tokens = torch.zeros((), device=trainer.device, dtype=torch.float64)
     for index in range(trainer.config.training.eval_iters):
         batches = trainer.evaluation_batches(split, index)
-        tokens += count_tokens(batches, trainer.mesh.replicas)
+        tokens += count_tokens(trainer, batches)
         trainer.compute(batches, None)
     return mean_loss(trainer, collect_sums(trainer), tokens).where(tokens > 0, torch.nan)
 
 
-def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
-    """Return the number of unmasked tokens of the global batch, an fp64 scalar; collective."""
-    local = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
-    return comm.all_reduce(local, replicas)
+def count_tokens(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
+    """Return the weight of the global batch in the loss, an fp64 scalar; collective.
+
+    For next-token prediction it is the number of unmasked tokens.
+    """
+    objective = next(iter(trainer.chunks.values())).objective
+    local = torch.stack([objective.weight(batch).double() for batch in batches]).sum()
+    return comm.all_reduce(local, trainer.mesh.dp_cp)
 
 
 def collect_sums(trainer: Trainer) -> dict[str, Tensor]:
     """Return and reset the sums that this rank's chunks have accumulated, in fp64."""
     sums: dict[str, Tensor] = {}
     for chunk in trainer.chunks.values():
-        for name, value in chunk.sums.take().items():
+        for name, value in chunk.sums.pop().items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     return sums
 
 
-def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Return the loss summed over all replicas and divided by ``tokens``; 0 without unmasked tokens. Collective.
+def objective_metrics(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return the means of the objective's further metrics; collective."""
+    names = next(iter(trainer.chunks.values())).objective.metric_names
+    return {name: mean_loss(trainer, sums, tokens, name) for name in names}
+
+
+def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor, name: str = "lm loss") -> Tensor:
+    """Return a loss summed over all replicas and divided by ``tokens``; 0 without unmasked tokens. Collective.
 
     Only the last stage has a sum, the others add zeros; so all ranks get the same bits, in any order of summation.
     Stages that finish the pipeline early wait here for the others.
     """
-    stage_sum = comm.all_reduce(sums.get("lm loss", torch.zeros_like(tokens)), trainer.mesh.replicas)
+    stage_sum = comm.all_reduce(sums.get(name, torch.zeros_like(tokens)), trainer.mesh.dp_cp)
     return comm.all_reduce(stage_sum, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.batch import final_consumed_samples, final_iteration
 from megatron.config.run import RunConfig
 from megatron.planner.flops import FlopsPerToken
-from megatron.training.loggers.base import TrainRecord
+from megatron.training.loggers.base import Metrics
 
 # Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the vendors' data sheets (figures "with sparsity"
 # halved), by words in the device name that the driver reports. The first matching row is used. Products that share a
@@ -86,34 +86,24 @@ class ThroughputModel:
             on_gpu=device_name != "cpu",
         )
 
-    def values(self, record: TrainRecord) -> dict[str, float | None]:
-        """Return throughput and utilisation by metric name. Utilisations are 0 to 1, or None for an unknown peak.
+    def metrics(self, metrics: Metrics) -> dict[str, float | None]:
+        """Return throughput and utilisation of a log line. Utilisations are 0 to 1, or None for an unknown peak.
 
         ``throughput`` is TFLOP/s per rank as Megatron-LM counts it. ``mfu`` counts all attention scores
         (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``.
         """
+        tokens_per_second = metrics["tokens-per-second"] / self.world_size
+        counts = {"mfu": self.flops.full, "mfu-causal": self.flops.causal, "hfu": self.flops.hardware}
+        peak = self.peak_flops
         return {
-            "throughput": self._flops_per_second(record, self.flops.megatron) / 1e12,
-            "mfu": self.mfu(record),
-            "mfu-causal": self._utilisation(record, self.flops.causal),
-            "hfu": self._utilisation(record, self.flops.hardware),
+            "throughput": tokens_per_second * self.flops.megatron / 1e12,
+            **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
         }
 
-    def mfu(self, record: TrainRecord) -> float | None:
-        """Return the model FLOPs utilisation by 6N + 12Lhs, 0 to 1, or None for an unknown peak."""
-        return self._utilisation(record, self.flops.full)
-
-    def _utilisation(self, record: TrainRecord, flops_per_token: float) -> float | None:
-        return None if self.peak_flops is None else self._flops_per_second(record, flops_per_token) / self.peak_flops
-
-    def _flops_per_second(self, record: TrainRecord, flops_per_token: float) -> float:
-        """Return FLOP/s of one rank."""
-        return record.tokens_per_second / self.world_size * flops_per_token
-
-    def seconds_left(self, record: TrainRecord) -> float:
-        """Return the time that the remaining samples take at this speed."""
-        samples_left = max(0, self.total_samples - record.consumed_samples)
-        return samples_left * self.seq_length / record.tokens_per_second
+    def seconds_left(self, metrics: Metrics) -> float:
+        """Return the time that the remaining samples take at the speed of a log line."""
+        samples_left = max(0, self.total_samples - metrics["consumed-samples"])
+        return float(samples_left * self.seq_length / metrics["tokens-per-second"])
 
 
 class Goodput:

@@ -5,7 +5,6 @@ Tensors are global and carry no layout; the values are the step, the position in
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -17,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.arguments.compatibility import Role, resume_mode_fixes
+from megatron.arguments.compatibility import resume_mode_fixes
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.option import Role
 from megatron.convert.huggingface.weights import WeightSource, fill_weights
 from megatron.convert.saved_model import EMA_PREFIX
 from megatron.data.dataset import split_label
@@ -30,9 +30,10 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
-from megatron.training.build import DIGEST_MODULUS, Trainer
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.resume_source import Position, is_own_checkpoint, position_of
 from megatron.training.startup import JOB_FACTS, StartFacts
+from megatron.training.trainer import DIGEST_MODULUS, Trainer
 
 RUN_ID_LETTERS = string.ascii_lowercase + string.digits
 RUN_ID_LENGTH = 8
@@ -58,11 +59,9 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
     """
     last: dict[str, Any] = {}
     with suppress(OSError):  # the first start
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            if '"start"' in line:
-                with suppress(ValueError):  # a line cut off by a crash
-                    record = json.loads(line)
-                    last = record if record.get("event") == "start" else last
+        for line in read_json_lines(metrics):
+            if line is not None and line.get("event") == "start":
+                last = line
     same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
     return str(last.get("run-id", "")) if same_job else ""
 
@@ -90,7 +89,7 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
         Notes on the data.
 
     Raises:
-        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
         UserError: if the training data are not those that the run was reading.
 
@@ -122,11 +121,11 @@ def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
     if not averaged:
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(EMA_PREFIX)}
     load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
-    optimizer.masters.put({name: wanted[name] for name in optimizer.masters})
-    if averaged or not optimizer.average:
-        optimizer.publish()
+    optimizer.main_params.set({name: wanted[name] for name in optimizer.main_params})
+    if averaged or not optimizer.ema:
+        optimizer.write_weights()
         return []
-    optimizer.begin()
+    optimizer.after_load()
     return ["the checkpoint has no average of the weights: it starts from the weights"]
 
 
@@ -134,15 +133,15 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     """Start a new run with the weights of a checkpoint; collective.
 
     Raises:
-        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
 
     """
     trainer.start_at(0, 0)
-    masters = dict(trainer.optimizer.masters)
-    load_sharded(manifest, tensors_to_load(trainer, masters), trainer.mesh.world)
-    trainer.optimizer.masters.put(masters)
-    trainer.optimizer.begin()
+    main_params = dict(trainer.optimizer.main_params)
+    load_sharded(manifest, tensors_to_load(trainer, main_params), trainer.mesh.world)
+    trainer.optimizer.main_params.set(main_params)
+    trainer.optimizer.after_load()
 
 
 def restore_from_source(trainer: Trainer, source: WeightSource) -> None:
@@ -153,15 +152,15 @@ def restore_from_source(trainer: Trainer, source: WeightSource) -> None:
 
     """
     trainer.start_at(0, 0)
-    masters = dict(trainer.optimizer.masters)
-    fill_weights(trainer.specs, masters, source, trainer.buckets.shares)
-    trainer.optimizer.masters.put(masters)
-    trainer.optimizer.begin()
+    main_params = dict(trainer.optimizer.main_params)
+    fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
+    trainer.optimizer.main_params.set(main_params)
+    trainer.optimizer.after_load()
 
 
 def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return this rank's shards of all tensors of a checkpoint, by name."""
-    shards = dict(trainer.optimizer.masters)
+    shards = dict(trainer.optimizer.main_params)
     for kind, tensors in trainer.optimizer.extra_state().items():
         shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
     return shards
@@ -173,7 +172,7 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
     Main parameters that are stored as remainders are computed only when written, so never all at once.
     """
     optimizer = trainer.optimizer
-    main_params = optimizer.masters
+    main_params = optimizer.main_params
     readers: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
         name: (accum_dtype(weight.dtype), partial(main_params.__getitem__, name))
         for name, weight in main_params.weights.items()
@@ -181,23 +180,23 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
     for kind, tensors in optimizer.extra_state().items():
         for name, tensor in tensors.items():
             readers[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
-    counted = trainer.buckets.counted()
+    counted = trainer.buckets.counted_shards()
     entries = {}
     for name, (dtype, whole) in readers.items():
         parameter = parameter_name(name)
         spec = trainer.specs[parameter]
-        updated = trainer.buckets.shares[parameter]
+        updated = trainer.buckets.shards[parameter]
         share = counted.get(parameter)
         if share is not None:
             mine = slice(share.start - updated.start, share.stop - updated.start)
             boxes = shard_boxes(spec, share, spec.owned)
-            parts = tuple(TensorPart(box.piece.place, partial(_elements, whole, mine, box)) for box in boxes)
+            parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
             entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
     return entries
 
 
 def _elements(whole: Callable[[], Tensor], mine: slice, slot: ShardBox) -> Tensor:
-    written: Tensor = slot.of(whole().view(-1)[mine])
+    written: Tensor = slot.view_in(whole().view(-1)[mine])
     return written
 
 
@@ -207,8 +206,8 @@ def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str
     for name, tensor in tensors.items():
         parameter = parameter_name(name)
         spec = trainer.specs[parameter]
-        boxes = shard_boxes(spec, trainer.buckets.shares[parameter])
-        parts = tuple(TensorPart(box.piece.place, box.of(tensor.detach())) for box in boxes)
+        boxes = shard_boxes(spec, trainer.buckets.shards[parameter])
+        parts = tuple(TensorPart(box.piece.global_box, box.view_in(tensor.detach())) for box in boxes)
         entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
     return entries
 
@@ -238,7 +237,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "goodput": trainer.goodput.state_dict(),
         "run_id": trainer.run_id,
         "data": {
-            "stretches": {split: list(counts) for split, counts in trainer.data.stretches.items()},
+            "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
             "fingerprints": dict(trainer.data.fingerprints),
             "digest": f"{consumed_digest(trainer):016x}",
         },
@@ -255,7 +254,7 @@ def consumed_digest(trainer: Trainer) -> int:
         RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
 
     """
-    read_by_rank = comm.all_gather_objects(trainer.digest_read, trainer.mesh.replicas)
+    read_by_rank = comm.all_gather_objects(trainer.digest_read, trainer.mesh.dp_cp)
     read = sum(read_by_rank) % DIGEST_MODULUS
     if read != trainer.data.digest("train", trainer.digested_samples, trainer.consumed_samples):
         raise RuntimeError(f"the samples read up to step {trainer.iteration} are not those of the sample stream")

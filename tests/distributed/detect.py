@@ -21,19 +21,20 @@ from megatron.data.loader import build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.layers.moe import DispatchPlan
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
-from megatron.training.build import build_trainer, check_same_data, check_same_kernels, check_same_schedule
+from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import HealthRecord, check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
-from megatron.training.loop import StopRequest, log_startup
+from megatron.training.loop import StartupReport, StopRequest
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
+from megatron.training.trainer import check_same_data
 from megatron.training.trainer_state import consumed_digest, new_run_id
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
@@ -77,7 +78,9 @@ def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
     """The last rank took 100 s to import; everyone must hear of it."""
     trainer, told = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
     trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
-    log_startup(trainer, SimpleNamespace(start_up=lambda mine, longest: told.append(longest)))  # type: ignore[arg-type]
+    report = StartupReport(trainer)
+    report.log = SimpleNamespace(start_up=lambda mine, longest: told.append(longest))  # type: ignore[assignment]
+    report.on_step_end(SimpleNamespace())  # type: ignore[arg-type]
     return told[0]["imports"]
 
 
@@ -97,10 +100,10 @@ def explain(rank: int, world_size: int, case: Case) -> str:
 def skip_together(rank: int, world_size: int, case: Case) -> bool:
     """The last rank's gradient is infinite; whether this rank's weights stay as they are, as everyone's must."""
     trainer = build_trainer(case.config(), rank, world_size)
-    before = [weight.clone() for weight in trainer.optimizer.masters.values()]
+    before = [weight.clone() for weight in trainer.optimizer.main_params.values()]
     with infinite_gradient() if rank == world_size - 1 else nullcontext():
         train_step(trainer, batches_of(trainer, case, 0), RATES)
-    return all(map(torch.equal, before, trainer.optimizer.masters.values()))
+    return all(map(torch.equal, before, trainer.optimizer.main_params.values()))
 
 
 def find_the_beginning(rank: int, world_size: int) -> bool:
@@ -198,12 +201,12 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     x, weight, labels = _extreme()
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
-    sink = GradAccumulator()
-    sink.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
-    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp)
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
+    vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, grad_accumulator, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
-    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary, LossConfig(), sink, "weight")
+    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary)
     loss.backward()
     return loss.item(), x.grad if x.grad is not None else torch.zeros_like(x)
 

@@ -29,11 +29,12 @@ from megatron.checkpoint.local_store import (
 )
 from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training import local_checkpoints
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, checkpoint_bytes
 from megatron.training.local_checkpoints import open_local_store
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state, tensors_to_save
 from tests.distributed.detect import ZERO1, Detector
 from tests.distributed.drive import Case

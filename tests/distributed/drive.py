@@ -18,8 +18,9 @@ from megatron.data.masks import MaskBuilder
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import evaluate, train_step
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 
@@ -161,7 +162,7 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     Where the case pads its batch, what is missing of a micro-batch is the sample before it again, of which no label
     counts.
     """
-    replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
+    replicas, size = trainer.mesh.dp_cp, trainer.config.training.micro_batch_size
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
     places = rank_micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
     return [_rows(whole, mine, size) for mine in places]
@@ -179,7 +180,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     if case.documents.eod is not None:
         ends = torch.rand(ids.shape, generator=generator) < 0.25
         ids = ids.masked_fill(ends, case.documents.eod)
-    columns = case.documents.columns(ids[:, :-1].numpy(), ids[:, 1:].numpy())
+    columns = case.documents.build(ids[:, :-1].numpy(), ids[:, 1:].numpy())
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:])
     samples = torch.arange(case.samples) + step * case.samples

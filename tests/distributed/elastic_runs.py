@@ -19,7 +19,7 @@ from unittest.mock import patch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.crash_runs import EARLY
 from tests.processes import free_port
 from tests.runs import steps, tiny_run

@@ -17,8 +17,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.layers import linear, loss
-from megatron.layers.build import BuildContext
-from megatron.layers.dropout import dropout_attention, dropout_rows
+from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.dropout import attention_dropout
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import SharedGradReducer
@@ -28,7 +28,7 @@ from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.stage import Stage
 from megatron.training import build as build_module
 from megatron.training import step
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 
 
 def bias_added_by_every_rank() -> AbstractContextManager[Any]:
@@ -56,8 +56,8 @@ def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
 def tokens_counted_locally() -> AbstractContextManager[Any]:
     """The loss is divided by this replica's tokens times the replicas, not by the global count."""
 
-    def count(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
-        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * replicas.size
+    def count(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
+        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * trainer.mesh.replicas.size
 
     return patch.object(step, "count_tokens", count)
 
@@ -65,19 +65,19 @@ def tokens_counted_locally() -> AbstractContextManager[Any]:
 @contextmanager
 def dropout_by_local_row() -> Iterator[None]:
     """Sequence-parallel ranks drop the same rows of their parts."""
-    original: Callable[..., Tensor] = dropout_rows
+    original = GPTChunk._forward_context
 
-    def from_zero(*arguments: Any, **named: Any) -> Tensor:
-        return original(*arguments[:-1], 0, **named)
+    def from_zero(self: GPTChunk, *arguments: Any) -> ForwardContext:
+        return replace(original(self, *arguments), first_row=0)
 
-    with patch("megatron.model.block.dropout_rows", from_zero), patch("megatron.model.gpt.dropout_rows", from_zero):
+    with patch.object(GPTChunk, "_forward_context", from_zero):
         yield
 
 
 def dropout_by_local_head() -> AbstractContextManager[Any]:
     """Tensor-parallel ranks drop the same weights of their first heads."""
-    original: Callable[..., Tensor] = dropout_attention
-    return patch("megatron.layers.attention.dropout_attention", lambda *arguments: original(*arguments[:-1], 0))
+    original: Callable[..., Tensor] = attention_dropout
+    return patch("megatron.layers.attention.attention_dropout", lambda *arguments: original(*arguments[:-1], 0))
 
 
 def dropout_by_local_sample() -> AbstractContextManager[Any]:
@@ -147,7 +147,7 @@ def weight_gradient_dropped() -> AbstractContextManager[Any]:
 @contextmanager
 def weight_gradient_empty() -> Iterator[None]:
     """The W action of one micro-batch runs, and adds nothing."""
-    original = GradAccumulator.run
+    original = GradAccumulator.run_deferred
 
     def run(self: GradAccumulator, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
@@ -155,7 +155,7 @@ def weight_gradient_empty() -> Iterator[None]:
             queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
         original(self, chunk, microbatch)
 
-    with deferred(), patch.object(GradAccumulator, "run", run):
+    with deferred(), patch.object(GradAccumulator, "run_deferred", run):
         yield
 
 
@@ -166,10 +166,10 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
     def build(*arguments: Any) -> Trainer:
         trainer = original(*arguments)
         name = "layers.0.self_attention.linear_qkv.weight"
-        view = trainer.optimizer.masters[name].view(trainer.specs[name].local_view)
+        view = trainer.optimizer.main_params[name].view(trainer.specs[name].local_view)
         for piece in trainer.specs[name].pieces:
-            if len(piece.replicas) > 1 and piece.replicas[-1] == trainer.mesh.tp.rank:
-                view[piece.local.slices] *= 1.0 + 2.0**-23
+            if len(piece.tp_ranks) > 1 and piece.tp_ranks[-1] == trainer.mesh.tp.rank:
+                view[piece.local_box.slices] *= 1.0 + 2.0**-23
         return trainer
 
     return patch("tests.distributed.drive.build_trainer", build)
@@ -209,7 +209,7 @@ def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
 
 def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> AbstractContextManager[Any]:
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
-    original = GradAccumulator.add
+    original = GradAccumulator.accumulate_wgrad
 
     def add(
         self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
@@ -217,7 +217,7 @@ def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> Abstrac
         bad = name == weight
         return original(self, name, x, WgradOperand(dy.wait() * float("inf")) if bad else dy, rows)
 
-    return patch.object(GradAccumulator, "add", add)
+    return patch.object(GradAccumulator, "accumulate_wgrad", add)
 
 
 def skips_decided_alone() -> AbstractContextManager[Any]:
@@ -242,7 +242,7 @@ def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
     original = distributed_optimizer.GradNorm.__init__
 
     def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
-        original(self, {name: replace(spec, copy=False) for name, spec in specs.items()}, grads, mesh)
+        original(self, {name: replace(spec, counted_elsewhere=False) for name, spec in specs.items()}, grads, mesh)
 
     return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 

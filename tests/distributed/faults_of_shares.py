@@ -17,7 +17,7 @@ from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
 from megatron.optimizer import distributed_optimizer, grad_buffer
 from megatron.optimizer.grad_buffer import BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
-from megatron.optimizer.main_params import WeightBuffers
+from megatron.optimizer.parameter_store import ParameterStore
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
@@ -26,7 +26,7 @@ def shard_off_by_one() -> AbstractContextManager[Any]:
 
     def shifted(*arguments: Any) -> ReduceHandle:
         total = original(*arguments)
-        return ReduceHandle(total.pending, lambda x: total.made_of(x).roll(-1))
+        return ReduceHandle(total.pending, lambda x: total.finish(x).roll(-1))
 
     return patch.object(grad_buffer, "start_grad_reduce_scatter", shifted)
 
@@ -34,22 +34,22 @@ def shard_off_by_one() -> AbstractContextManager[Any]:
 def shares_counted_by_all_copies() -> AbstractContextManager[Any]:
     """Ranks that update the same share all count it in the norm."""
 
-    def counted(self: GradBuffer) -> Mapping[str, ParamShard]:
-        return self.shares
+    def counted_shards(self: GradBuffer) -> Mapping[str, ParamShard]:
+        return self.shards
 
-    return patch.object(GradBuffer, "counted", counted)
+    return patch.object(GradBuffer, "counted_shards", counted_shards)
 
 
 def gather_of_one_bucket_forgotten() -> AbstractContextManager[Any]:
     """The weights of one bucket stay as they were where other ranks update them."""
-    original = WeightBuffers.__init__
+    original = ParameterStore.__init__
 
-    def init(self: WeightBuffers, *arguments: Any) -> None:
+    def init(self: ParameterStore, *arguments: Any) -> None:
         original(self, *arguments)
         buffer, part, _ = self._buffers[1]
         self._buffers[1] = buffer, part, Group()
 
-    return patch.object(WeightBuffers, "__init__", init)
+    return patch.object(ParameterStore, "__init__", init)
 
 
 def experts_summed_over_all_replicas() -> AbstractContextManager[Any]:
@@ -89,7 +89,7 @@ def padding_in_the_norm() -> Iterator[None]:
 
     def init(self: Any, specs: Any, grads: GradBuffer, mesh: Any) -> None:
         original(self, specs, grads, mesh)
-        self._counted = [bucket.own for bucket in grads.buckets]
+        self._counted = [bucket.shard for bucket in grads.buckets]
 
     with dirty_padding(), patch.object(distributed_optimizer.GradNorm, "__init__", init):
         yield
@@ -118,8 +118,8 @@ def lent_buffers_not_zeroed() -> AbstractContextManager[Any]:
     """A spare buffer still holds the micro-batch before."""
     original = BufferPool.take
 
-    def take(self: BufferPool, room: Any) -> Tensor:
+    def take(self: BufferPool, layout: Any) -> Tensor:
         with patch.object(torch.Tensor, "zero_", lambda x: x):
-            return original(self, room)
+            return original(self, layout)
 
     return patch.object(BufferPool, "take", take)

@@ -9,11 +9,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import MaskBuilder
-from megatron.pipeline.plan import NAMES
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
@@ -128,7 +127,7 @@ MAX_COLLECTIVES = 48
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "vpp": (1, 2),
-    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
+    "schedule": ("1f1b", *(name for name in PIPELINE_SCHEDULES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2, 3, 4),
     "zero": ("0", "1", "2", "2 twice"),  # "1 twice" is in the product

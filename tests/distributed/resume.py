@@ -15,14 +15,15 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megatron.arguments.resolve import resolve
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.distributed.mesh import world_group
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.checkpointer import checkpoint_bytes, choose_resume_source, load_start_state, save_checkpoint
 from megatron.training.loop import SIGNALS
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import consumed_digest, local_tensors, parameter_name
 from tests.distributed.grid import FACTORS, LAYOUT, SHARING, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
@@ -154,8 +155,8 @@ def go_on(trainer: Trainer) -> Leg:
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
     spec = trainer.specs[parameter]
-    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-    return trace_pieces(spec, trainer.buckets.shares[parameter], share, first)
+    first = trainer.mesh.optimizer_replica_group(*spec.reduce_axes).rank == 0
+    return trace_pieces(spec, trainer.buckets.shards[parameter], share, first)
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:

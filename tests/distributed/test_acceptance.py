@@ -103,7 +103,7 @@ def test_a_device_that_computes_something_else_is_named(pool: Pool, tmp_path: Pa
     checks.check_layouts(part, tmp_path, "fp32", [CASES["DP2"]], RANKS)
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
     assert bad.what == "devices compute the same, dense, fp32"
-    assert bad.told.startswith("rank 1 on n7 is off by 1.0e-03")
+    assert bad.detail.startswith("rank 1 on n7 is off by 1.0e-03")
 
 
 def test_a_device_that_computes_no_number_is_named(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_device_that_computes_no_number_is_named(tmp_path: Path) -> None:
     part = CheckSection("layouts")
     checks.check_devices(part, tmp_path, "dense", "fp32", 3)
     assert part.verdict == FAILED
-    assert part.checks[0].told.startswith("rank 2 on n2 is off by nan")
+    assert part.checks[0].detail.startswith("rank 2 on n2 is off by nan")
 
 
 def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
@@ -157,9 +157,9 @@ def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
     ("flags", "complaint"),
     [
         ("--nproc 0", "E002 --nproc 0 must be above 0"),
-        ("--steps 3", "E002 --steps 3 leaves no step to be killed in"),
-        ("--out .", "E002 --out . holds something already"),
-        ("--out /proc/here", "E002 --out /proc/here cannot be made: "),
+        ("--steps 3", "E002 --steps 3 leaves no step"),
+        ("--out .", "E002 --out . exists and is not empty"),
+        ("--out /proc/here", "E002 --out /proc/here cannot be created: "),
     ],
 )
 def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: str, complaint: str) -> None:

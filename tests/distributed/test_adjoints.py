@@ -146,9 +146,9 @@ def make(build: Callable[[BuildContext], nn.Module], mesh: Mesh, sequence_parall
         if spec.init.std is None:
             whole = torch.arange(1.0, spec.numel + 1.0, dtype=torch.float64).view(spec.view)
             for piece in spec.pieces:
-                parameter.data.view(spec.local_view)[piece.local.slices] = whole[piece.place.slices]
+                parameter.data.view(spec.local_view)[piece.local_box.slices] = whole[piece.global_box.slices]
     grads = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    context.sink.bind(grads.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(grads.__getitem__, lambda name: None)
     return Layer(module, context, grads)
 
 
@@ -157,7 +157,7 @@ def weigh(layer: Layer, rank: int) -> dict[str, float]:
     out = {}
     for name, parameter in layer.module.named_parameters():
         value = dot(parameter.detach(), layer.grads[name])
-        whole = all(len(p.replicas) > 1 and not p.partial for p in layer.context.specs[name].pieces)
+        whole = all(len(p.tp_ranks) > 1 and not p.partial for p in layer.context.specs[name].pieces)
         out[name] = once(rank, value) if whole else value
     return out
 

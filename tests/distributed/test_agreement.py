@@ -12,7 +12,7 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import check_same_kernels
 from tests.distributed.pool import Pool

@@ -54,15 +54,15 @@ def killed_at(step: int, call: int) -> AbstractContextManager[Any]:
 
 def impatient_at_first() -> AbstractContextManager[Any]:
     """The first communicators give a rank up after a second."""
-    patient, made = Mesh.beside, []
+    patient, made = Mesh.background_group, []
 
-    def beside(mesh: Mesh) -> Group:
+    def background_group(mesh: Mesh) -> Group:
         if made:
             return patient(mesh)
         made.append(dist.new_group([*mesh.world.ranks], timeout=timedelta(seconds=1), backend="gloo"))
         return Group(mesh.world.ranks, mesh.world.rank, made[0])
 
-    return patch.object(Mesh, "beside", beside)
+    return patch.object(Mesh, "background_group", background_group)
 
 
 EVENTS = {

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import CheckpointReader, load_sharded, save_sharded
+from megatron.checkpoint.load import CheckpointReader, load_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.comm import Group
-from megatron.distributed.mesh import is_peer_lost
+from megatron.distributed.launch import is_peer_lost
 from megatron.distributed.sharding import Box
 from tests.distributed.pool import Pool, RankError
 from tests.unit.checkpoint import samples

@@ -21,8 +21,9 @@ from megatron.config.run import DataConfig, RunConfig, TrainingConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed import mappings
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
 from tests.distributed.pool import Pool
 from tools.lib.verify_parallel import RankTrace, compare_traces, join_traces, trace_step

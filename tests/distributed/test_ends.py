@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, tiny_run

@@ -94,11 +94,11 @@ def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, T
     x_TH, experts_TK = tokens_of(rank)
     x_TH.requires_grad_()
     route = DispatchPlan.plan(experts_TK, 4, sizes["etp"], mesh.group("ep", "etp"))
-    there = route.there(x_TH)
+    there = route.dispatch(x_TH)
     held = 4 // sizes["ep"]
     factors = torch.arange(1.0 + held * mesh.coordinate["ep"], 9, dtype=torch.float64)[:held]
     rows = there * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
-    back = route.back(rows, TOKENS)
+    back = route.combine(rows, TOKENS)
     (back * factor_of_rank(rank)).sum().backward()
     assert x_TH.grad is not None
     return there.detach(), back.detach(), x_TH.grad, torch.tensor(mesh.coordinate["ep"])

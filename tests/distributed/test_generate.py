@@ -96,7 +96,7 @@ def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         patch.setattr(
-            "megatron.distributed.mesh.destroy_distributed", lambda: None
+            "megatron.distributed.launch.destroy_distributed", lambda: None
         )  # the pool does it, when all are done
         return main(flags), out.getvalue(), err.getvalue()
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
-from megatron.pipeline.plan import NAMES
 from tests.distributed import product
 from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (
@@ -252,7 +251,7 @@ def test_the_product_crosses_every_schedule_with_every_size_of_the_pipeline() ->
     crossed = {(c["schedule"], c["pp"], c["vpp"], c["tp"], c["dp"], c["untied"]) for c in product.layouts()}
     assert {c[:3] for c in crossed} == {
         (name, pp, vpp)
-        for name, pp, vpp in itertools.product(NAMES, (1, 2, 4), (1, 2))
+        for name, pp, vpp in itertools.product(PIPELINE_SCHEDULES, (1, 2, 4), (1, 2))
         if stages_on_a_rank(name) in (None, vpp)
     }
     assert {c[1:2] + c[3:] for c in crossed} == {

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint import local_store as exchange_module
-from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.local_folder import NodeMap
@@ -48,7 +48,7 @@ def everyone(rank: int) -> Group:
 
 def tier(folder: Path, rank: int) -> LocalStore:
     wire = Group(tuple(range(WORLD)), rank, dist.new_group(list(range(WORLD))))
-    return LocalStore(folder / f"node{NODES.of[rank]}", NODES, everyone(rank), wire)
+    return LocalStore(folder / f"node{NODES.node_of[rank]}", NODES, everyone(rank), wire)
 
 
 def quarters(rank: int, sample: Sample) -> list[Box]:
@@ -130,7 +130,7 @@ def test_a_rank_is_killed_at_every_call_of_a_save(pool: Pool, tmp_path: Path) ->
     counts = pool.run(WORLD, calls, tmp_path / "calls")
     for victim in (0, 1, 2):
         found = [check_kill(pool, tmp_path / "run", victim, target) for target in range(counts[victim])]
-        assert {*found} == ({1, 2} if NODES.leads(victim) else {1})  # a leader alone gives the new one its name
+        assert {*found} == ({1, 2} if NODES.is_leader(victim) else {1})  # a leader alone gives the new one its name
 
 
 def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: int) -> str:
@@ -156,7 +156,7 @@ def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, fail
     pool.run(WORLD, step, tmp_path, 1)
     (text,) = {*pool.run(WORLD, refused, tmp_path, failing, call, at)}
     assert f": the disk is full (rank {failing}); no local checkpoint was written" in text
-    assert f"node{NODES.of[failing]}/iter_0000002" in text
+    assert f"node{NODES.node_of[failing]}/iter_0000002" in text
     assert [path.name for path in tmp_path.glob("node*/iter*")] == ["iter_0000001"] * 2
     assert pool.run(WORLD, newest, tmp_path) == [1] * WORLD
 
@@ -193,7 +193,7 @@ def test_copies_are_on_the_disk_as_well(pool: Pool, tmp_path: Path) -> None:
 
 def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
     """What is raised where the disk of a node has so many bytes left."""
-    room = SimpleNamespace(free=free if NODES.of[rank] == node else 1 << 30)
+    room = SimpleNamespace(free=free if NODES.node_of[rank] == node else 1 << 30)
     try:
         with patch.object(shutil, "disk_usage", lambda path: room):
             step(rank, world, folder, 2)

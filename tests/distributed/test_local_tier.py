@@ -16,10 +16,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.format import MANIFEST, Manifest
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.local_folder import LocalCheckpoint
+from megatron.checkpoint.save import save_sharded
 from megatron.config.run import RunConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import choose_resume_source, load_start_state
 from megatron.training.resume_source import ResumeSource

@@ -23,7 +23,7 @@ from megatron.config.run import RunConfig
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, before_step, column, records, spoil_step, tiny_run
@@ -126,7 +126,7 @@ def test_ranks_wait_for_a_table_outside_of_collectives(pool: Pool, tmp_path: Pat
 
 DAMAGED = """
 import os, signal, sys
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.runs import before_step
 import pretrain_gpt
 

@@ -29,7 +29,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/loop.py", "log_startup", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/loop.py", "on_step_end", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
 }
@@ -175,7 +175,7 @@ def run_forgetful(rank: int, world_size: int) -> None:
 def shared_parameters(rank: int, world_size: int, case: Case) -> list[str]:
     """Those of which several tensor-parallel ranks hold a copy, the last layer's standing for all layers."""
     specs = build_trainer(case.config(), rank, world_size).specs
-    shared = [n for n, spec in specs.items() if any(len(piece.replicas) > 1 for piece in spec.pieces)]
+    shared = [n for n, spec in specs.items() if any(len(piece.tp_ranks) > 1 for piece in spec.pieces)]
     return [name for name in shared if not name.startswith("layers.0.")]
 
 

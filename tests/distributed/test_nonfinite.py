@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.config.run import TrainingConfig
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
+from megatron.training.trainer import Trainer
 from tests.distributed.detect import DP2, TP2, TP2_SP
 from tests.distributed.drive import Case, batches_of, pipeline
 from tests.distributed.pool import Pool

@@ -20,9 +20,10 @@ from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, S
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training import checkpointer
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
 from megatron.training.step import evaluate, train_step
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import tensors_to_save
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.pool import Pool
@@ -30,7 +31,7 @@ from tests.distributed.pool import Pool
 INIT = Init()
 SHARD = DenseSharding(0, 1)
 SPECS: dict[str, ShardSpec] = {
-    "tied": replace(SHARD.split((37, 5), 0, INIT), uses=2, tied=True),
+    "tied": replace(SHARD.split((37, 5), 0, INIT), contributions=2, tied=True),
     "layers.0.bias": SHARD.split((70,), 0, INIT),
     "layers.0.matrix": SHARD.split((33, 9), 0, INIT),
     "layers.0.experts": ExpertSharding(0, 1, 0, 1).split((2, 7, 6), 2, INIT),
@@ -69,19 +70,19 @@ def sums(rank: int, size: int, cut: Cut) -> Sums:
         grad_reduce_in_bf16=cut.in_bf16,
         ddp_bucket_size=300,
     )
-    mesh = Mesh(Layout.from_config(config, size), rank, instances=config.optimizer_instances)
-    sink, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
-    buckets = GradBuffer(SPECS, dtypes, mesh, sink, torch.device("cpu"), config, cut.uncut)
+    mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
+    grad_accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
+    buckets = GradBuffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
-        turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.uses)]
+        turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.contributions)]
         counts = dict.fromkeys(SPECS, 0)
         for place in torch.randperm(len(turns), generator=torch.Generator().manual_seed(step)).tolist():
             name = turns[place]
-            sink.accumulate(name, gradient(rank, name, counts[name]))
+            grad_accumulator.accumulate(name, gradient(rank, name, counts[name]))
             counts[name] += 1
         buckets.finish()
-    return {n: (s.start, s.stop, buckets.grads[n].clone().flatten()) for n, s in buckets.shares.items()}
+    return {n: (s.start, s.stop, buckets.grads[n].clone().flatten()) for n, s in buckets.shards.items()}
 
 
 CUTS = {
@@ -107,7 +108,7 @@ def test_sums_of_all_ranks_come_to_who_updates_them(pool: Pool, name: str) -> No
     ranks = pool.run(size, sums, cut)
     owners = size if cut.strategy == "no_shard" else cut.instances
     for parameter, spec in SPECS.items():
-        numbers = range(MICROBATCHES * spec.uses)
+        numbers = range(MICROBATCHES * spec.contributions)
         addends = [torch.stack([gradient(r, parameter, i) for i in numbers]).sum(0) for r in range(size)]
         whole = torch.stack(addends).sum(0).flatten()
         covered = torch.zeros(len(whole), dtype=torch.int64)

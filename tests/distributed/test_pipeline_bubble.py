@@ -19,6 +19,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
@@ -36,12 +37,12 @@ FORWARD, INPUT, WEIGHT = 0.044, 0.036, 0.030
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, slow both ways; its weight gradient, which a sink multiplies, is slow as well."""
+    """The identity, slow both ways; its weight gradient, which a grad_accumulator multiplies, is slow as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float, sink: GradAccumulator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, share: float, grad_accumulator: GradAccumulator) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.share, ctx.sink = share, sink
+        ctx.share, ctx.grad_accumulator = share, grad_accumulator
         time.sleep(FORWARD / share)
         return x.clone()
 
@@ -49,19 +50,24 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         time.sleep(INPUT / ctx.share)
         [x] = ctx.saved_tensors
-        return dy, ctx.sink.add("weight", WgradOperand(x), WgradOperand(dy)), None
+        return dy, ctx.grad_accumulator.accumulate_wgrad("weight", WgradOperand(x), WgradOperand(dy)), None
 
 
 class Sleeper:
     """A stage that sleeps for its share of a rank's time."""
 
-    def __init__(self, number: int, stages: int, sink: GradAccumulator) -> None:
-        self.first, self.last, self.share, self.sink = number == 0, number + 1 == stages, stages // RANKS, sink
+    def __init__(self, number: int, stages: int, grad_accumulator: GradAccumulator) -> None:
+        self.first, self.last, self.share, self.grad_accumulator = (
+            number == 0,
+            number + 1 == stages,
+            stages // RANKS,
+            grad_accumulator,
+        )
 
     def __call__(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """As a chunk is called."""
         start = torch.ones(1, requires_grad=True) if x is None else x
-        out = _Sleep.apply(start, self.share, self.sink)
+        out = _Sleep.apply(start, self.share, self.grad_accumulator)
         return out.sum() if self.last else out, torch.zeros(())
 
 
@@ -69,11 +75,13 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
     """Of run after run, until one is near ``expected``."""
     program = program_of(name, RANKS, MICROBATCHES)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
-    mesh = Mesh(layout, rank, placement=program.placement)
-    sink = GradAccumulator(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
-    sink.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
-    chunks = {s: Sleeper(s, program.stages, sink) for s, place in enumerate(program.placement) if place == rank}
-    pipeline = Pipeline(chunks, program.placement, rank, mesh.channels, lambda batch: torch.empty(1), sink)
+    mesh = Mesh(layout, rank, placement=program.placement, edges=channels(program.placement))
+    grad_accumulator = GradAccumulator(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
+    grad_accumulator.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
+    chunks = {
+        s: Sleeper(s, program.stages, grad_accumulator) for s, place in enumerate(program.placement) if place == rank
+    }
+    pipeline = Pipeline(chunks, program.placement, rank, mesh.channels, lambda batch: torch.empty(1), grad_accumulator)
     found: list[float] = []
     while len(found) < TRIES and not any(abs(bubble - expected) < POINTS for bubble in found):
         comm.all_reduce(torch.zeros(1), mesh.world)

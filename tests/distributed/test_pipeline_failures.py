@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import Told, before_step, column, start, tiny_run
 

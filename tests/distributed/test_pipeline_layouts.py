@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.pipeline.actions import PipelineSchedule
-from megatron.pipeline.plan import NAMES, stage_layers
+from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -32,7 +33,7 @@ def check(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 3, 7])
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_micro_batches_fewer_than_ranks_or_an_odd_number(pool: Pool, schedule: str, samples: int) -> None:
     stages = stages_on_a_rank(schedule) or 2
     check(pool, replace(pipeline(4, schedule, stages, samples, layers=4 * stages - 1), steps=1))
@@ -187,12 +188,12 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
     trainer = build_trainer(case.config(), rank, world_size)
     scales, skipped, moved = [], [], []
     for step in range(case.steps):
-        before = [master.clone() for master in trainer.optimizer.masters.values()]
+        before = [master.clone() for master in trainer.optimizer.main_params.values()]
         with infinite_gradient(weight if step == 1 else "none"):
             metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         scales.append(metrics.loss_scale.item())
         skipped.append(bool(metrics.skipped.item()))
-        moved.append(not all(map(torch.equal, before, trainer.optimizer.masters.values())))
+        moved.append(not all(map(torch.equal, before, trainer.optimizer.main_params.values())))
     return scales, skipped, moved
 
 

@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.planner.timeline import read_trace
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, records, start, tiny_run
 from tools.draw_schedule import main as draw_schedule

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
+from megatron.distributed.launch import register_failure
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh, register_failure
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
+from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import Timeline
@@ -41,7 +43,9 @@ CLOCKS = 1e-3
 def mesh_of(rank: int, program: PipelineSchedule, seconds: float = TIMEOUT) -> Mesh:
     ranks = len(program.ranks)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=ranks), ranks)
-    return Mesh(layout, rank, timedelta(seconds=seconds), placement=program.placement)
+    return Mesh(
+        layout, rank, timedelta(seconds=seconds), placement=program.placement, edges=channels(program.placement)
+    )
 
 
 def gradients(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
@@ -89,7 +93,7 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
     pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
-    failure_report.POLL_SECONDS, failure_report.WHEREABOUTS_PATIENCE = 0.1, 4.0  # the machine may be busy
+    failure_report.POLL_SECONDS, failure_report.POSITION_TIMEOUT_SECONDS = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
     try:
         with failure_report.publish_position_on_failure(mesh, pipeline):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.run import RunConfig
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.simulate import StageCosts, simulate
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, start, tiny_run
 

@@ -58,7 +58,7 @@ def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) 
             metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         out.scales.append(metrics.loss_scale.item())
         out.skipped.append(bool(metrics.skipped.item()))
-        out.weights.append(sum(m.double().abs().sum().item() for m in trainer.optimizer.masters.values()))
+        out.weights.append(sum(m.double().abs().sum().item() for m in trainer.optimizer.main_params.values()))
     return out
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training import main
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.runs import before_step, column, tiny_run
 
@@ -36,7 +36,11 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: 
     told = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
     with patch.dict(os.environ, place), before_step(2, ask), looks, told[0] as err, told[1] as out:
         status = main.run(config)
-    lines = [line.partition(":")[0] for line in out.getvalue().splitlines() if line.startswith(("profile of", "profile requested"))]
+    lines = [
+        line.partition(":")[0]
+        for line in out.getvalue().splitlines()
+        if line.startswith(("profile of", "profile requested"))
+    ]
     return status, err.getvalue(), lines
 
 

@@ -36,7 +36,7 @@ def told(rank: int, world_size: int, case: Case, name: str, at: int, master: boo
     trainer.iteration = 6
     check_weight_copies(trainer)
     if rank == at:
-        tensor = trainer.optimizer.masters[name] if master else trainer.params[name].detach()
+        tensor = trainer.optimizer.main_params[name] if master else trainer.params[name].detach()
         words = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         words.view(-1)[element] ^= 1
     try:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.folder import acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter

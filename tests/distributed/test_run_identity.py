@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training.trainer_state import new_run_id
 from tests.distributed.pool import Pool
 

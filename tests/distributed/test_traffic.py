@@ -36,10 +36,10 @@ def step(rank: int, world_size: int, every: tuple[str, ...]) -> list[Sent]:
     for flags in every:
         trainer = build_trainer(config_of(flags, world_size), rank, world_size)
         meter = trainer.mesh.meter
-        meter.take_sent()
+        meter.pop_bytes_sent()
         train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
         trainer.optimizer.weights.wait()
-        found.append(meter.take_sent())
+        found.append(meter.pop_bytes_sent())
     return found
 
 

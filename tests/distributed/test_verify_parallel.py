@@ -32,16 +32,16 @@ def no_fault() -> AbstractContextManager[Any]:
 
 def one_gradient_doubled() -> AbstractContextManager[Any]:
     """The weight gradient of one linear, in the last layer, is twice what it should be."""
-    original = GradAccumulator.add
+    original = GradAccumulator.accumulate_wgrad
 
     def add(self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand) -> None:
         original(self, name, x, WgradOperand(2.0 * dy.wait()) if name == "layers.1.mlp.linear_fc2.weight" else dy)
 
-    return patch.object(GradAccumulator, "add", add)
+    return patch.object(GradAccumulator, "accumulate_wgrad", add)
 
 
 def one_rank_fails() -> AbstractContextManager[Any]:
-    return patch.object(GradAccumulator, "add", side_effect=RuntimeError("out of luck"))
+    return patch.object(GradAccumulator, "accumulate_wgrad", side_effect=RuntimeError("out of luck"))
 
 
 FAULTS = {

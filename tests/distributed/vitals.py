@@ -41,7 +41,7 @@ def difference(got: HealthRecord, expected: HealthRecord, zeros: bool = True) ->
 
     Leave ``zeros`` out where keys have biases: in exact arithmetic their gradients are zero, and in ours now and then.
     """
-    ours, theirs = got.values(), expected.values()
+    ours, theirs = got.metrics(), expected.metrics()
     if list(ours) != list(theirs):
         return math.inf
     names = [name for name in ours if zeros or "zeros" not in name]

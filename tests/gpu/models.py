@@ -13,9 +13,10 @@ from megatron.config.run import RunConfig
 from megatron.data.masks import document_boundaries
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import collect_sums, count_tokens, mean_loss
+from megatron.training.trainer import Trainer
 
 SHAPES = {
     "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh",
@@ -94,10 +95,10 @@ def on(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients, in fp64 on the CPU."""
     t, here = trainer, [on(batch, trainer.device) for batch in batches]
-    tokens = count_tokens(here, t.mesh.replicas)
+    tokens = count_tokens(t, here)
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
-    t.optimizer.finish()
+    t.optimizer.reduce_gradients()
     loss = mean_loss(t, collect_sums(t), tokens).item()
     return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
@@ -117,4 +118,4 @@ def train(trainer: Trainer, steps: int, step: Callable[..., StepMetrics]) -> lis
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of the masters."""
-    return {name: master.detach().clone() for name, master in trainer.optimizer.masters.items()}
+    return {name: master.detach().clone() for name, master in trainer.optimizer.main_params.items()}

@@ -69,9 +69,9 @@ def test_products_of_narrow_formats_are_collected_in_fp32(device: torch.device) 
     """512 micro-batches of the same product: a sum in bf16 would stop growing after 256 of them."""
     x, dy = (torch.randn(2, 8, n, dtype=torch.bfloat16, device=device) for n in (64, 96))
     right = 512 * torch.einsum("sbi,sbo->oi", x.double(), dy.double())
-    for name, candidate in OPERATIONS["weight_gradient"].candidates.items():
+    for name, candidate in OPERATIONS["linear"].candidates.items():
         if candidate.missing(device, torch.bfloat16) is None:
-            target, multiply = torch.zeros(96, 64, device=device), candidate.make()
+            target, multiply = torch.zeros(96, 64, device=device), candidate.make().weight_gradient
             for _ in range(512):
                 multiply(target, x, dy)
             assert ((target - right).norm() / right.norm()).item() < 1e-5, name

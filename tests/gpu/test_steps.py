@@ -14,9 +14,10 @@ import torch
 
 from megatron.arguments.cli import parse
 from megatron.planner.memory import max_state_bytes
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.gpu.models import (
     COMMON,
     RATES,
@@ -189,7 +190,12 @@ def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> No
         held = torch.cuda.memory_allocated() - before
     else:
         moments = [t for kind in o.extra_state().values() for t in kind.values()]
-        kept = [*trainer.params.values(), *(b.own for b in trainer.buckets.buckets), *moments, *o.masters.values()]
+        kept = [
+            *trainer.params.values(),
+            *(b.shard for b in trainer.buckets.buckets),
+            *moments,
+            *o.main_params.values(),
+        ]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
         held += max_state_bytes(config, 1)["buffers"]
     expected = sum(max_state_bytes(config, 1).values())

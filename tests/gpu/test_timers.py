@@ -48,9 +48,9 @@ def test_a_stream_that_waits_for_another_stands_still(gpu: torch.device) -> None
             busy(50)
         if hidden:
             busy(hidden)
-        with group.waiting(x):
+        with group.blocked(x):
             torch.cuda.current_stream().wait_stream(other)
-        waited = group.meter.take()["tp"] * 1e3
+        waited = group.meter.pop()["tp"] * 1e3
         assert exposed * 0.9 - 1 <= waited <= exposed * 1.5 + 2
 
 
@@ -65,7 +65,7 @@ def test_thousands_of_spans_need_no_wait_and_few_events(gpu: torch.device) -> No
                 x += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert 0 < watch.take()["tp"] < 10
+    assert 0 < watch.pop()["tp"] < 10
 
 
 def test_a_captured_stream_is_not_measured(gpu: torch.device) -> None:
@@ -74,4 +74,4 @@ def test_a_captured_stream_is_not_measured(gpu: torch.device) -> None:
     with torch.cuda.graph(graph), watch.span("tp", cuda=True):
         x += 1
     graph.replay()
-    assert (x.item(), watch.take()) == (1.0, {})
+    assert (x.item(), watch.pop()) == (1.0, {})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.convert.huggingface.check import MismatchError, check_model
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import HuggingFaceWeights, read_model_config

@@ -21,7 +21,8 @@ from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.validate import validate_program
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.drive import MODEL, Case, batches_of
 from tests.distributed.pool import Pool
 

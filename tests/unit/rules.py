@@ -38,7 +38,7 @@ OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton"
 LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
 """Packages that are installed with this one, but that a run goes without where they are missing."""
 
-COMMUNICATORS = ("megatron.distributed.comm", "megatron.distributed.mesh")
+COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}

@@ -16,7 +16,6 @@ import torch
 
 from megatron.arguments.cli import parse
 from megatron.checkpoint.format import partition_problem
-from megatron.config import parallel
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -114,7 +113,7 @@ def test_router_weighs_by_scores_that_stand_alone(page: dict[str, Any]) -> None:
     context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), GradAccumulator(), torch.float64)
     model = ModelConfig(hidden_size=8, num_experts=4, add_bias_linear=False)
     moe = MixtureOfExperts(model, context, 0.1, drop_activation=False).eval()
-    moe.router = page["SigmoidRouter"](model, replace(context, params={}, specs={}).at("router"))
+    moe.router = page["SigmoidRouter"](model, replace(context, params={}, specs={}).submodule("router"))
     x_SBH, batch = torch.randn(3, 2, 8, dtype=torch.float64), MicroBatch.of_tokens(torch.zeros(2, 3, dtype=torch.int64))
     experts, weights, losses = moe.router(x_SBH, batch)
     scores = (x_SBH.flatten(0, 1) @ moe.router.weight.t()).sigmoid()
@@ -134,11 +133,11 @@ def test_optimizer_moves_by_the_sign_and_obeys_skips(page: dict[str, Any]) -> No
 
 
 def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
-    sink = GradAccumulator()
-    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
-    layer = page["LayerScale"](context.at("layers.0.scale"), 4, start=0.5)
+    grad_accumulator = GradAccumulator()
+    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), grad_accumulator, torch.float64)
+    layer = page["LayerScale"](context.submodule("layers.0.scale"), 4, start=0.5)
     grads = {"layers.0.scale.factor": torch.zeros(4, dtype=torch.float64)}
-    sink.bind(grads.__getitem__, lambda name: None)
+    grad_accumulator.bind(grads.__getitem__, lambda name: None)
     x = torch.randn(3, 2, 4, dtype=torch.float64)
     layer(x).sum().backward()
     assert context.specs["layers.0.scale.factor"].numel == 4
@@ -149,21 +148,21 @@ def test_layer_of_experts_declares_what_each_rank_has(page: dict[str, Any]) -> N
     boxes = []
     for ep, etp in product(range(2), range(2)):
         place = SimpleNamespace(coordinate={"ep": ep, "etp": etp}, layout=SimpleNamespace(sizes={"ep": 2, "etp": 2}))
-        context = BuildContext(cast(Mesh, place), GradAccumulator(), torch.float64, initialised=False)
-        layer = page["ExpertGain"](context.at("layers.0.mlp"), experts=4, width=6)
+        context = BuildContext(cast(Mesh, place), GradAccumulator(), torch.float64, draw_initial_values=False)
+        layer = page["ExpertGain"](context.submodule("layers.0.mlp"), experts=4, width=6)
         spec = context.specs["layers.0.mlp.gain"]
         assert layer.gain.shape == (2, 3)
         assert (spec.shape, spec.matrices, spec.reduce_axes) == ((4, 6), 1, ("edp",))
-        boxes += [piece.place for piece in spec.owned]
+        boxes += [piece.global_box for piece in spec.owned]
     assert partition_problem((4, 1, 6), boxes) is None
 
 
 def test_layer_of_experts_scales_rows_by_their_expert(page: dict[str, Any]) -> None:
-    sink = GradAccumulator()
-    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
+    grad_accumulator = GradAccumulator()
+    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), grad_accumulator, torch.float64)
     layer = page["ExpertGain"](context, experts=3, width=4)
     grads = {"gain": torch.zeros(3, 4, dtype=torch.float64)}
-    sink.bind(grads.__getitem__, lambda name: None)
+    grad_accumulator.bind(grads.__getitem__, lambda name: None)
     layer.gain.data.copy_(torch.arange(12.0).view(3, 4))
     x = torch.randn(5, 4, dtype=torch.float64)
     y = layer(x, (2, 0, 3))
@@ -196,10 +195,10 @@ def test_sink_gets_what_a_run_reports(page: dict[str, Any], tmp_path: Path) -> N
     warnings: list[str] = []
     sinks = LoggerCollection(warnings.append)
     sinks.add("the table", partial(BackgroundLogger, partial(page["LossTable"], tmp_path / "loss.tsv")))
-    sinks.event({"event": "start", "iteration": 0})
-    sinks.record({"iteration": 1, "lm loss": 2.5})
-    sinks.record({"iteration": 1, "lm loss validation": 3.5})
-    sinks.close(failed=False)
+    sinks.event(0, "start", {})
+    sinks.log(1, {"lm loss": 2.5})
+    sinks.log(1, {"lm loss validation": 3.5})
+    sinks.close()
     assert (tmp_path / "loss.tsv").read_text() == "1\t2.5\n"
     sinks.add("the table", partial(page["LossTable"], tmp_path / "nowhere" / "loss.tsv"))
     assert len(warnings) == 1
@@ -229,18 +228,11 @@ def test_schedule_hides_slow_links_in_more_memory(page: dict[str, Any]) -> None:
     )
 
 
-def test_schedule_is_known_by_name_everywhere(
-    page: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = runpy.run_path(plan.__file__)  # as a run would find it, with the name among the others
-    monkeypatch.setattr(plan, "NAMES", planned["NAMES"])
+def test_schedule_is_known_by_name_everywhere(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="eager")
-    resolved = planned["resolve_pipeline"](ModelConfig(num_layers=4), chosen)
+    resolved = plan.resolve_pipeline(ModelConfig(num_layers=4), chosen)
     assert resolved.num_virtual_stages_per_pipeline_rank == 1
-    assert planned["build_program"](resolved, 6).only(("F", "B")).ranks == make_schedule("eager", 4, 1, 6).ranks
-    assert "eager" in runpy.run_path(grid.__file__)["FACTORS"]["schedule"]
-    fields = runpy.run_path(parallel.__file__)["ParallelConfig"].__dataclass_fields__
-    assert "eager" in fields["pipeline_schedule"].metadata["option"].help
+    assert plan.build_program(resolved, 6).only(("F", "B")).ranks == make_schedule("eager", 4, 1, 6).ranks
     main = runpy.run_path(draw_schedule.__file__)["main"]
     assert main(["--compare", "all", "--pipeline", "4", "--microbatches", "8"]) == 0
     assert "eager" in [line.split()[0] for line in capsys.readouterr().out.splitlines()]
@@ -267,20 +259,20 @@ def test_schedule_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_dataset(page: dict[str, Any]) -> None:
     source = DataSource({"train": page["Counting"](10, 4, 100)}, {"train": (100,)}, {"train": 96}, 4, 2, 10)
     assert source.summary() == ["train      96 samples, 384 tokens, counted up to 10"]
-    (places,) = source.share("train", 8, 2, 0, 1)
+    (places,) = source.rank_places("train", 8, 2, 0, 1)
     batch = source.micro_batch("train", places, step=4)
     assert batch.tokens.tolist() == [[8, 9, 0, 1], [9, 0, 1, 2]]
     assert batch.labels.tolist() == [[9, 0, 1, 2], [0, 1, 2, 3]]
     assert source.digest("train", 0, 9) == sum(source.digest("train", i, i + 1) for i in range(9)) % 2**64
     assert list(source.fingerprints) == ["train"]
     with pytest.raises(DataError, match="this run has 100"):
-        source.share("train", 99, 2, 0, 1)
+        source.rank_places("train", 99, 2, 0, 1)
 
 
 def test_dataset_of_a_run_that_is_made_longer(page: dict[str, Any]) -> None:
     whole = page["Counting"](50, 8, 30)
-    chain, stretches = build_split("train", page["counting"], (20,), 30)
-    assert stretches == (20, 10)
+    chain, segments = build_split("train", page["counting"], (20,), 30)
+    assert segments == (20, 10)
     assert [chain[i].tokens.tolist() for i in range(30)] == [whole[i].tokens.tolist() for i in range(30)]
-    assert chain.identities(np.arange(30)).tolist() == whole.identities(np.arange(30)).tolist()
+    assert chain.sample_hashes(np.arange(30)).tolist() == whole.sample_hashes(np.arange(30)).tolist()
     assert chain.fingerprint == whole.fingerprint

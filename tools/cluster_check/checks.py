@@ -26,21 +26,22 @@ from typing import Any
 import torch
 
 from megatron.arguments.cli import parse
+from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.run import ComputeConfig, RunConfig
-from megatron.distributed.mesh import destroy_distributed
+from megatron.distributed.launch import destroy_distributed
 from megatron.kernels.registry import select_kernels
-from megatron.training.build import Trainer, build_trainer, join_distributed
+from megatron.training.build import build_trainer, join_distributed
 from megatron.training.failure_report import host_name
 from megatron.training.loggers.run_folder import environment_info, git_state, read_history
 from megatron.training.main import run
+from megatron.training.trainer import Trainer
 from tools.cluster_check import filesystem
-from tools.cluster_check.filesystem import FileSystemProbe, write_text_atomic
+from tools.cluster_check.filesystem import FileSystemProbe
 from tools.cluster_check.launcher import LaunchResult, RankLauncher
-from tools.cluster_check.report import FAILED, OK, SKIPPED, WARNING, CheckSection
-from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, trace_steps
-from tools.lib.verify_parallel import join_traces as together
+from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
+from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces, trace_steps
 
 REPORTED_VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|CUBLAS|SLURM)_\w+|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|\w+_TF32_\w*OVERRIDE"
@@ -76,7 +77,7 @@ def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
     facts |= {"rank": launch.rank, "size": launch.world_size, "host": hostname, "local_rank": launch.local_rank}
     if launch.local_rank == 0:  # the kernel checks take time, so run them once per node
         facts |= machine_facts(device)
-    write_text_atomic(folder / f"machine.{launch.rank}.json", json.dumps(facts))
+    publish_file(folder / f"machine.{launch.rank}.json", json.dumps(facts).encode())
 
 
 def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -359,15 +360,11 @@ def trace_layouts(folder: Path, dtype: str, device: str, cases: Sequence[LayoutC
         join_distributed(config)
         if not path.exists():
             alone = build_trainer(trace_config(flags, case.experts, dtype, device, 0, 1), 0, 1)
-            save_atomic(
-                path, SingleRankTrace(host_name(os.environ), strip_tensors(trace_steps(alone, STEPS), rank == 0))
-            )
+            steps = trace_steps(alone, STEPS)
+            if rank:  # loss and gradient norm suffice to compare devices
+                steps = [RankTrace(step.loss, step.grad_norm, {}, {}) for step in steps]
+            save_atomic(path, SingleRankTrace(host_name(os.environ), steps))
         save_atomic(folder / trace_file_name(case, dtype, rank), trace_steps(build_trainer(config, rank, ranks), STEPS))
-
-
-def strip_tensors(steps: list[RankTrace], whole: bool) -> list[RankTrace]:
-    """Return the steps; if not ``whole``, only loss and gradient norm, which suffice to compare devices."""
-    return steps if whole else [RankTrace(step.loss, step.grad_norm, {}, {}) for step in steps]
 
 
 def trace_file_name(case: LayoutCase, dtype: str, rank: int) -> str:
@@ -379,11 +376,11 @@ def trace_file_name(case: LayoutCase, dtype: str, rank: int) -> str:
 def save_atomic(path: Path, value: object) -> None:
     """Write a file atomically."""
     torch.save(value, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    durable_rename(path.with_suffix(".new"), path)
 
 
 def is_done(folder: Path, case: LayoutCase, dtype: str, ranks: int) -> bool:
-    """Return whether every rank finished a layout."""
+    """Return True if every rank finished a layout."""
     return all((folder / trace_file_name(case, dtype, rank)).exists() for rank in range(ranks))
 
 
@@ -401,11 +398,11 @@ def check_layouts(part: CheckSection, folder: Path, dtype: str, cases: Iterable[
     for case in done:
         what = f"{case.name}, {dtype}"
         reference = [
-            together([step]) for step in load_trace(folder / f"alone.{MODEL_NAMES[case.experts]}.{dtype}.0.pt").steps
+            join_traces([step]) for step in load_trace(folder / f"alone.{MODEL_NAMES[case.experts]}.{dtype}.0.pt").steps
         ]
         try:
             steps = [
-                together(step)
+                join_traces(step)
                 for step in zip(*(load_trace(folder / trace_file_name(case, dtype, r)) for r in range(ranks)))
             ]
             worst, errors = compare_with_reference(dtype, steps, reference)
@@ -461,17 +458,6 @@ def check_devices(part: CheckSection, folder: Path, model: str, dtype: str, rank
             part.add(f"devices compute the same, {model}, {dtype}", False, sentence)
             return
     part.add(f"devices compute the same, {model}, {dtype}", True, "each rank alone, same model and samples")
-
-
-def add_failed_layout(part: CheckSection, case: LayoutCase, dtype: str, why: str) -> None:
-    """Record a failed layout."""
-    part.add(f"{case.name}, {dtype}", False, why)
-
-
-def add_skipped_layouts(part: CheckSection, cases: Iterable[LayoutCase], dtype: str, why: str) -> None:
-    """Record skipped layouts."""
-    for case in cases:
-        part.add(f"{case.name}, {dtype}", False, why, otherwise=SKIPPED)
 
 
 TRAINING_PROGRAM = "pretrain_gpt.py"

@@ -6,7 +6,6 @@ Ranks communicate only through files in the folder under test, so it also works 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -15,11 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOCK_HELD, LOCK_FREE, NO_LOCKING = "held", "free", "none"
-"""A lock that another node holds is respected, is invisible here, or locks are not supported."""
-
-NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of a file system without locks."""
+from megatron.checkpoint.durable_files import LockState, NewFile, publish_file, try_lock
 
 PAGE_BYTES, REPLACEMENTS = 20_000, 100
 POLL = 0.02
@@ -53,7 +48,7 @@ class FileSystemProbe:
 
     def put(self, topic: str, value: object) -> None:
         """Write a value for the others."""
-        write_text_atomic(self.folder / f"{topic}.{self.rank}", json.dumps(value))
+        publish_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def wait_for(self, topic: str, count: int) -> dict[int, Any]:
         """Wait for the values of ``count`` ranks and return them by rank; fewer after the time limit."""
@@ -65,18 +60,18 @@ class FileSystemProbe:
             time.sleep(POLL)
 
     def _lock(self, nodes: int) -> str:
-        """Rank 0 holds a lock; return what this rank sees of it."""
+        """Rank 0 holds a lock; return the value of the `LockState` in which this rank sees it."""
         file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if self.rank == 0:
                 state = try_lock(file)
-                self.put("locked", state)
+                self.put("locked", state.value)
                 self.wait_for("tried", nodes - 1)
-                return NO_LOCKING if state == NO_LOCKING else LOCK_HELD
+                return (state if state is LockState.UNSUPPORTED else LockState.HELD).value
             self.wait_for("locked", 1)
             state = try_lock(file)
-            self.put("tried", state)
-            return state
+            self.put("tried", state.value)
+            return state.value
         finally:
             os.close(file)
 
@@ -105,34 +100,12 @@ class FileSystemProbe:
         """Return MB (2^20 bytes) per second written and synced by this machine while the others write too."""
         path, block = self.folder / f"data.{self.rank}.bin", os.urandom(2**20)
         start = time.monotonic()
-        with path.open("wb") as file:
+        with NewFile(path) as file:
             for _ in range(megabytes):
                 file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
         rate = megabytes / (time.monotonic() - start)
         path.unlink()
         return rate
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
-
-
-def try_lock(file: int) -> str:
-    """Try to lock an open file; return ``LOCK_FREE`` if the lock was obtained."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return LOCK_HELD
-    except OSError as error:
-        if error.errno in NO_LOCKS_ERRNOS:
-            return NO_LOCKING
-        raise
-    return LOCK_FREE
 
 
 def is_torn(path: Path) -> bool:
@@ -182,8 +155,8 @@ def file_system_checks(
 def lock_check(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
     """Judge whether locks work between nodes: (whether they do, a sentence)."""
     locks = {hosts[rank]: entry["lock"] for rank, entry in results.items() if "lock" in entry}
-    if NO_LOCKING in locks.values():
+    if LockState.UNSUPPORTED.value in locks.values():
         return False, "the file system has no locks: only the run folder's epochs keep two runs in one folder apart"
-    if free := [host for host, lock in locks.items() if lock == LOCK_FREE]:
+    if free := [host for host, lock in locks.items() if lock == LockState.ACQUIRED.value]:
         return False, f"a lock that rank 0 holds does not reach {', '.join(free)}: mount with locks (flock, local_lock)"
     return True, "a lock held by one node excludes the others" if len(locks) > 1 else "locks are supported"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.cluster_check.filesystem import write_text_atomic
+from megatron.checkpoint.durable_files import publish_file
 
 OK, WARNING, SKIPPED, FAILED = "ok", "warning", "skipped", "FAILED"
 SEVERITY = (SKIPPED, OK, WARNING, FAILED)
@@ -23,8 +23,8 @@ class CheckResult:
     """The result of one check."""
 
     what: str  # name
-    verdict: str  # OK; WARNING: a run can live with it; FAILED; SKIPPED: ``told`` has the reason
-    told: str  # what was measured, and what it means
+    verdict: str  # OK; WARNING: a run can live with it; FAILED; SKIPPED: ``detail`` has the reason
+    detail: str  # what was measured, and what it means
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ClusterReport:
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed."""
+        """True if a check failed."""
         return any(part.verdict == FAILED for part in self.parts)
 
     @property
@@ -72,7 +72,7 @@ class ClusterReport:
 
     @property
     def verdict(self) -> str:
-        """The overall verdict. An unfinished check says so, so that its page is not mistaken for a pass."""
+        """The overall verdict; that of an unfinished check names the parts to come."""
         if self.left:
             so_far = f", {FAILED} already" if self.failed else ""
             return f"unfinished, {', '.join(self.left)} still to come{so_far}"
@@ -84,9 +84,12 @@ class ClusterReport:
         """Write both files, each atomically."""
         values = {"version": REPORT_VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
         values |= {"without": self.without, "about": self.about, "command": self.command}
-        parts = [{"verdict": part.verdict} | asdict(part) for part in self.parts]
-        write_text_atomic(folder / JSON, json.dumps(values | {"parts": parts}, indent=1) + "\n")
-        write_text_atomic(folder / MARKDOWN, self.markdown())
+        parts = []
+        for part in self.parts:
+            results = [{"what": check.what, "verdict": check.verdict, "told": check.detail} for check in part.checks]
+            parts.append({"verdict": part.verdict} | asdict(part) | {"checks": results})
+        publish_file(folder / JSON, (json.dumps(values | {"parts": parts}, indent=1) + "\n").encode())
+        publish_file(folder / MARKDOWN, self.markdown().encode())
 
     def markdown(self) -> str:
         """Return the page: the verdict, a table of the parts, then each part's checks."""
@@ -100,7 +103,7 @@ class ClusterReport:
         yield from markdown_table(rows)
         for part in self.parts:
             yield from ("", f"## {part.name}", "")
-            yield from (f"- **{c.verdict}** {c.what}: {_line(c.told)}" for c in part.checks)
+            yield from (f"- **{c.verdict}** {c.what}: {_line(c.detail)}" for c in part.checks)
             for title, content in part.tables.items():
                 yield from ("", *([f"{title}:", ""] if title else []), *markdown_table(content))
             if part.log:
@@ -112,7 +115,7 @@ def section_summary(part: CheckSection) -> str:
     if part.verdict == OK:
         count = len(part.checks)
         return f"{count} check{'' if count == 1 else 's'}"
-    return next((f"{check.what}: {check.told}" for check in part.checks if check.verdict == part.verdict), "")
+    return next((f"{check.what}: {check.detail}" for check in part.checks if check.verdict == part.verdict), "")
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

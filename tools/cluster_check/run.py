@@ -82,7 +82,7 @@ class ClusterCheck:
         part.seconds = time.monotonic() - start
         for check in part.checks:
             if check.verdict not in (OK, SKIPPED):
-                print(f"         {check.verdict} {check.what}: {check.told}", flush=True)
+                print(f"         {check.verdict} {check.what}: {check.detail}", flush=True)
 
     def machine(self, part: CheckSection) -> None:
         """Check installed versions, machines and the file system."""
@@ -130,12 +130,13 @@ class ClusterCheck:
                     break
                 part.log = outcome.tail()
                 failed = left[done.index(False)]
-                checks.add_failed_layout(part, failed, dtype, f"{outcome.ended}; see {outcome.log.name}")
+                part.add(f"{failed.name}, {dtype}", False, f"{outcome.ended}; see {outcome.log.name}")
                 left = left[done.index(False) + 1 :]
                 if not left:
                     break
                 if number == LAYOUT_STARTS - 1:
-                    checks.add_skipped_layouts(part, left, dtype, "skipped after too many failures")
+                    for case in left:
+                        part.add(f"{case.name}, {dtype}", False, "skipped after too many failures", SKIPPED)
             checks.check_layouts(part, folder, dtype, cases, self.ranks)
 
     def interruption(self, part: CheckSection) -> None:

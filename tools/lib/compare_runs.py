@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron.arguments.compatibility import Role, role_of
+from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
+from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, find_source
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.loggers.run_folder import CONFIG_FILE, DATA_FILE, DIFF_FILE, ENVIRONMENT_FILE, METRICS_FILE
 
 FACT_FILES = (ENVIRONMENT_FILE, DATA_FILE)
@@ -96,12 +98,13 @@ def _read_lines(run: RunFolder) -> None:
     path = run.folder / METRICS_FILE
     unreadable = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    _add_line(run.lines, json.loads(text))
-                except (ValueError, LookupError, TypeError, AttributeError):
-                    unreadable += 1  # a crash may cut a line off
+        for line in read_json_lines(path):
+            try:
+                if line is None:
+                    raise ValueError
+                _add_line(run.lines, line)
+            except (ValueError, LookupError, TypeError):
+                unreadable += 1
     except OSError as error:
         run.missing.append(f"{path} cannot be read: {error.strerror}")
     if unreadable:
@@ -261,8 +264,8 @@ def open_samples(run: RunFolder) -> DataSource:
     config = from_dict(known)
     replicas = config.parallel.data_parallel_size(int(run.facts.get("world_size", 1)))
     laid_out = run.facts.get("train.laid_out_for_samples")  # one length per extension of the run
-    stretches = {"train": laid_out} if laid_out else None
-    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
+    segments = {"train": laid_out} if laid_out else None
+    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), segments)
     last = run.lines[max(run.lines)] if run.lines else {}
     digest = last.get(SAMPLES_DIGEST)
     samples = int(last.get("consumed-samples", 0))
@@ -283,7 +286,7 @@ def first_different_index(a: DataSource, b: DataSource, first: int, stop: int) -
         return next((i for i in numbers if not np.array_equal(left[i].tokens, right[i].tokens)), None)
     for at in range(first, stop, DIGEST_BLOCK):
         places = np.arange(at, min(at + DIGEST_BLOCK, stop))
-        (differing,) = np.nonzero(left.identities(places) != right.identities(places))
+        (differing,) = np.nonzero(left.sample_hashes(places) != right.sample_hashes(places))
         if differing.size:
             return int(places[differing[0]])
     return None

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.training.build import Trainer
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
         pieces = {}
         for name, tensor in tensors.items():
             spec = trainer.specs[name]
-            first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-            pieces[name] = trace_pieces(spec, trainer.buckets.shares[name], tensor, first)
+            first = trainer.mesh.optimizer_replica_group(*spec.reduce_axes).rank == 0
+            pieces[name] = trace_pieces(spec, trainer.buckets.shards[name], tensor, first)
         return pieces
 
     grads = trace(trainer.buckets.grads)
-    weights = trace(trainer.optimizer.masters)
+    weights = trace(trainer.optimizer.main_params)
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 
@@ -107,10 +107,10 @@ def trace_pieces(spec: ShardSpec, share: ParamShard, tensor: Tensor, first: bool
     flat = tensor.detach().cpu()
     out = []
     for slot in shard_boxes(spec, share):
-        values = slot.of(flat).clone()
+        values = slot.view_in(flat).clone()
         digest = hashlib.blake2b(values.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
-        mine = first and slot.piece.replicas[0] == spec.tp_rank and not spec.copy
-        out.append(TracedPiece(spec.shape, spec.view, slot.piece.place, digest, values if mine else None))
+        mine = first and slot.piece.tp_ranks[0] == spec.tp_rank and not spec.counted_elsewhere
+        out.append(TracedPiece(spec.shape, spec.view, slot.piece.global_box, digest, values if mine else None))
     return out
 
 

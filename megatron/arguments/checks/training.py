@@ -21,9 +21,9 @@ from megatron.config.batch import (
 )
 from megatron.config.errors import Problem
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, parse_factor
+from megatron.config.run import RunConfig
 from megatron.config.settings import flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
+from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples, parse_factor
 from megatron.planner.memory import parameter_shapes
 
 PADDED = "--pad-global-batch"

@@ -22,7 +22,7 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
@@ -142,7 +142,7 @@ def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSo
     Raises:
         MismatchError: naming the first difference above ``TOLERANCE``, or tensors that transformers did not use.
         CheckpointError: naming tensors with NaN or infinite values, which make a comparison impossible.
-        DamagedError: when a file cannot be read.
+        DamagedCheckpointError: when a file cannot be read.
     """
     tokens_BS, positions_BS = sample_inputs(model)
     theirs = run_transformers(folder, config, tokens_BS, positions_BS)
@@ -173,10 +173,9 @@ def nonfinite_tensors(folder: Path) -> list[str]:
 def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return random tokens and their positions, both ``[B, S]``.
 
-    Rows are longer than the model's window, up to ``MAX_CHECKED_WINDOW`` (see :func:`uncovered_by_check`). With
-    learned positions,
-    the last row has the last positions. Rotary embedding uses small positions only, since the angles of large positions
-    differ by rounding; the frequencies are compared instead.
+    Rows are longer than the model's window, up to ``MAX_CHECKED_WINDOW`` (see :func:`uncovered_by_check`). With learned
+    positions, the last row has the last positions. Rotary embedding uses small positions only, since the angles of
+    large positions differ by rounding; the frequencies are compared instead.
     """
     window = model.window_size or 0
     length = SAMPLE_TOKENS + window if window <= MAX_CHECKED_WINDOW else SAMPLE_TOKENS
@@ -222,7 +221,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])
     weights.release(head)
-    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
+    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.scale)
     return ModelOutputs(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 
@@ -405,7 +404,7 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
-    """Ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from these files."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:

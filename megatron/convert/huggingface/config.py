@@ -13,11 +13,11 @@ from typing import Any
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.families import (
-    MODEL_FAMILIES,
     FieldValues,
     JsonObject,
     ModelFamily,
     UnsupportedConfigError,
+    model_families,
     read_bool,
     read_number,
 )
@@ -60,9 +60,6 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of all model types with the only supported values."""
 
-_TIED = {"gpt2": True}
-"""Model types whose default of ``tie_word_embeddings`` is true."""
-
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a folder.
@@ -83,19 +80,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_model_values(folder: Path) -> FieldValues:
+    """Return the fields of `ModelConfig`, by name, that a folder's ``config.json`` determines.
+
+    Raises:
+        UserError: when it cannot be read, or the model is not supported.
+    """
+    return model_config_values(read_config(folder), str(folder / CONFIG_FILE))
+
+
 def read_model_type(config: JsonObject, where: str) -> str:
-    """Return the model type of a config.json, a key of ``MODEL_FAMILIES``.
+    """Return the model type of a config.json, a key of `model_families`.
 
     Raises:
         UserError: when the model type is not supported.
     """
-    kind = str(config.get("model_type"))
-    if kind not in MODEL_FAMILIES:
-        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(MODEL_FAMILIES)}"
+    kind, families = str(config.get("model_type")), model_families()
+    if kind not in families:
+        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(families)}"
         raise UserError([Problem("E851", sentence)])
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
-    supported = MODEL_FAMILIES[kind].architecture
+    supported = families[kind].architecture
     if architectures and supported not in named:
         sentence = f"{where}: architectures {', '.join(map(str, named))}; only {supported} is supported for {kind}"
         raise UserError([Problem("E851", sentence)])
@@ -115,14 +121,12 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     Raises:
         UserError: naming every unknown key and unsupported value.
     """
-    kind = read_model_type(config, where)
-    family, values = MODEL_FAMILIES[kind], FieldValues()
+    family, values = model_families()[read_model_type(config, where)], FieldValues()
     problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
 
     def read_tie(config: JsonObject) -> FieldValues:
-        return {
-            "untie_embeddings_and_output_weights": not read_bool(config, "tie_word_embeddings", _TIED.get(kind, False))
-        }
+        tied = read_bool(config, "tie_word_embeddings", family.tied_by_default)
+        return {"untie_embeddings_and_output_weights": not tied}
 
     for read in (lambda c: _read_keys(c, family), family.read, read_tie):
         try:
@@ -157,12 +161,15 @@ def _read_keys(config: JsonObject, family: ModelFamily) -> FieldValues:
 
 
 def model_type_for(model: ModelConfig) -> str:
-    """Return the first model type of ``MODEL_FAMILIES`` that computes exactly the same as ``model``.
+    """Return the first model type of `model_families` that computes exactly the same as ``model``.
 
     Raises:
         UserError: when there is none, naming the options that the closest model types lack.
     """
-    lacking = {kind: [option for option, can in f.can.items() if not can(model)] for kind, f in MODEL_FAMILIES.items()}
+    lacking = {
+        kind: [option for option, can in family.can.items() if not can(model)]
+        for kind, family in model_families().items()
+    }
     best = min(lacking, key=lambda kind: len(lacking[kind]))
     if not lacking[best]:
         return best
@@ -186,7 +193,7 @@ def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonO
         UserError: when no family computes exactly the same, or a size is not set.
     """
     kind = model_type_for(model)
-    family = MODEL_FAMILIES[kind]
+    family = model_families()[kind]
     for name in ("vocab_size", "max_position_embeddings"):
         if getattr(model, name) is None:
             flag = f"--{name.replace('_', '-')} N"

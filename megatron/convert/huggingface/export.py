@@ -1,14 +1,12 @@
 """Export of a checkpoint to a Hugging Face folder, tensor by tensor.
 
-The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a
-model
+The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a model
 before it is complete and checked.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError, make_folder, sync_folder, write_file
+from megatron.checkpoint.durable_files import durable_rename, make_folder, sync_folder, write_file
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import CONFIG_FILE, SPECIAL_TOKEN_IDS, build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import TensorMapping, hf_slots
+from megatron.convert.huggingface.weight_map import TensorMapping, map_tensors
 from megatron.convert.huggingface.weights import WEIGHTS_FILE, WEIGHTS_INDEX_FILE, read_in_blocks
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
@@ -68,7 +67,7 @@ class RoundedWeights:
 
         Raises:
             CheckpointError: when a value overflows the data type.
-            DamagedError: when a checksum does not match.
+            DamagedCheckpointError: when a checksum does not match.
         """
         exact = self._saved.read(name, view, box)
         rounded = exact.to(self._dtype)
@@ -108,7 +107,7 @@ class HuggingFaceExport:
         self._files[GENERATION_CONFIG_FILE] = _generation(self._files, special)
         kind = model_type_for(saved.model)
         self._items = [
-            ExportedTensor(name, slot) for name, found in hf_slots(kind, saved.specs).items() for slot in found
+            ExportedTensor(name, slot) for name, found in map_tensors(kind, saved.specs).items() for slot in found
         ]
 
     @property
@@ -133,7 +132,7 @@ class HuggingFaceExport:
 
         Raises:
             StorageError: when writing fails; the files are then removed.
-            DamagedError: when a checksum of the checkpoint does not match.
+            DamagedCheckpointError: when a checksum of the checkpoint does not match.
         """
         with self._removing_on_failure():
             if self.building.exists():
@@ -152,10 +151,8 @@ class HuggingFaceExport:
             StorageError: when renaming fails; the files are then removed.
         """
         with self._removing_on_failure():
-            os.rename(self.pending_config, self.building / CONFIG_FILE)
-            sync_folder(self.building)
-            os.rename(self.building, self.folder)  # replaces an empty folder
-            sync_folder(self.folder.parent)
+            durable_rename(self.pending_config, self.building / CONFIG_FILE)
+            durable_rename(self.building, self.folder)  # replaces an empty folder
 
     def abandon(self) -> None:
         """Remove the unpublished files."""

@@ -1,7 +1,19 @@
-"""Supported model types of transformers, with the mapping between their ``config.json`` and `ModelConfig`.
+"""Supported model types of transformers: their ``config.json``, and the tensors in their files.
 
-Each `ModelFamily` is one record used in both directions: keys that correspond to one of our fields, keys with fixed
-values, functions for the rest, and which of our options the family can express.
+A `ModelFamily` is one record used in both directions: the keys of config.json that correspond to one of our fields,
+keys with fixed values, functions for the rest, which of our options the family can express, and where each of our
+tensors is stored. `weight_map` and `config` apply the records. `model_families` returns the built-in ones and those
+that plugins register.
+
+A row of the weights names one of our tensors and the axes of its view, and the Hugging Face tensors that it consists
+of. These are described by the same axes: commas separate the dimensions of the stored tensor, and brackets select a
+part of an axis. So ``"h, x g d"`` is stored as ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` is the last element of each
+group's ``x``, stored as ``[g * d, h]``. A name with ``{e}`` stands for one tensor per expert, which ``e[{e}]`` selects.
+Rows contain only views, permutations and slices, so they are invertible, and a box of our tensor is a set of slices of
+theirs.
+
+Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
+o outputs of all heads, p gate and up, f width of the MLP, e experts.
 """
 
 from __future__ import annotations
@@ -9,13 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.config.plugins import registered
 
 JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
+
+WeightRow = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Our name, axes of our view, (name, axes) of each Hugging Face tensor. ``{i}`` is the layer, ``{e}`` the expert."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,39 @@ class ConfigKey:
     optional: bool = False  # null is allowed although the default is not null
 
 
+@dataclass(frozen=True)
+class WeightTable:
+    """Stored tensors of a family."""
+
+    rows: tuple[WeightRow, ...]  # all tensors that a model can have
+    prefix: str  # of all names except the head's; missing in files of a model without head
+    buffers: tuple[str, ...]  # patterns of names, without the prefix, that are not weights
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One model type of transformers."""
+
+    # transformers' class with a language-modelling head
+    architecture: str
+    # keys that correspond to one field of ModelConfig
+    keys: tuple[ConfigKey, ...]
+    # keys with the only supported values; the first is the value of a missing key
+    fixed: Mapping[str, tuple[Any, ...]]
+    # the other keys that read uses
+    reads: tuple[str, ...]
+    # further fields of ModelConfig from a config.json; raises UnsupportedConfigError
+    read: Callable[[JsonObject], FieldValues]
+    # further keys of config.json for a model that the family can express
+    write: Callable[[ModelConfig], FieldValues]
+    # option -> whether the family can express the model's value of it
+    can: Mapping[str, Callable[[ModelConfig], bool]]
+    # where its tensors are stored
+    weights: WeightTable
+    # transformers' default of tie_word_embeddings
+    tied_by_default: bool = False
+
+
 class UnsupportedConfigError(ValueError):
     """A value in config.json that is not supported."""
 
@@ -36,7 +84,7 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
     """Return the value of a key: a float if its default is one, else an int; or None where null is allowed.
 
     Raises:
-        RefusedError: when the value has another type.
+        UnsupportedConfigError: when the value has another type.
     """
     value = config.get(key.theirs, key.default)
     fractional = isinstance(key.default, float)
@@ -51,13 +99,15 @@ def read_bool(config: JsonObject, name: str, default: bool) -> bool:
     """Return the boolean value of a key.
 
     Raises:
-        RefusedError: when the value is not a boolean.
+        UnsupportedConfigError: when the value is not a boolean.
     """
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
     return value
 
+
+# ---- Rotary embeddings ----
 
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = (
@@ -91,7 +141,7 @@ def read_rope(config: JsonObject) -> FieldValues:
     Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
 
     Raises:
-        RefusedError: when the rope type or a value of it is not supported.
+        UnsupportedConfigError: when the rope type or a value of it is not supported.
     """
     rope = _rope_parameters(config)
     theta = read_number(_THETA, config | rope)
@@ -132,7 +182,7 @@ def _rope_parameters(config: JsonObject) -> FieldValues:
 
 
 def _check_yarn(rope: JsonObject) -> None:
-    """Raise RefusedError if an option of YaRN differs from the paper."""
+    """Raise UnsupportedConfigError if an option of YaRN differs from the paper."""
     factor, attention = rope.get("factor"), rope.get("attention_factor")
     if not isinstance(factor, int | float) or factor < 1:
         raise UnsupportedConfigError(f"yarn's factor is {factor!r}, not a number of at least 1")
@@ -152,26 +202,6 @@ def write_rope(model: ModelConfig) -> FieldValues:
     kind = "yarn" if model.position_embedding_type == "yarn" else "llama3" if model.use_rope_scaling else "default"
     scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
     return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """One model type of transformers, used in both directions."""
-
-    # transformers' class with a language-modelling head
-    architecture: str
-    # keys that correspond to one field of ModelConfig
-    keys: tuple[ConfigKey, ...]
-    # keys with the only supported values; the first is the value of a missing key
-    fixed: Mapping[str, tuple[Any, ...]]
-    # the other keys that read uses
-    reads: tuple[str, ...]
-    # further fields of ModelConfig from a config.json; raises RefusedError
-    read: Callable[[JsonObject], FieldValues]
-    # further keys of config.json for a model that the family can express
-    write: Callable[[ModelConfig], FieldValues]
-    # option -> whether the family can express the model's value of it
-    can: Mapping[str, Callable[[ModelConfig], bool]]
 
 
 # ---- GPT-2 ----
@@ -207,6 +237,29 @@ def _write_gpt2(model: ModelConfig) -> FieldValues:
     }
 
 
+_GPT2_ROWS: tuple[WeightRow, ...] = (
+    ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),
+    ("embedding.position_embeddings.weight", "t h", (("transformer.wpe.weight", "t, h"),)),
+    ("layers.{i}.input_layernorm.weight", "h", (("transformer.h.{i}.ln_1.weight", "h"),)),
+    ("layers.{i}.input_layernorm.bias", "h", (("transformer.h.{i}.ln_1.bias", "h"),)),
+    ("layers.{i}.self_attention.linear_qkv.weight", "g x d h", (("transformer.h.{i}.attn.c_attn.weight", "h, x g d"),)),
+    ("layers.{i}.self_attention.linear_qkv.bias", "g x d", (("transformer.h.{i}.attn.c_attn.bias", "x g d"),)),
+    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("transformer.h.{i}.attn.c_proj.weight", "o, h"),)),
+    ("layers.{i}.self_attention.linear_proj.bias", "h", (("transformer.h.{i}.attn.c_proj.bias", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("transformer.h.{i}.ln_2.weight", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.bias", "h", (("transformer.h.{i}.ln_2.bias", "h"),)),
+    ("layers.{i}.mlp.linear_fc1.weight", "f h", (("transformer.h.{i}.mlp.c_fc.weight", "h, f"),)),
+    ("layers.{i}.mlp.linear_fc1.bias", "f", (("transformer.h.{i}.mlp.c_fc.bias", "f"),)),
+    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("transformer.h.{i}.mlp.c_proj.weight", "f, h"),)),
+    ("layers.{i}.mlp.linear_fc2.bias", "h", (("transformer.h.{i}.mlp.c_proj.bias", "h"),)),
+    ("final_layernorm.weight", "h", (("transformer.ln_f.weight", "h"),)),
+    ("final_layernorm.bias", "h", (("transformer.ln_f.bias", "h"),)),
+    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+)
+_GPT2_WEIGHTS = WeightTable(
+    _GPT2_ROWS, prefix="transformer.", buffers=(r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias")
+)
+
 _GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
     keys=(
@@ -240,6 +293,8 @@ _GPT2 = ModelFamily(
         "window_size": lambda m: m.window_size is None,
         "num_experts": lambda m: m.num_experts is None,
     },
+    weights=_GPT2_WEIGHTS,
+    tied_by_default=True,
 )
 
 # ---- Llama and its relatives ----
@@ -273,6 +328,72 @@ def _read_decoder(config: JsonObject) -> FieldValues:
     return shared | defaults | {"num_experts": None} | read_rope(config)
 
 
+_DECODER: dict[str, Callable[[ModelConfig], bool]] = {
+    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
+    "rotary_percent": lambda m: m.rotary_percent == 1.0,
+    "rotary_interleaved": lambda m: not m.rotary_interleaved,
+    "normalization": lambda m: m.normalization == "RMSNorm",
+    "activation": lambda m: m.activation == "swiglu",
+}
+_NO_BIAS: dict[str, Callable[[ModelConfig], bool]] = {
+    "add_bias_linear": lambda m: not m.add_bias_linear,
+    "add_qkv_bias": lambda m: not m.qkv_bias,
+}
+_NO_QK_NORM: dict[str, Callable[[ModelConfig], bool]] = {"qk_layernorm": lambda m: not m.qk_layernorm}
+_NO_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {"num_experts": lambda m: m.num_experts is None}
+_SILU = {"hidden_act": ("silu", "swish")}
+
+_LLAMA_ROWS: tuple[WeightRow, ...] = (
+    ("embedding.word_embeddings.weight", "v h", (("model.embed_tokens.weight", "v, h"),)),
+    ("layers.{i}.input_layernorm.weight", "h", (("model.layers.{i}.input_layernorm.weight", "h"),)),
+    (
+        "layers.{i}.self_attention.linear_qkv.weight",
+        "g x d h",
+        (
+            ("model.layers.{i}.self_attn.q_proj.weight", "g x[:-2] d, h"),
+            ("model.layers.{i}.self_attn.k_proj.weight", "g x[-2:-1] d, h"),
+            ("model.layers.{i}.self_attn.v_proj.weight", "g x[-1:] d, h"),
+        ),
+    ),
+    (
+        "layers.{i}.self_attention.linear_qkv.bias",
+        "g x d",
+        (
+            ("model.layers.{i}.self_attn.q_proj.bias", "g x[:-2] d"),
+            ("model.layers.{i}.self_attn.k_proj.bias", "g x[-2:-1] d"),
+            ("model.layers.{i}.self_attn.v_proj.bias", "g x[-1:] d"),
+        ),
+    ),
+    ("layers.{i}.self_attention.q_layernorm.weight", "d", (("model.layers.{i}.self_attn.q_norm.weight", "d"),)),
+    ("layers.{i}.self_attention.k_layernorm.weight", "d", (("model.layers.{i}.self_attn.k_norm.weight", "d"),)),
+    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("model.layers.{i}.self_attn.o_proj.weight", "h, o"),)),
+    ("layers.{i}.self_attention.linear_proj.bias", "h", (("model.layers.{i}.self_attn.o_proj.bias", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("model.layers.{i}.post_attention_layernorm.weight", "h"),)),
+    (
+        "layers.{i}.mlp.linear_fc1.weight",
+        "p f h",
+        (
+            ("model.layers.{i}.mlp.gate_proj.weight", "p[:1] f, h"),
+            ("model.layers.{i}.mlp.up_proj.weight", "p[1:] f, h"),
+        ),
+    ),
+    (
+        "layers.{i}.mlp.linear_fc1.bias",
+        "p f",
+        (
+            ("model.layers.{i}.mlp.gate_proj.bias", "p[:1] f"),
+            ("model.layers.{i}.mlp.up_proj.bias", "p[1:] f"),
+        ),
+    ),
+    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("model.layers.{i}.mlp.down_proj.weight", "h, f"),)),
+    ("layers.{i}.mlp.linear_fc2.bias", "h", (("model.layers.{i}.mlp.down_proj.bias", "h"),)),
+    ("final_layernorm.weight", "h", (("model.norm.weight", "h"),)),
+    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+)
+_ROTARY = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
+_LLAMA_WEIGHTS = WeightTable(_LLAMA_ROWS, "model.", _ROTARY)
+
+
 def _read_llama(config: JsonObject) -> FieldValues:
     attention, mlp = read_bool(config, "attention_bias", False), read_bool(config, "mlp_bias", False)
     if attention != mlp:
@@ -286,6 +407,25 @@ def _write_llama(model: ModelConfig) -> FieldValues:
     return write_rope(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
 
 
+_LLAMA = ModelFamily(
+    architecture="LlamaForCausalLM",
+    keys=_llama_keys(),
+    fixed=_SILU,
+    reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
+    read=_read_llama,
+    write=_write_llama,
+    can={
+        **_DECODER,
+        **_NO_QK_NORM,
+        **_NO_EXPERTS,
+        "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
+        "window_size": lambda m: m.window_size is None,
+        "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
+    },
+    weights=_LLAMA_WEIGHTS,
+)
+
+
 _WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
 
 
@@ -295,6 +435,18 @@ def _read_mistral(config: JsonObject) -> FieldValues:
 
 def _write_mistral(model: ModelConfig) -> FieldValues:
     return write_rope(model) | {"sliding_window": model.window_size}
+
+
+_MISTRAL = ModelFamily(
+    architecture="MistralForCausalLM",
+    keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
+    fixed=_SILU,
+    reads=(*ROPE_KEYS, "sliding_window"),
+    read=_read_mistral,
+    write=_write_mistral,
+    can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
+    weights=_LLAMA_WEIGHTS,
+)
 
 
 _QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -331,6 +483,40 @@ def _write_qwen(model: ModelConfig) -> FieldValues:
     return write_rope(model) | _write_qwen_window(model)
 
 
+_QWEN2 = ModelFamily(
+    architecture="Qwen2ForCausalLM",
+    keys=_llama_keys(ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768),
+    fixed=_SILU,
+    reads=(*ROPE_KEYS, *_QWEN_WINDOW),
+    read=_read_qwen2,
+    write=_write_qwen,
+    can={
+        **_DECODER,
+        **_NO_QK_NORM,
+        **_NO_EXPERTS,
+        "add_bias_linear": lambda m: not m.add_bias_linear,
+        "add_qkv_bias": lambda m: m.qkv_bias,
+    },
+    weights=_LLAMA_WEIGHTS,
+)
+
+_QWEN3 = ModelFamily(
+    architecture="Qwen3ForCausalLM",
+    keys=_llama_keys(
+        ffn_hidden_size=22016,
+        num_query_groups=32,
+        kv_channels=128,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+    ),
+    fixed={**_SILU, "attention_bias": (False,)},
+    reads=(*ROPE_KEYS, *_QWEN_WINDOW),
+    read=_read_qwen3,
+    write=_write_qwen,
+    can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
+    weights=_LLAMA_WEIGHTS,
+)
+
 # ---- Mixtures of experts ----
 
 _TRAINING = ("output_router_logits", "router_aux_loss_coef")
@@ -338,11 +524,39 @@ _TRAINING = ("output_router_logits", "router_aux_loss_coef")
 differs from ours (one loss over all layers) and is off by default."""
 
 _NO_SHARED_EXPERT: FieldValues = {"moe_shared_expert_intermediate_size": None}
-_MIXTRAL = ConfigKey("window_size", "sliding_window", None), ConfigKey("num_experts", "num_local_experts", 8)
+_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
+    "num_experts": lambda m: m.num_experts is not None,
+    "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
+}
+
+
+def _expert_weights(module: str, gate: str, up: str, down: str) -> WeightTable:
+    """Return Llama's rows and those of the router and the experts in ``module``, with these names of their matrices."""
+    at = f"model.layers.{{i}}.{module}"
+    rows: tuple[WeightRow, ...] = (
+        ("layers.{i}.mlp.router.weight", "e h", ((f"{at}.gate.weight", "e, h"),)),
+        (
+            "layers.{i}.mlp.experts.linear_fc1.weight",
+            "e p f h",
+            (
+                (f"{at}.experts.{{e}}.{gate}.weight", "e[{e}] p[:1] f, h"),
+                (f"{at}.experts.{{e}}.{up}.weight", "e[{e}] p[1:] f, h"),
+            ),
+        ),
+        (
+            "layers.{i}.mlp.experts.linear_fc2.weight",
+            "e h f",
+            ((f"{at}.experts.{{e}}.{down}.weight", "e[{e}] h, f"),),
+        ),
+    )
+    return WeightTable((*_LLAMA_ROWS, *rows), "model.", _ROTARY)
+
+
+_MIXTRAL_KEYS = ConfigKey("window_size", "sliding_window", None), ConfigKey("num_experts", "num_local_experts", 8)
 
 
 def _read_mixtral(config: JsonObject) -> FieldValues:
-    own = {key.ours: read_number(key, config) for key in _MIXTRAL}
+    own = {key.ours: read_number(key, config) for key in _MIXTRAL_KEYS}
     experts = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
     return _read_decoder({"rope_theta": 1e6} | config) | own | experts | _NO_SHARED_EXPERT
 
@@ -350,6 +564,31 @@ def _read_mixtral(config: JsonObject) -> FieldValues:
 def _write_mixtral(model: ModelConfig) -> FieldValues:
     return _write_mistral(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}
 
+
+_MIXTRAL = ModelFamily(
+    architecture="MixtralForCausalLM",
+    keys=(
+        *_llama_keys(
+            ffn_hidden_size=14336,
+            num_query_groups=8,
+            max_position_embeddings=131072,
+            norm_epsilon=1e-5,
+        ),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
+    ),
+    fixed={**_SILU, "router_jitter_noise": (0.0,)},
+    reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
+    read=_read_mixtral,
+    write=_write_mixtral,
+    can={
+        **_DECODER,
+        **_NO_BIAS,
+        **_NO_QK_NORM,
+        **_EXPERTS,
+        "moe_router_pre_softmax": lambda m: not m.moe_router_pre_softmax,
+    },
+    weights=_expert_weights("block_sparse_moe", "w1", "w3", "w2"),
+)
 
 _QWEN_EXPERTS = ("num_experts", "num_local_experts")
 """The spelling of transformers 4, which version 5 reads too, and that of version 5."""
@@ -376,128 +615,43 @@ def _write_qwen3_moe(model: ModelConfig) -> FieldValues:
     return write_rope(model) | window | experts
 
 
-_DECODER: dict[str, Callable[[ModelConfig], bool]] = {
-    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
-    "rotary_percent": lambda m: m.rotary_percent == 1.0,
-    "rotary_interleaved": lambda m: not m.rotary_interleaved,
-    "normalization": lambda m: m.normalization == "RMSNorm",
-    "activation": lambda m: m.activation == "swiglu",
-}
-_NO_BIAS: dict[str, Callable[[ModelConfig], bool]] = {
-    "add_bias_linear": lambda m: not m.add_bias_linear,
-    "add_qkv_bias": lambda m: not m.qkv_bias,
-}
-_NO_QK_NORM: dict[str, Callable[[ModelConfig], bool]] = {"qk_layernorm": lambda m: not m.qk_layernorm}
-_NO_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {"num_experts": lambda m: m.num_experts is None}
-_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
-    "num_experts": lambda m: m.num_experts is not None,
-    "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
-}
-_SILU = {"hidden_act": ("silu", "swish")}
-
-MODEL_FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
-    {
-        "gpt2": _GPT2,
-        "llama": ModelFamily(
-            architecture="LlamaForCausalLM",
-            keys=_llama_keys(),
-            fixed=_SILU,
-            reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
-            read=_read_llama,
-            write=_write_llama,
-            can={
-                **_DECODER,
-                **_NO_QK_NORM,
-                **_NO_EXPERTS,
-                "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
-                "window_size": lambda m: m.window_size is None,
-                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
-            },
+_QWEN3_MOE = ModelFamily(
+    architecture="Qwen3MoeForCausalLM",
+    keys=(
+        *_llama_keys(
+            num_layers=24,
+            hidden_size=2048,
+            ffn_hidden_size=6144,
+            num_query_groups=4,
+            vocab_size=151936,
+            max_position_embeddings=32768,
         ),
-        "mistral": ModelFamily(
-            architecture="MistralForCausalLM",
-            keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
-            fixed=_SILU,
-            reads=(*ROPE_KEYS, "sliding_window"),
-            read=_read_mistral,
-            write=_write_mistral,
-            can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
-        ),
-        "qwen2": ModelFamily(
-            architecture="Qwen2ForCausalLM",
-            keys=_llama_keys(
-                ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768
-            ),
-            fixed=_SILU,
-            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-            read=_read_qwen2,
-            write=_write_qwen,
-            can={
-                **_DECODER,
-                **_NO_QK_NORM,
-                **_NO_EXPERTS,
-                "add_bias_linear": lambda m: not m.add_bias_linear,
-                "add_qkv_bias": lambda m: m.qkv_bias,
-            },
-        ),
-        "qwen3": ModelFamily(
-            architecture="Qwen3ForCausalLM",
-            keys=_llama_keys(
-                ffn_hidden_size=22016,
-                num_query_groups=32,
-                kv_channels=128,
-                vocab_size=151936,
-                max_position_embeddings=32768,
-            ),
-            fixed={**_SILU, "attention_bias": (False,)},
-            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-            read=_read_qwen3,
-            write=_write_qwen,
-            can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
-        ),
-        "mixtral": ModelFamily(
-            architecture="MixtralForCausalLM",
-            keys=(
-                *_llama_keys(
-                    ffn_hidden_size=14336,
-                    num_query_groups=8,
-                    max_position_embeddings=131072,
-                    norm_epsilon=1e-5,
-                ),
-                ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
-            ),
-            fixed={**_SILU, "router_jitter_noise": (0.0,)},
-            reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
-            read=_read_mixtral,
-            write=_write_mixtral,
-            can={
-                **_DECODER,
-                **_NO_BIAS,
-                **_NO_QK_NORM,
-                **_EXPERTS,
-                "moe_router_pre_softmax": lambda m: not m.moe_router_pre_softmax,
-            },
-        ),
-        "qwen3_moe": ModelFamily(
-            architecture="Qwen3MoeForCausalLM",
-            keys=(
-                *_llama_keys(
-                    num_layers=24,
-                    hidden_size=2048,
-                    ffn_hidden_size=6144,
-                    num_query_groups=4,
-                    vocab_size=151936,
-                    max_position_embeddings=32768,
-                ),
-                ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 768),
-                ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
-            ),
-            fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-            reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
-            read=_read_qwen3_moe,
-            write=_write_qwen3_moe,
-            can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
-        ),
-    }
+        ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 768),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
+    ),
+    fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+    can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
+    weights=_expert_weights("mlp", "gate_proj", "up_proj", "down_proj"),
 )
-"""Supported families by transformers' ``model_type``. An export uses the first one that can express the model."""
+
+MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+}
+"""Built-in families by transformers' ``model_type``."""
+
+
+def model_families() -> Mapping[str, ModelFamily]:
+    """Return all families by ``model_type``: the built-in ones, then those that plugins register.
+
+    A plugin may replace a built-in family. An export uses the first family that can express the model.
+    """
+    return {**MODEL_FAMILIES, **registered("model_family")}

@@ -18,13 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import intersect, relative_box, split_box
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.model import ModelConfig
 from megatron.convert.errors import abbreviate, check_model_config, raise_if_any
 from megatron.convert.huggingface.config import CONFIG_FILE, model_config_values, read_config, read_model_type
-from megatron.convert.huggingface.weight_map import WEIGHT_TABLES, TensorMapping, WeightTable, build_on_meta, hf_slots
+from megatron.convert.huggingface.families import WeightTable, model_families
+from megatron.convert.huggingface.weight_map import TensorMapping, build_on_meta, map_tensors
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
 
@@ -58,17 +59,17 @@ class HuggingFaceWeights:
         Raises:
             UserError: when the model type in config.json is not supported.
             CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
-            DamagedError: when a file cannot be read.
+            DamagedCheckpointError: when a file cannot be read.
         """
         self.folder = Path(folder)
         self.specs = build_on_meta(model).specs  # of all tensors, by our names
         kind = read_model_type(read_config(self.folder), str(self.folder / CONFIG_FILE))
         try:
-            self._slots = hf_slots(kind, self.specs)
+            self._slots = map_tensors(kind, self.specs)
         except KeyError as error:
             raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
         self._files = open_weights(self.folder)
-        table = WEIGHT_TABLES[kind]
+        table = model_families()[kind].weights
         # a model saved without its head has no prefix
         self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
         self._check(table)
@@ -137,14 +138,14 @@ class HuggingFaceWeights:
                 shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
             if dtype not in SUPPORTED_DTYPES:
                 dtypes.append(f"{key} {dtype}")
-        complaints = {
+        findings = {
             "lacks": expected.keys() - self._files.keys(),
             "ties the output layer to the embedding in config.json, but stores another": untied,
             "holds tensors that the model does not have": unused,
             "holds tensors of another shape than in config.json": shapes,
             "holds tensors of an unsupported data type": dtypes,
         }
-        raise_if_any(self.folder, complaints)
+        raise_if_any(self.folder, findings)
 
     def _head_equals_embedding(self, table: WeightTable) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
@@ -162,7 +163,7 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
 
     Raises:
         CheckpointError: when there are no safetensors files. Pickled weights are refused, because they can run code.
-        DamagedError: when the index and the files contradict each other.
+        DamagedCheckpointError: when the index and the files contradict each other.
     """
     if (folder / WEIGHTS_FILE).exists():
         file = TensorFile(folder / WEIGHTS_FILE)
@@ -226,7 +227,7 @@ def fill_weights(
     for name, tensor in tensors.items():
         spec, local = specs[name], tensor.detach().zero_()
         for slot in shard_boxes(spec, shares.get(name) or ParamShard(0, prod(spec.local_shape))):
-            slot.of(local).copy_(source.read(name, spec.view, slot.piece.place))
+            slot.view_in(local).copy_(source.read(name, spec.view, slot.piece.global_box))
 
 
 BLOCK_ELEMENTS = 16 << 20

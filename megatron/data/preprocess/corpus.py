@@ -1,12 +1,9 @@
 """Find text files and read their documents, in an order that depends only on the file names.
 
-`find_text_files` expands files, patterns and folders, and rejects what would be read twice. A file of JSON lines
-holds
+`find_text_files` expands files, patterns and folders, and rejects what would be read twice. A file of JSON lines holds
 one document per line; any other file is one document. Compressed files are decompressed as streams.
-`split_into_blocks`
-cuts files into blocks of whole lines, or of plain files, that a worker encodes at once; the block size changes
-neither
-the documents nor their order. `BadDocumentError` describes an invalid document and how to fix it.
+`split_into_blocks` cuts files into blocks of whole lines, or of plain files, that a worker encodes at once; the block
+size changes neither the documents nor their order. `BadDocumentError` describes an invalid document and how to fix it.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
     Raises:
-        DamagedError: if the file is truncated or not in the format of its suffix.
+        DamagedStreamError: if the file is truncated or not in the format of its suffix.
         DataError: if the required library is missing.
     """
     suffix = file.suffix.lower()

@@ -1,9 +1,8 @@
 """Encode blocks of text in several processes, and return the results in order.
 
 `BlockEncoder` turns a block into ids and statistics. `EncoderPool` runs one in each of several processes and yields
-the
-results in the order of the blocks, with a bounded number of blocks in memory. Every worker has its own pipe to this
-process. If a worker dies, even while sending a result, its pipe ends, so that this process never waits for it.
+the results in the order of the blocks, with a bounded number of blocks in memory. Every worker has its own pipe to
+this process. If a worker dies, even while sending a result, its pipe ends, so that this process never waits for it.
 `run_in_subprocess` runs any function in a process that can be killed at any moment.
 """
 
@@ -255,7 +254,7 @@ class ProgressSender:
 def run_in_subprocess(
     function: Callable[[Argument, ProgressSender], Result], plan: Argument, watcher: ProgressReceiver
 ) -> Result:
-    """Return ``function(plan, teller)``, called in another process.
+    """Return ``function(plan, sender)``, called in another process.
 
     That process ends with this call, however the call ends, and ignores Ctrl-C.
 

@@ -1,24 +1,18 @@
-"""Encode text files into token files, with progress and a clean end on signals.
+"""Encode text files into token files.
 
 `write_dataset` chooses the engine, encodes all blocks, and gives the token files their final names only when all are
-complete. `PreprocessProgress` and `StageProgress` redraw one line on a terminal, or write a line from time to time to
-a
-log file. `StopSignal` handles SIGTERM and SIGINT between blocks, where nothing can be lost.
+complete.
 """
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Protocol, TextIO
+from typing import Protocol
 
-from megatron.config.text import format_bytes
-from megatron.data.errors import DataError, StoppedError
+from megatron.data.errors import DataError
 from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
@@ -34,145 +28,10 @@ from megatron.data.preprocess.corpus import (
     split_lines,
 )
 from megatron.data.preprocess.encode import BadDocument, BlockEncoder, EncodedBlock, EncodeOptions, EncoderPool
+from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import OWN_LIBRARY, EncodeEngine, choose_engine
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerOptions, TokenizerRecord
-
-BAR_COLUMNS = 24  # width of the progress bar in columns
-TERMINAL_INTERVAL = 0.2
-FILE_INTERVAL = 10.0
-
-
-@dataclass
-class PreprocessTotals:
-    """Counts of preprocessing so far."""
-
-    stored_bytes: int = 0  # of the input files, compressed if they are
-    documents: int = 0  # written under every key
-    empty: int = 0  # texts of all keys without ids
-    text_bytes: int = 0  # UTF-8 bytes of the texts of all keys
-    tokens: int = 0  # of all keys
-    bad: int = 0  # documents skipped, and files not readable to their end
-
-
-class PreprocessProgress:
-    """Show `PreprocessTotals` and messages."""
-
-    def __init__(self, stream: TextIO, input_bytes: int, interval: int | None = None) -> None:
-        """Write to ``stream``.
-
-        Args:
-            stream: a terminal, or a file.
-            input_bytes: final value of `PreprocessTotals.stored_bytes`.
-            interval: documents between lines in a file; by default a line is written every `FILE_INTERVAL`. 0 for none.
-        """
-        self._stream = stream
-        self._input_bytes = max(1, input_bytes)
-        self._interval = interval
-        self._terminal = stream.isatty()
-        self._start = self._last = time.monotonic()
-        self._last_documents = 0
-        self._shown = False
-
-    def update(self, totals: PreprocessTotals) -> None:
-        """Show the progress, if a line is due."""
-        now = time.monotonic()
-        if not self._is_due(now, totals):
-            return
-        line = progress_line(totals, self._input_bytes, now - self._start)
-        self._last, self._last_documents = now, totals.documents
-        self._shown = self._terminal
-        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
-        self._stream.flush()
-
-    def _is_due(self, now: float, totals: PreprocessTotals) -> bool:
-        if self._interval == 0:
-            return False
-        if self._terminal:
-            return now - self._last >= TERMINAL_INTERVAL
-        if self._interval is None:
-            return now - self._last >= FILE_INTERVAL
-        return totals.documents // self._interval > self._last_documents // self._interval
-
-    def message(self, text: str) -> None:
-        """Print a message."""
-        self.close()
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Erase the progress line."""
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._shown = False
-
-
-class StageProgress:
-    """Show the current stage of a long task and its duration."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._start = self._last = time.monotonic()
-        self._stage = "starting"
-
-    def set_stage(self, stage: str) -> None:
-        """Set the current stage."""
-        self._stage = stage
-        self.tick()
-
-    def tick(self) -> None:
-        """Show the stage, if a line is due."""
-        now = time.monotonic()
-        if now - self._last < (TERMINAL_INTERVAL if self._terminal else FILE_INTERVAL):
-            return
-        self._last = now
-        line = f"{self._stage}, {format_duration(now - self._start)}"
-        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
-        self._stream.flush()
-
-    def message(self, text: str) -> None:
-        """Print a message."""
-        self.close()
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Erase the progress line."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
-def progress_line(totals: PreprocessTotals, input_bytes: int, seconds: float) -> str:
-    """Return the progress after ``seconds`` as one line."""
-    seconds = max(seconds, 1e-9)
-    fraction = min(1.0, totals.stored_bytes / input_bytes)
-    bar = "#" * int(BAR_COLUMNS * fraction)
-    left = f"{format_duration(seconds / fraction - seconds)} left" if fraction else "? left"
-    return (
-        f"[{bar:.<{BAR_COLUMNS}}] {100 * fraction:5.1f}% | {totals.documents:,} documents, "
-        f"{format_count(totals.tokens)} tokens | "
-        f"{format_bytes(totals.text_bytes / seconds)}/s, {format_count(totals.tokens / seconds)} tokens/s | {left}"
-    )
-
-
-def format_count(number: float) -> str:
-    """Format a count in at most five columns: ``512``, ``8.13k``, ``16.3M``, ``300B``."""
-    for unit in ("", "k", "M", "B"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
-        number /= 1000
-    return f"{number:.3g}T"
-
-
-def format_duration(seconds: float) -> str:
-    """Format a time in its two largest units: ``8s``, ``3m05s``, ``2h10m``, ``1d04h``."""
-    whole = round(seconds)
-    for unit, length, next_unit, next_length in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= length:
-            return f"{whole // length}{unit}{whole % length // next_length:02d}{next_unit}"
-    return f"{whole}s"
-
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
 SAMPLE_SEARCH_BYTES = 8 << 20  # of the input, read to find that many
@@ -375,43 +234,3 @@ class _Statistics:
             self._listener.message(f"passed over: {str(error).splitlines()[0]}")
         if self.totals.bad == MAX_REPORTED:
             self._listener.message("passed over: further ones are only counted")
-
-
-class StopSignal:
-    """State of the signals that ask this process to end."""
-
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._only_record = False
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise StoppedError, or, after `wait_for_checks`, only record it."""
-        self._number = number
-        if not self._only_record:
-            raise StoppedError(number)
-
-    def wait_for_checks(self) -> None:
-        """Raise only from `check` from now on. Inside a library, an exception may be lost or treated as its failure.
-
-        Raises:
-            StoppedError: if a signal has been received already.
-        """
-        self._only_record = True
-        self.check()
-
-    def check(self) -> None:
-        """Raise StoppedError if a signal has been received."""
-        if self._number is not None:
-            raise StoppedError(self._number)
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopSignal]:
-    """Handle SIGTERM and SIGINT with a `StopSignal` inside the context."""
-    stop = StopSignal()
-    before = {number: signal.signal(number, stop.note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,10 +1,8 @@
 """Tokenizers of the Hugging Face ``tokenizers`` library, and tokenizers without files.
 
 `HuggingFaceTokenizer` reads a ``tokenizer.json``; `GPT2BPETokenizer` converts GPT-2's ``vocab.json`` and
-``merges.txt``
-to one. `ByteTokenizer` encodes bytes, and `NullTokenizer` reads ids written as decimal numbers. All give the ids of
-the
-text alone: no special tokens are added, and those spelled out in text stay text unless requested.
+``merges.txt`` to one. `ByteTokenizer` encodes bytes, and `NullTokenizer` reads ids written as decimal numbers. All
+give the ids of the text alone: no special tokens are added, and those spelled out in text stay text unless requested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Tokenizers stored as a SentencePiece ``.model`` file.
 
-The first part parses and edits the file, a protocol buffer (source: ``sentencepiece_model.proto``), without a
-protobuf
+The first part parses and edits the file, a protocol buffer (source: ``sentencepiece_model.proto``), without a protobuf
 library. `SentencePieceTokenizer` changes the types of special pieces there, so that their spelling stays text. The
-last
-part converts a model to a ``tokenizer.json``, for ``transformers`` and gigatoken.
+last part converts a model to a ``tokenizer.json``, for ``transformers`` and gigatoken.
 
 Only models for which the ids are equal for every text are converted. The format differs from SentencePiece:
 

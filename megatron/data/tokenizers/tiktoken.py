@@ -1,7 +1,6 @@
 """Tokenizers stored as byte sequences with ranks: OpenAI's ``.tiktoken`` files, and Megatron-LM's JSON.
 
-`TikTokenizer` reads both and encodes with the ``tiktoken`` library. `tiktoken_to_hugging_face` converts the ranks to
-a
+`TikTokenizer` reads both and encodes with the ``tiktoken`` library. `tiktoken_to_hugging_face` converts the ranks to a
 ``tokenizer.json``, for ``transformers`` and gigatoken.
 """
 

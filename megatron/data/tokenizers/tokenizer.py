@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.data.errors import DataError
@@ -126,30 +126,25 @@ def _null(choice: TokenizerOptions) -> Tokenizer:
     return NullTokenizer(choice.vocab_size)
 
 
-TOKENIZER_BUILDERS: dict[str, Callable[[TokenizerOptions], Tokenizer]] = {
-    "HuggingFaceTokenizer": _hugging_face,
-    "GPT2BPETokenizer": _gpt2,
-    "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
-    "GPTSentencePieceTokenizer": _sentencepiece(GPTSentencePieceTokenizer),
-    "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
-    "TikTokenizer": _tiktoken,
-    "ByteTokenizer": lambda choice: ByteTokenizer(),
-    "NullTokenizer": _null,
-}
-TOKENIZER_TYPES = tuple(TOKENIZER_BUILDERS)
+class TokenizerType(NamedTuple):
+    """How tokenizers of a type are built."""
+
+    build: Callable[[TokenizerOptions], Tokenizer]
+    options: tuple[str, ...]  # settings used besides name and size; any other is refused
+
 
 _FILE = ("tokenizer_model", "parse_special_tokens")
-USED_OPTIONS: dict[str, tuple[str, ...]] = {
-    "HuggingFaceTokenizer": _FILE,
-    "GPT2BPETokenizer": (*_FILE, "vocab_file", "merge_file"),
-    "SentencePieceTokenizer": _FILE,
-    "GPTSentencePieceTokenizer": _FILE,
-    "Llama2Tokenizer": _FILE,
-    "TikTokenizer": (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens"),
-    "ByteTokenizer": (),
-    "NullTokenizer": (),
+_TYPES = {
+    "HuggingFaceTokenizer": TokenizerType(_hugging_face, _FILE),
+    "GPT2BPETokenizer": TokenizerType(_gpt2, (*_FILE, "vocab_file", "merge_file")),
+    "SentencePieceTokenizer": TokenizerType(_sentencepiece(SentencePieceTokenizer), _FILE),
+    "GPTSentencePieceTokenizer": TokenizerType(_sentencepiece(GPTSentencePieceTokenizer), _FILE),
+    "Llama2Tokenizer": TokenizerType(_sentencepiece(Llama2Tokenizer), _FILE),
+    "TikTokenizer": TokenizerType(_tiktoken, (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens")),
+    "ByteTokenizer": TokenizerType(lambda choice: ByteTokenizer(), ()),
+    "NullTokenizer": TokenizerType(_null, ()),
 }
-"""Settings used by each type besides its name and size. Any other setting is refused."""
+TOKENIZER_TYPES = tuple(_TYPES)
 
 
 def build_tokenizer(choice: TokenizerOptions) -> Tokenizer:
@@ -159,14 +154,15 @@ def build_tokenizer(choice: TokenizerOptions) -> Tokenizer:
         DataError: if the type is unknown, a setting is missing or unused by this type, a file is missing or damaged, or
             the vocabulary size differs from ``tokenizer.vocab_size``.
     """
-    if choice.tokenizer_type not in TOKENIZER_BUILDERS:
+    if choice.tokenizer_type not in _TYPES:
         raise _unknown_type(choice.tokenizer_type)
-    used = {"tokenizer_type", "vocab_size", *USED_OPTIONS[choice.tokenizer_type]}
+    kind = _TYPES[choice.tokenizer_type]
+    used = {"tokenizer_type", "vocab_size", *kind.options}
     for field in fields(choice):
         if field.name not in used and getattr(choice, field.name) != field.default:
             flag = f"--{field.name.replace('_', '-')}"
             raise DataError(f"{choice.tokenizer_type} does not use {flag}", f"leave out {flag}")
-    tokenizer = TOKENIZER_BUILDERS[choice.tokenizer_type](choice)
+    tokenizer = kind.build(choice)
     if choice.vocab_size not in (None, tokenizer.vocab_size):
         seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
         raise DataError(seen, "leave out --vocab-size")

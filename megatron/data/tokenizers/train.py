@@ -1,7 +1,6 @@
 """Train a tokenizer on text files: byte-level BPE like GPT-2's, or SentencePiece like Llama's.
 
-`train_tokenizer` reads the documents, trains, and measures the compression on the first texts. The result depends
-only
+`train_tokenizer` reads the documents, trains, and measures the compression on the first texts. The result depends only
 on the texts. `save_tokenizer` writes its files into a new folder, atomically.
 """
 
@@ -20,6 +19,7 @@ from typing import Any
 
 from tokenizers import models, trainers
 
+from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, pluralize
 from megatron.data.preprocess.corpus import TextDocument, read_documents
@@ -35,6 +35,8 @@ from megatron.data.tokenizers.huggingface import (
 from megatron.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceTokenizer
 
 SAMPLE_BYTES = 2_000_000
+MIN_BPE_SIZE = 257  # the bytes and the end-of-document token
+MIN_SENTENCEPIECE_SIZE = 259  # the bytes, <unk>, <s> and </s>
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class TrainingTexts:
             raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
 
 
+def check_trained_size(vocab_size: int, is_bpe: bool) -> None:
+    """Raise DataError if the vocabulary is too small for the 256 bytes and the special tokens."""
+    smallest = MIN_BPE_SIZE if is_bpe else MIN_SENTENCEPIECE_SIZE
+    if vocab_size < smallest:
+        entries = f"the 256 bytes and {END_OF_DOCUMENT}" if is_bpe else "the 256 bytes, <unk>, <s> and </s>"
+        raise DataError(f"a vocabulary of {vocab_size} is too small for {entries}", f"--vocab-size {smallest} or more")
+
+
 def check_output_folder(folder: Path) -> None:
     """Raise DataError if a folder exists and is not empty."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -100,16 +110,13 @@ def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
     temporary.mkdir()
     try:
         for name, content in files.items():
-            with open(temporary / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, folder)
+            write_file(temporary / name, content)
+        sync_folder(temporary)
+        durable_rename(temporary, folder)  # replaces an empty folder
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-BPE_SMALLEST = 257  # the bytes and the end-of-document token
 MIN_PAIR_FREQUENCY = 2  # minimum frequency of a merge
 
 
@@ -121,7 +128,7 @@ def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedToke
     Raises:
         DataError: if ``vocab_size`` is too small or there is no text.
     """
-    check_bpe_size(vocab_size)
+    check_trained_size(vocab_size, is_bpe=True)
     tokenizer = byte_level_bpe(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -138,17 +145,9 @@ def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedToke
     return TrainedTokenizer(files, entries, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
 
 
-def check_bpe_size(vocab_size: int) -> None:
-    """Raise DataError if the vocabulary is too small for the 256 bytes and the end-of-document token."""
-    if vocab_size < BPE_SMALLEST:
-        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_DOCUMENT}"
-        raise DataError(seen, f"--vocab-size {BPE_SMALLEST} or more")
-
-
 MODEL_TYPES = ("bpe", "unigram")
 MAX_SENTENCE_CHARS = 10_000  # characters of a sentence; longer lines, which SentencePiece would skip, are split
 NUM_THREADS = 16  # constant, because the result depends on it
-SENTENCEPIECE_SMALLEST = 259  # the 256 bytes, <unk>, <s> and </s>
 
 
 class SentenceSample:
@@ -190,7 +189,7 @@ def train_sentencepiece(
     Raises:
         DataError: if ``vocab_size`` is too small or there is no text.
     """
-    check_sentencepiece_size(vocab_size)
+    check_trained_size(vocab_size, is_bpe=False)
     texts = TrainingTexts(documents)
     sentences = SentenceSample(texts, max_sentences)
     content = _run_trainer(sentences.kept, vocab_size, model_type)
@@ -201,13 +200,6 @@ def train_sentencepiece(
         files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens
     )
     return trained, sentences
-
-
-def check_sentencepiece_size(vocab_size: int) -> None:
-    """Raise DataError if the vocabulary is too small for the 256 bytes and the special tokens."""
-    if vocab_size < SENTENCEPIECE_SMALLEST:
-        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes, <unk>, <s> and </s>"
-        raise DataError(seen, f"--vocab-size {SENTENCEPIECE_SMALLEST} or more")
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -276,14 +268,14 @@ class TokenizerTrainingResult:
     notes: tuple[str, ...]  # lines to print
 
 
-def train_tokenizer(plan: TokenizerTrainingOptions, teller: ProgressSender) -> TokenizerTrainingResult:
+def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TokenizerTrainingResult:
     """Train a tokenizer.
 
     Raises:
         DataError: if the documents do not suffice, or one is invalid and ``skip_bad`` is off.
         OSError: if a file cannot be read.
     """
-    documents = _CorpusReader(plan, teller)
+    documents = _CorpusReader(plan, progress)
     if plan.model_type is None:
         return TokenizerTrainingResult(train_bpe(documents, plan.vocab_size), documents.bad, ())
     tokenizer, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.max_sentences)
@@ -298,9 +290,9 @@ def train_tokenizer(plan: TokenizerTrainingOptions, teller: ProgressSender) -> T
 class _CorpusReader:
     """Iterator over the documents of a plan that reports progress."""
 
-    def __init__(self, plan: TokenizerTrainingOptions, teller: ProgressSender) -> None:
+    def __init__(self, plan: TokenizerTrainingOptions, progress: ProgressSender) -> None:
         self._plan = plan
-        self._teller = teller
+        self._progress = progress
         self.bad = 0  # documents skipped
 
     def __iter__(self) -> Iterator[TextDocument]:
@@ -312,14 +304,14 @@ class _CorpusReader:
                 documents, num_bytes = documents + 1, num_bytes + document.num_bytes
                 if time.monotonic() - last_report >= PROGRESS_SECONDS:
                     last_report = time.monotonic()
-                    self._teller.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
+                    self._progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
                 yield document
         corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
-        self._teller.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
+        self._progress.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
 
     def _skip(self, error: DataError) -> None:
         self.bad += 1
         if self.bad <= MAX_REPORTED:
-            self._teller.message(f"passed over: {error.seen}")
+            self._progress.message(f"passed over: {error.seen}")
         if self.bad == MAX_REPORTED:
-            self._teller.message("passed over: further ones are only counted")
+            self._progress.message("passed over: further ones are only counted")

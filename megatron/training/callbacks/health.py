@@ -8,9 +8,8 @@ between ranks.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +27,10 @@ from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.moe import Router, Routing
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
-from megatron.training.build import Trainer
-from megatron.training.loggers.console import format_exponent, format_plain
+from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
+from megatron.training.trainer import Trainer
 
 EMBEDDING, HEAD = "embedding", "head"
 COLUMNS = 8
@@ -51,45 +50,13 @@ class HealthRecord:
     over the mean of all experts).
     """
 
-    iteration: int
-    consumed_samples: int  # of the whole run so far
-    consumed_tokens: int  # of the whole run so far
     layers: Mapping[str, Mapping[str, float]]  # by quantity and layer
     totals: Mapping[str, float]  # over all layers, by metric name
 
-    def values(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics named ``health/<quantity>/<layer>``, and totals by Megatron-LM's names where it has them."""
         named = {f"health/{kind}/{layer}": x for kind, layers in self.layers.items() for layer, x in layers.items()}
-        progress = {
-            "iteration": self.iteration,
-            "consumed-samples": self.consumed_samples,
-            "consumed-tokens": self.consumed_tokens,
-        }
-        return {**progress, **self.totals, **named}
-
-    def line(self) -> str:
-        """Return the extreme values and their layers, for the console."""
-        norms = self.layers["grad-norm"]
-        low = min(norms, key=lambda layer: norms[layer])
-        update = format_exponent(self.totals["health/update-ratio/total"])
-        return (
-            f"health at {self.iteration}: gradient {format_plain(norms[low])} {low} "
-            f"to {self._maximum('grad-norm', format_plain)}"
-            f" | update {update}, most {self._maximum('update-ratio', format_exponent)}"
-            f" | activations {self._maximum('activation-rms', format_plain)}"
-            f" | attention logit {self._maximum('attention-logit', format_plain)}"
-            + (
-                f" | busiest expert {self._maximum('expert-load', format_plain)}"
-                if "expert-load" in self.layers
-                else ""
-            )
-        )
-
-    def _maximum(self, quantity: str, formatted: Callable[[float], str]) -> str:
-        """Return the largest value and its layer, such as ``4.1e-3 layers.7``; NaN counts as the largest."""
-        values = self.layers[quantity]
-        layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
-        return f"{formatted(values[layer])} {layer}"
+        return {**self.totals, **named}
 
 
 @dataclass
@@ -169,8 +136,6 @@ class HealthMonitor:
     def report(self, metrics: StepMetrics) -> HealthRecord:
         """Remove the hooks and return the record of the step. Collective over all ranks.
 
-        Call it after the trainer's iteration and samples have been advanced.
-
         Args:
             metrics: results of the step.
 
@@ -179,7 +144,7 @@ class HealthMonitor:
             self._handles.pop().remove()
         trainer = self.trainer
         world = trainer.mesh.world
-        for name, share in trainer.buckets.counted().items():
+        for name, share in trainer.buckets.counted_shards().items():
             self.sums[self.rows[layer_name(name)]] += self._parameter_sums(name, share)
         sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
         finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
@@ -188,19 +153,18 @@ class HealthMonitor:
         if chosen.numel():
             busiest = (chosen.amax(1) / chosen.mean(1))[1:-1].tolist()
             layers["expert-load"] = dict(zip([*self.rows][1:-1], busiest))
-        tokens = trainer.consumed_samples * trainer.config.training.seq_length
-        return HealthRecord(trainer.iteration, trainer.consumed_samples, tokens, layers, totals)
+        return HealthRecord(layers, totals)
 
     def _parameter_sums(self, name: str, share: ParamShard) -> Tensor:
         """Return the columns of the parameter's elements that this rank counts, fp64 ``[8]``."""
         trainer = self.trainer
         spec = trainer.specs[name]
         out = torch.zeros_like(self.sums[0])
-        first = share.start - trainer.buckets.shares[name].start
-        held = trainer.buckets.grads[name], trainer.optimizer.masters[name], self.before[name].to(trainer.device)
+        first = share.start - trainer.buckets.shards[name].start
+        held = trainer.buckets.grads[name], trainer.optimizer.main_params[name], self.before[name].to(trainer.device)
         counted = [x.view(-1)[first : first + share.numel] for x in held]
         for slot in shard_boxes(spec, share, spec.owned):
-            gradient, after, before = (slot.of(x) for x in counted)
+            gradient, after, before = (slot.view_in(x) for x in counted)
             out[GRADIENT] += square_sum(gradient)
             out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
             out[ELEMENTS] += gradient.numel()
@@ -214,7 +178,7 @@ def watch_next_step(trainer: Trainer) -> HealthMonitor:
     """Observe the next step. Copies the weights to host memory, which is the only wait for the device."""
     model = trainer.config.model
     rows = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
-    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.masters.items()}
+    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.main_params.items()}
     sums = torch.zeros(len(rows), COLUMNS, dtype=torch.float64, device=trainer.device)
     chosen = sums.new_zeros(len(rows), model.num_experts or 0)
     logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=trainer.device)
@@ -284,10 +248,6 @@ ModuleOutputs = list[tuple[int, str, bool]]
 """Stage, module name, and whether its whole output is finite."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
-
-
 @dataclass(frozen=True, order=True)
 class NonFiniteFinding:
     """A non-finite output or gradient on one rank; findings are ordered by their time in the step."""
@@ -321,17 +281,17 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFiniteFinding | None:
     """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
     first = None
-    grad_seed = trainer.scaler.scale / count_tokens(batches, trainer.mesh.replicas).clamp(min=1.0)
-    program = add_communication(sequential_schedule(trainer.mesh.placement))
+    grad_seed = trainer.scaler.scale / count_tokens(trainer, batches).clamp(min=1.0)
+    schedule = add_communication(sequential_schedule(trainer.mesh.placement))
     trainer.buckets.start_step(len(batches))
-    with trainer.buckets.unreduced():
+    with trainer.buckets.without_reduction():
         for i, batch in enumerate(batches):
             with record_outputs(trainer.chunks) as outputs:
-                trainer.compute([batch], grad_seed, program)
+                trainer.compute([batch], grad_seed, schedule)
             if first is None:
                 first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
     for chunk in trainer.chunks.values():
-        chunk.sums.take()
+        chunk.sums.pop()
     return first
 
 
@@ -444,7 +404,7 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
         copies = comm.all_gather(mine, group).view(group.size, -1)
         differing_parts.update(indices[(copies != mine).any(0)].tolist())
     return [
-        WeightCopy(what, piece.place, int(digests[i]))
+        WeightCopy(what, piece.global_box, int(digests[i]))
         for i, (what, piece, _) in enumerate(parts)
         if i in differing_parts
     ]
@@ -455,15 +415,19 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
     mesh = trainer.mesh
     for name, spec in trainer.specs.items():
         weight = trainer.params[name].detach()
-        master = trainer.optimizer.masters.get(name)
+        master = trainer.optimizer.main_params.get(name)
         tensors = [(name, weight, ParamShard(0, weight.numel()), mesh.group(*spec.reduce_axes))]
         if master is not None and master.dtype != weight.dtype:
-            share = trainer.buckets.shares[name]
-            tensors.append((f"the master of {name}", master, share, mesh.copies(*spec.reduce_axes)))
+            share = trainer.buckets.shards[name]
+            tensors.append((f"the master of {name}", master, share, mesh.optimizer_replica_group(*spec.reduce_axes)))
         for what, tensor, share, data_parallel in tensors:
             for slot in shard_boxes(spec, share):
-                groups = [data_parallel, mesh.sharers(slot.piece.replicas), *([mesh.ends] if spec.tied else [])]
-                yield what, slot.piece, slot.of(tensor), [group for group in groups if group.size > 1]
+                groups = [
+                    data_parallel,
+                    mesh.tp_subgroup(slot.piece.tp_ranks),
+                    *([mesh.embedding_group] if spec.tied else []),
+                ]
+                yield what, slot.piece, slot.view_in(tensor), [group for group in groups if group.size > 1]
 
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
@@ -500,3 +464,35 @@ def bit_hash(x: Tensor) -> Tensor:
         position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
         total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
     return total
+
+
+class HealthReport(Callback):
+    """Log per-layer metrics every ``--log-health-interval`` steps."""
+
+    observes_modules = True
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Report every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_start(self) -> None:
+        """Register the hooks."""
+        self._monitor = watch_next_step(self.trainer)
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Log the report; collective."""
+        self.log.log(self._monitor.report(metrics).metrics())
+
+
+class ReplicaCheck(Callback):
+    """Compare all copies of the weights every ``--check-weight-hash-across-dp-replicas-interval`` steps."""
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Check every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Raise a UserError if copies differ; collective."""
+        check_weight_copies(self.trainer)

@@ -27,7 +27,7 @@ from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.simulate import Timeline
 from megatron.planner.timeline import write_trace
-from megatron.training.build import Trainer
+from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.profile_report import (
     STEP_PREFIX,
     MemoryCurve,
@@ -36,7 +36,9 @@ from megatron.training.callbacks.profile_report import (
     is_layer,
     read_events,
 )
-from megatron.training.loggers.run_logger import print_line, print_warning
+from megatron.training.loggers.console import print_line, print_warning
+from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
 
 REQUEST_SIGNAL = signal.SIGUSR2
 REQUEST_FILE = "PROFILE"
@@ -414,3 +416,38 @@ class LayerRanges:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class StepProfiler(Callback):
+    """Profile steps and the pipeline's actions as selected by flags or requested from outside."""
+
+    pauses = False  # a barrier would change what is profiled
+
+    def __init__(self, trainer: Trainer, profiler: Profiler, request: Callable[[], ProfileRequest]) -> None:
+        """Set up without recording.
+
+        Args:
+            trainer: takes the steps.
+            profiler: records them.
+            request: returns the request that the ranks have agreed on since the last step.
+        """
+        super().__init__(trainer)
+        self._profiler = profiler
+        self._request = request
+        self._step = ExitStack()
+
+    def on_step_start(self) -> None:
+        """Begin a recording if the step is selected."""
+        taken = self.trainer.iteration
+        self._profiler.ask(taken, self._request())
+        self._step.enter_context(self._profiler.step(taken + 1))
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Write a recording that is complete; collective over the pipeline if its actions were recorded."""
+        self._step.close()
+
+    def on_stop(self, error: BaseException | None) -> None:
+        """Write an unfinished recording."""
+        if error is not None:  # in the middle of a step
+            self._step.__exit__(type(error), error, error.__traceback__)
+        self._profiler.close(self.trainer.iteration)

@@ -7,20 +7,16 @@ A line is a list of `ConsoleColumn`s in groups. If the terminal is too narrow, t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
 
-from megatron.training.loggers.base import EvaluationRecord, TimerStats, TrainRecord
+from megatron.planner.memory import format_binary
+from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
+from megatron.training.startup import startup_line
 from megatron.training.throughput import ThroughputModel
-
-
-@dataclass(frozen=True)
-class ConsoleColumn:
-    """A column of a console line. Groups are separated by ``|``."""
-
-    text: str
-    group: int
-    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
-
 
 MIN_SHOWN_SHARE = 0.005
 """Smallest share that is shown; whole percents would show smaller ones as 0%."""
@@ -35,7 +31,63 @@ GOODPUT_MIN_SECONDS = 600.0
 """Goodput is shown from this age of a run on; before, it mostly measures the start-up time."""
 
 
-def progress_line(record: TrainRecord, throughput_model: ThroughputModel, width: int | None = None) -> str:
+def print_line(text: str) -> None:
+    """Print a line; ignore errors of the console, such as a full disk or a broken pipe."""
+    with suppress(OSError):
+        print(text, flush=True)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning to stderr, from any rank; ignore errors of the console."""
+    with suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class ConsoleLogger:
+    """Prints one line per log step, evaluation, health report and event."""
+
+    def __init__(self, throughput_model: ThroughputModel) -> None:
+        self._throughput_model = throughput_model
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Print the metrics of a step."""
+        if "lm loss" in metrics:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            print_line(progress_line(step, metrics, self._throughput_model, width))
+            if (times := timing_line(metrics)) is not None:
+                print_line(times)
+        elif "lm loss validation" in metrics or "lm loss test" in metrics:
+            print_line(evaluation_line(step, metrics))
+        elif "health/update-ratio/total" in metrics:
+            print_line(health_line(step, metrics))
+
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
+        if kind in ("note", "stop"):
+            print_line(fields["text"])
+        elif kind == "warning":
+            print_warning(fields["text"])
+        elif kind == "start-up":
+            print_line(startup_line(fields["phases"], fields["slowest"]))
+        elif kind == "checkpoint":
+            size, seconds, blocking = fields["bytes"], fields["seconds"], fields["blocking-seconds"]
+            speed = f"{format_binary(size)} in {seconds:.1f}s, {format_binary(size / seconds)}/s"
+            blocked = "" if blocking == seconds else f", training stood still for {blocking:.2f}s"
+            print_line(f"saved {fields['path']}: {speed}{blocked}")
+
+    def close(self) -> None:
+        """Do nothing: lines are not buffered."""
+
+
+class ConsoleColumn(NamedTuple):
+    """A column of a console line. Groups are separated by ``|``."""
+
+    text: str
+    group: int
+    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
+
+
+def progress_line(step: int, metrics: Metrics, throughput_model: ThroughputModel, width: int | None = None) -> str:
     """Return the line of one log step, at most ``width`` characters wide (None: all columns).
 
     ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0%``
@@ -45,125 +97,145 @@ def progress_line(record: TrainRecord, throughput_model: ThroughputModel, width:
     second half are shown only if they apply: on several ranks, with a slow rank, after a restart.
     """
     total = str(throughput_model.total_iterations)
-    mfu = throughput_model.mfu(record)
-    columns = [
-        ConsoleColumn(f"{record.iteration:>{len(total)}}/{total}", 0, 0),
-        ConsoleColumn(f"{format_compact(record.consumed_tokens)} tok", 0, 5),
-        ConsoleColumn(f"loss {format_loss(record.loss)}", 1, 0),
-        ConsoleColumn(f"gnorm {format_plain(record.grad_norm)}", 1, 3),
-        ConsoleColumn(f"lr {format_exponent(record.learning_rate)}", 1, 6),
-        ConsoleColumn(format_step_time(record.seconds_per_step), 2, 4),
-        ConsoleColumn(format_speed(record, throughput_model), 2, 2),
-    ]
-    columns += [
-        ConsoleColumn(f"{ROUTER_LABELS[name]} {format_loss(x)}", 1, 7) for name, x in record.router_losses.items()
-    ]
-    if mfu is not None:
-        columns.append(ConsoleColumn(f"MFU {mfu:.1%}", 2, 3))
-    columns += [*_wait_columns(record), *_rank_columns(record)]
-    if record.loss_scale != 1:
-        columns.append(ConsoleColumn(f"scale {format_compact(record.loss_scale)}", 6, 7))
-    if record.skipped:
-        columns.append(ConsoleColumn(f"skipped {len(record.skipped)}", 7, 1))
-    if record.goodput is not None and _shows_goodput(record):
-        columns.append(ConsoleColumn(f"goodput {record.goodput:.1%}", 8, 8))
-    columns.append(ConsoleColumn(f"ETA {format_duration(throughput_model.seconds_left(record))}", 8, 2))
+    columns: list[ConsoleColumn] = []
+
+    def add(group: int, drop_order: int, text: str) -> None:
+        columns.append(ConsoleColumn(text, group, drop_order))
+
+    add(0, 0, f"{step:>{len(total)}}/{total}")
+    add(0, 5, f"{format_compact(metrics['consumed-tokens'])} tok")
+    add(1, 0, f"loss {format_loss(metrics['lm loss'])}")
+    add(1, 3, f"gnorm {format_plain(metrics['grad-norm'])}")
+    add(1, 6, f"lr {format_exponent(metrics['learning-rate'])}")
+    for name, label in ROUTER_LABELS.items():
+        if name in metrics:
+            add(1, 7, f"{label} {format_loss(metrics[name])}")
+    add(2, 4, format_step_time(metrics["iteration-time"]))
+    if throughput_model.on_gpu:
+        add(2, 2, f"{format_compact(metrics['tokens-per-second'] / throughput_model.world_size)} tok/s/gpu")
+    else:
+        add(2, 2, f"{format_compact(metrics['tokens-per-second'])} tok/s")
+    if (mfu := metrics.get("mfu")) is not None:
+        add(2, 3, f"MFU {mfu:.1%}")
+    _add_waits(metrics, add)
+    _add_ranks(metrics, add)
+    if metrics["loss-scale"] != 1:
+        add(6, 7, f"scale {format_compact(metrics['loss-scale'])}")
+    if skipped := len(metrics["skipped-iterations"]):
+        add(7, 1, f"skipped {skipped}")
+    _add_goodput(metrics, add)
+    add(8, 2, f"ETA {format_duration(throughput_model.seconds_left(metrics))}")
     return fit_columns(columns, width)
 
 
-def _wait_columns(record: TrainRecord) -> list[ConsoleColumn]:
-    """Return the shares of the step spent in communication, in pipeline bubbles and waiting for data."""
-    columns = []
-    if record.communication_share is not None:
-        scale = record.communication_share / (sum(record.communication.values()) or 1.0)  # shares add up to the total
-        shares = {axes: seconds * scale for axes, seconds in record.communication.items()}
-        shown = [f"{axes}{share * 100:.0f}" for axes, share in shares.items() if share >= MIN_SHOWN_SHARE]
-        columns.append(ConsoleColumn(f"comm {record.communication_share:.0%}", 3, 6))
+def _add_waits(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
+    """Add the shares of the step spent in communication, in pipeline bubbles and waiting for data."""
+    if (total := metrics.get("communication-share")) is not None:
+        prefix = "communication-"
+        waits = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        del waits["share"]
+        scale = total / (sum(waits.values()) or 1.0)  # shares add up to the total
+        shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
+        add(3, 6, f"comm {total:.0%}")
         if shown:
-            columns.append(ConsoleColumn(f"({' '.join(shown)})", 3, 10))
-    if record.bubble is not None:
-        columns.append(ConsoleColumn(f"bubble {record.bubble:.1%}", 3, 5))
-    if record.data_wait is not None:
-        share = record.data_wait / record.seconds_per_step
-        columns.append(ConsoleColumn(f"data {share:.0%}", 3, 9 if share < MIN_SHOWN_SHARE else 4))
-    return columns
+            add(3, 10, f"({' '.join(shown)})")
+    if "bubble" in metrics:
+        add(3, 5, f"bubble {metrics['bubble']:.1%}")
+    if "data-wait" in metrics:
+        share = metrics["data-wait"] / metrics["iteration-time"]
+        add(3, 9 if share < MIN_SHOWN_SHARE else 4, f"data {share:.0%}")
 
 
-def _rank_columns(record: TrainRecord) -> list[ConsoleColumn]:
-    """Return the memory of the fullest rank, and the slowest rank if it delays the others."""
-    columns = []
-    if record.memory_bytes is not None and record.memory_total_bytes is not None:
-        rank = "" if record.memory_rank is None else f" r{record.memory_rank}"
-        columns.append(
-            ConsoleColumn(f"mem {format_memory(record.memory_bytes, record.memory_total_bytes)}{rank}", 4, 8)
-        )
-    if record.slowest_excess is not None and record.slowest_excess >= SLOW_RANK_EXCESS:
-        columns.append(ConsoleColumn(f"slow r{record.slowest_rank} +{record.slowest_excess:.0%}", 5, 7))
-    return columns
+def _add_ranks(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
+    """Add the memory of the fullest rank, and the slowest rank if it delays the others."""
+    used, capacity = metrics.get("mem-max-allocated-bytes"), metrics.get(MEMORY_CAPACITY)
+    if used is not None and capacity is not None:
+        rank = f" r{metrics['mem-max-rank']}" if "mem-max-rank" in metrics else ""
+        add(4, 8, f"mem {format_memory(used, capacity)}{rank}")
+    if metrics.get("slowest-rank-excess", 0.0) >= SLOW_RANK_EXCESS:
+        add(5, 7, f"slow r{metrics['slowest-rank']} +{metrics['slowest-rank-excess']:.0%}")
 
 
-def _shows_goodput(record: TrainRecord) -> bool:
-    """Return True after a restart, or if the run loses time long after its start."""
-    settled = record.run_seconds is not None and record.run_seconds >= GOODPUT_MIN_SECONDS
-    lossy = record.goodput is not None and record.goodput < 1 - MIN_SHOWN_SHARE
-    return (record.starts or 1) > 1 or (settled and lossy)
+def _add_goodput(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
+    """Add the goodput after a restart, or if the run loses time long after its start."""
+    if (goodput := metrics.get("goodput")) is not None:
+        lossy = metrics.get("run-seconds", 0.0) >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
+        if lossy or metrics.get("starts", 1) > 1:
+            add(8, 8, f"goodput {goodput:.1%}")
 
 
-def timing_line(record: TrainRecord) -> str | None:
+def timing_line(metrics: Metrics) -> str | None:
     """Return the line of the timers, in time per step, or None without timers.
 
     ``times: forward-backward 120ms to 131ms, optimizer 8.00ms to 9.10ms``: the shortest and longest over all ranks, the
     longest, or one time per rank, as set by ``--timing-log-option``.
     """
-    texts = [f"{name} {format_timing(times)}" for name, times in record.timings.items()]
+    texts = []
+    for name in metrics:
+        if name.endswith("-time") and name != "iteration-time":
+            bounds = [metrics[key] for key in (f"{name}-min", name) if key in metrics]
+            by_rank = metrics.get(f"{name}-by-rank")
+            times = " to ".join(map(format_step_time, bounds))
+            if by_rank is not None:
+                times = " ".join(map(format_step_time, by_rank))
+            texts.append(f"{name.removesuffix('-time')} {times}")
     return f"times: {', '.join(texts)}" if texts else None
 
 
-def format_timing(times: TimerStats) -> str:
-    """Format as ``8.00ms to 9.10ms``, as ``9.10ms``, or as one time per rank."""
-    if times.by_rank is not None:
-        return " ".join(map(format_step_time, times.by_rank))
-    low = "" if times.shortest is None else f"{format_step_time(times.shortest)} to "
-    return low + format_step_time(times.longest)
-
-
-def evaluation_line(record: EvaluationRecord) -> str:
+def evaluation_line(step: int, metrics: Metrics) -> str:
     """Return the line of one evaluation."""
-    average = "" if record.average is None else f" ema {format_loss(record.average)}"
+    kind = "test" if "lm loss test" in metrics else "validation"
+    title = f"{kind} {metrics.get('validation-set', '')}".strip()
+    loss = f"lm loss {kind}"
+    average = f" ema {format_loss(metrics[f'{loss} ema'])}" if f"{loss} ema" in metrics else ""
     return (
-        f"{record.title} at {record.iteration}: loss {format_loss(record.loss)} "
-        f"ppl {format_plain(record.perplexity)}{average}"
-        f" ({format_compact(record.consumed_tokens)} tok)"
+        f"{title} at {step}: loss {format_loss(metrics[loss])} ppl {format_plain(metrics[f'{loss} ppl'])}{average}"
+        f" ({format_compact(metrics['consumed-tokens'])} tok)"
+    )
+
+
+def health_line(step: int, metrics: Metrics) -> str:
+    """Return the extreme values of a health report and their layers."""
+
+    def layers(quantity: str) -> Mapping[str, float]:
+        prefix = f"health/{quantity}/"
+        values = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        values.pop("total", None)
+        return values
+
+    def maximum(quantity: str, formatted: Callable[[float], str] = format_plain) -> str:
+        """Format as ``4.1e-3 layers.7``; NaN counts as the largest."""
+        values = layers(quantity)
+        layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        return f"{formatted(values[layer])} {layer}"
+
+    norms = layers("grad-norm")
+    low = min(norms, key=lambda layer: norms[layer])
+    update = format_exponent(metrics["health/update-ratio/total"])
+    return (
+        f"health at {step}: gradient {format_plain(norms[low])} {low} to {maximum('grad-norm')}"
+        f" | update {update}, most {maximum('update-ratio', format_exponent)}"
+        f" | activations {maximum('activation-rms')} | attention logit {maximum('attention-logit')}"
+        + (f" | busiest expert {maximum('expert-load')}" if layers("expert-load") else "")
     )
 
 
 def fit_columns(columns: list[ConsoleColumn], width: int | None) -> str:
     """Join the columns into one line; drop the least important ones until it fits into ``width`` characters."""
-    line = _join(columns)
-    while width is not None and len(line) > width and len(columns) > 1:
+    while True:
+        groups: dict[int, list[str]] = {}
+        for column in columns:
+            groups.setdefault(column.group, []).append(column.text)
+        line = " | ".join(" ".join(texts) for texts in groups.values())
+        if width is None or len(line) <= width or len(columns) == 1:
+            return line
         dropped = max(columns, key=lambda column: column.drop_order)
         columns = [column for column in columns if column is not dropped]
-        line = _join(columns)
-    return line
-
-
-def _join(columns: list[ConsoleColumn]) -> str:
-    groups: dict[int, list[str]] = {}
-    for column in columns:
-        groups.setdefault(column.group, []).append(column.text)
-    return " | ".join(" ".join(texts) for texts in groups.values())
 
 
 def format_loss(nats: float) -> str:
     """Format with four decimals; ``-`` if not finite."""
     return f"{nats:.4f}" if math.isfinite(nats) else "-"
-
-
-def format_speed(record: TrainRecord, throughput_model: ThroughputModel) -> str:
-    """Format tokens per second: per GPU, or of all CPU ranks together."""
-    if throughput_model.on_gpu:
-        return f"{format_compact(record.tokens_per_second / throughput_model.world_size)} tok/s/gpu"
-    return f"{format_compact(record.tokens_per_second)} tok/s"
 
 
 def format_compact(number: float, *, trim: bool = False) -> str:

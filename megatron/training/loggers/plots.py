@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from megatron.checkpoint.durable_files import publish_file
 from megatron.training.loggers.console import format_compact, format_exponent, format_plain
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.loggers.run_folder import RunHistory
 
 if TYPE_CHECKING:
@@ -98,15 +99,12 @@ def _save(figure: Figure, out: Path) -> None:
         raise OSError(f"{out} cannot be written: it is a folder")
     if not out.suffix:  # matplotlib would append one
         raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
-    partial = out.with_name(f".partial-{out.name}")
+    image = BytesIO()
+    figure.savefig(image, format=out.suffix.removeprefix("."))
     try:
-        figure.savefig(partial)
-        os.replace(partial, out)
+        publish_file(out, image.getvalue())
     except OSError as error:
         raise OSError(f"{out} cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def running_mean(values: np.ndarray, least: int = 0) -> np.ndarray:
@@ -279,8 +277,9 @@ def draw_health(metrics: Path, title: str, out: Path) -> bool:
 def read_health(metrics: Path) -> dict[str, HealthMap]:
     """Read the health metrics by quantity, without steps that a restart discarded."""
     reports: dict[int, dict[str, float]] = {}
-    for line in _lines(metrics):
-        step = line["iteration"]
+    for line in read_json_lines(metrics):
+        if line is None or not isinstance(step := line.get("iteration"), int):
+            continue
         if line.get("event") == "start":
             reports = {earlier: report for earlier, report in reports.items() if earlier <= step}
         report = {name: math.nan if x is None else x for name, x in line.items() if LAYER_METRIC.fullmatch(name)}
@@ -294,18 +293,6 @@ def read_health(metrics: Path) -> dict[str, HealthMap]:
             values = np.array([[reports[step].get(name, math.nan) for step in steps] for name in names], dtype=float)
             maps[kind] = HealthMap([name.rpartition("/")[2] for name in names], steps, values)
     return maps
-
-
-def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the readable lines with an iteration; a crash can cut a line off."""
-    with metrics.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("iteration"), int):
-                yield line
 
 
 def _draw(figure: Figure, axes: Axes, health: HealthMap) -> None:

@@ -23,8 +23,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.durable_files import publish_file
 from megatron.data.loader import DataSource
-from megatron.training.loggers.base import MetricValues
+from megatron.training.loggers.base import Metrics
+from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.startup import start_phrase
 
 CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE, DIFF_FILE = (
@@ -38,6 +40,9 @@ PACKAGES = (
     *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
+INCIDENTS_FILE = "incidents.md"
+INCIDENT_EVENTS = ("warning", "error", "stop")
+EVALUATION_KINDS = ("validation", "test")
 
 
 def write_run_folder(
@@ -69,7 +74,7 @@ def write_run_folder(
     renamed = _rename_changed(folder, texts)
     for name, text in texts.items():
         if text:
-            (folder / name).write_text(text)
+            publish_file(folder / name, text.encode())
     return renamed
 
 
@@ -115,11 +120,11 @@ def data_summary(data: DataSource) -> dict[str, object]:
     for split, samples in data.used.items():
         dataset = data.datasets[split]
         tokens = samples * data.seq_length
-        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
+        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.source_usage(samples)]
         summary[split] = {
             "samples": samples,
             "tokens": tokens,
-            "laid_out_for_samples": list(data.stretches[split]),
+            "laid_out_for_samples": list(data.segments[split]),
             "fingerprint": data.fingerprints[split],
             "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
         }
@@ -149,54 +154,44 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-INCIDENTS_FILE = "incidents.md"
-INCIDENT_EVENTS = ("warning", "error", "stop")
-
-
 class IncidentLogger:
     """Writes one line of Markdown per incident, with its time (UTC) and step."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` for appending."""
         self._start = "started again" if path.exists() else "started"
-        self._iteration = 0
+        self._step = 0
+        self._failed = False
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line buffered
 
-    def record(self, values: MetricValues) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Log skipped updates."""
-        self._iteration = int(str(values["iteration"]))
-        skipped = values.get("skipped-iterations")
-        if isinstance(skipped, list) and skipped:
+        self._step = step
+        if skipped := metrics.get("skipped-iterations"):
             which = "update of step" if len(skipped) == 1 else "updates of steps"
-            self._write(values, f"skipped the {which} {', '.join(map(str, skipped))}")
+            self._write(metrics["time"], f"skipped the {which} {', '.join(map(str, skipped))}")
 
-    def event(self, values: MetricValues) -> None:
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Log starts, warnings, errors and stops."""
-        kind = str(values["event"])
-        self._iteration = int(str(values["iteration"]))
+        self._step = step
         if kind in ("start", "evaluation"):
             began = self._start if kind == "start" else "an evaluation alone"
-            ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
-            run = f", run {values['run-id']}" if values["run-id"] else ""
-            which = f", {words}" if (words := start_phrase(values)) else ""
-            self._write(values, f"{began} on {ranks}{run}{which}")
+            ranks = "1 rank" if fields["world-size"] == 1 else f"{fields['world-size']} ranks"
+            run = f", run {fields['run-id']}" if fields["run-id"] else ""
+            which = f", {phrase}" if (phrase := start_phrase(fields)) else ""
+            self._write(fields["time"], f"{began} on {ranks}{run}{which}")
         elif kind in INCIDENT_EVENTS:
-            self._write(values, str(values["text"]) if kind == "stop" else f"{kind}: {values['text']}")
+            self._failed = self._failed or kind == "error"
+            self._write(fields["time"], fields["text"] if kind == "stop" else f"{kind}: {fields['text']}")
 
-    def flush(self) -> None:
-        """Do nothing: the file is line buffered."""
-
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Log the end, and close the file."""
-        self._write({"time": time.time()}, "ended by an error" if failed else "ended in good order")
+        self._write(time.time(), "ended by an error" if self._failed else "ended in good order")
         self._file.close()
 
-    def _write(self, values: MetricValues, text: str) -> None:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(str(values["time"]))))
-        self._file.write(f"- {at} step {self._iteration}: {' '.join(text.split())}\n")
-
-
-EVALUATION_KINDS = ("validation", "test")
+    def _write(self, seconds: float, text: str) -> None:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+        self._file.write(f"- {at} step {self._step}: {' '.join(text.split())}\n")
 
 
 @dataclass(frozen=True)
@@ -268,12 +263,13 @@ def read_history(path: Path) -> RunHistory:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: pass the folder given to the run as --run-dir")
     history = RunHistory()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, start=1):
-            try:
-                history.add(json.loads(text))
-            except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError):
-                history.unreadable.append(number)
+    for number, line in enumerate(read_json_lines(path), start=1):
+        try:
+            if line is None:
+                raise ValueError
+            history.add(line)
+        except (ValueError, LookupError, TypeError, ArithmeticError):
+            history.unreadable.append(number)
     if not history.train:
         count = len(history.unreadable)
         unreadable = f" ({count} line{'' if count == 1 else 's'} could not be read)" if count else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.training.loggers.base import MetricValues, scalar_metrics
+from megatron.training.loggers.base import Metrics, scalar_metrics
 
-PROGRESS_METRICS = ("iteration", "consumed-samples", "consumed-tokens", "time")
+PROGRESS_METRICS = ("consumed-samples", "consumed-tokens", "time")
 BY_SAMPLES = "samples"
 FLUSH_SECONDS = 30
 
@@ -23,29 +23,29 @@ class TensorBoardLogger:
         """Open the event files; points after ``iteration`` steps and ``consumed_samples`` are discarded."""
         self._by_step = _writer(folder, iteration + 1)
         self._by_samples = _writer(folder / BY_SAMPLES, consumed_samples + 1)
-        self._by_step.add_text("config", _as_code(resolved_config), iteration)
+        verbatim = "\n".join(f"    {line}" for line in resolved_config.splitlines())  # in Markdown
+        self._by_step.add_text("config", verbatim, iteration)
         self.flush()
 
-    def record(self, values: MetricValues) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Add a point to the curve of every metric."""
-        numbers = scalar_metrics(values)
-        step, samples = int(numbers["iteration"]), int(numbers["consumed-samples"])
-        for name, number in numbers.items():
+        samples = int(metrics["consumed-samples"])
+        for name, number in scalar_metrics(metrics).items():
             if name not in PROGRESS_METRICS:
                 self._by_step.add_scalar(name, number, step)
                 self._by_samples.add_scalar(f"{name} vs samples", number, samples)
 
-    def event(self, values: MetricValues) -> None:
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Add errors and warnings as text."""
-        if values.get("event") in ("warning", "error"):
-            self._by_step.add_text(str(values["event"]), str(values.get("text", "")), int(str(values["iteration"])))
+        if kind in ("warning", "error"):
+            self._by_step.add_text(kind, fields["text"], step)
 
     def flush(self) -> None:
         """Write buffered points."""
         self._by_step.flush()
         self._by_samples.flush()
 
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Close the event files."""
         self._by_step.close()
         self._by_samples.close()
@@ -64,8 +64,3 @@ def _writer(folder: Path, purge_step: int) -> Any:
     except OSError as error:
         why = f"{folder} cannot be written ({error.strerror or error})"
         raise OSError(f"{why}: --tensorboard-dir ANOTHER_FOLDER") from error
-
-
-def _as_code(text: str) -> str:
-    """Return Markdown that shows ``text`` verbatim."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -7,139 +7,27 @@ client's files if offline, sends the rows of the journal after it, and skips rep
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from megatron.config.run import LoggingConfig
-from megatron.training.loggers.base import JsonLinesLogger, LoggerOpenError, MetricValues, error_summary, scalar_metrics
-
-IMPLICIT_METRICS = ("iteration", "time")
-
-WandbRow = dict[str, float]
-
-
-@dataclass
-class JournalContent:
-    """Content of the journal before this start."""
-
-    starts: int = 0  # number of earlier starts
-    rows: dict[int, WandbRow] = field(default_factory=dict)  # by step, from the latest start that took the step
-
-
-class WandbJournal:
-    """Writes one line of JSON per record. The client's own file lacks the rows that it had not written at a crash."""
-
-    def __init__(self, path: Path, iteration: int, warn: Callable[[str], None]) -> None:
-        """Read the existing journal and append a start after ``iteration`` steps."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.past = read_journal(path)
-            self._file = JsonLinesLogger(path, warn)
-        except OSError as error:
-            reason = f"{path} cannot be written ({error.strerror}), and logging requires it"
-            raise OSError(f"{reason}: --wandb-save-dir ANOTHER_FOLDER") from error
-        self._file.write({"start": iteration})
-
-    def record(self, values: MetricValues) -> None:
-        """Append the metrics."""
-        self._file.write(scalar_metrics(values))
-
-    def event(self, values: MetricValues) -> None:
-        """Do nothing: events are not part of the curves."""
-
-    def flush(self) -> None:
-        """Do nothing: lines are not buffered."""
-
-    def close(self, failed: bool) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def read_journal(path: Path) -> JournalContent:
-    """Read the journal."""
-    past = JournalContent()
-    first_step = 0
-    start_of_row: dict[int, int] = {}
-    for line in _lines(path):
-        if "start" in line:
-            past.starts += 1
-            first_step = int(line["start"])
-            continue
-        step = int(line["iteration"])
-        row = to_row(line)
-        # an evaluation before a start's first step belongs to the last step of the previous start
-        if start_of_row.get(step) == past.starts or step == first_step:
-            row = past.rows.get(step, {}) | row
-        past.rows[step] = row
-        start_of_row[step] = past.starts
-    return past
-
-
-def to_row(numbers: dict[str, Any]) -> WandbRow:
-    """Return the metrics that are sent to W&B."""
-    return {name: number for name, number in numbers.items() if number is not None and name not in IMPLICIT_METRICS}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # a line cut off by a crash
-            line = json.loads(text)
-            if isinstance(line, dict) and {"start", "iteration"} & line.keys():
-                yield line
-
-
-FILE_HEADER, HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
-FULL_FRAGMENT, LAST_FRAGMENT = 1, 4  # types of fragments that end a record; 2 is the first and 3 a middle fragment
-
-
-def last_step_on_disk(folder: Path, run_id: str) -> int:
-    """Return the last step of all starts of the run in the files under ``folder``; -1 if there is none."""
-    from wandb.proto import wandb_internal_pb2
-
-    last = -1
-    for path in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
-        for data in leveldb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
-            if record.HasField("history"):
-                last = max(last, record.history.step.num)
-    return last
-
-
-def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a ``.wandb`` file, up to one cut off by a crash.
-
-    The file has a header of seven bytes and then the LevelDB log format: blocks of 32 KiB of fragments, each with
-    checksum, length, type and data. A record is one or more fragments.
-    """
-    position = FILE_HEADER
-    record = b""
-    while position + HEADER.size <= len(data):
-        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
-        if left_in_block < HEADER.size:  # padding at the end of a block
-            position += left_in_block
-            continue
-        _, length, kind = HEADER.unpack_from(data, position)
-        start = position + HEADER.size
-        position = start + length
-        if kind == 0 or position > len(data):
-            return
-        record += data[start:position]
-        if kind in (FULL_FRAGMENT, LAST_FRAGMENT):
-            yield record
-            record = b""
-
+from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
+from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
 
 WANDB_MODES = ("online", "offline", "disabled")
 OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
+TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
+IMPLICIT_METRICS = ("iteration", "time")
+
+FILE_HEADER_BYTES, FRAGMENT_HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
+FULL_FRAGMENT, LAST_FRAGMENT = 1, 4  # types of fragments that end a record; 2 is the first and 3 a middle fragment
+
+WandbRow = dict[str, float]
 
 
 def wandb_disabled(variables: Mapping[str, str] = os.environ) -> bool:
@@ -152,23 +40,6 @@ def check_wandb_mode(variables: Mapping[str, str] = os.environ) -> None:
     mode = variables.get("WANDB_MODE") or WANDB_MODES[0]
     if mode not in WANDB_MODES + OTHER_WANDB_MODES:
         raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES)}")
-
-
-def open_failure_message(error: Exception, journal: Path) -> str:
-    """Return why the client could not be opened, a fix, and where the rows are kept."""
-    why = error_summary(error)
-    if isinstance(error, ModuleNotFoundError):
-        why, fix = f"it needs a package that is not installed ({error.name})", "pip install wandb"
-    elif "wandb login" in why:
-        why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
-    elif isinstance(error, ValueError):
-        fix = "WANDB_MODE=offline"
-    else:
-        fix = "WANDB_MODE=offline writes to this disk"
-    return f"{why}: {fix}; {journal} keeps the rows and sends them when this run is resumed from a checkpoint"
-
-
-TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
 
 
 def wandb_folder(options: LoggingConfig) -> Path:
@@ -193,6 +64,64 @@ def missing_journal_notes(options: LoggingConfig, run_id: str) -> list[str]:
     ]
 
 
+@dataclass
+class JournalContent:
+    """Content of the journal before this start."""
+
+    starts: int = 0  # number of earlier starts
+    rows: dict[int, WandbRow] = field(default_factory=dict)  # by step, from the latest start that took the step
+
+
+class WandbJournal:
+    """Writes one line of JSON per record. The client's own file lacks the rows that it had not written at a crash."""
+
+    def __init__(self, path: Path, iteration: int, warn: Callable[[str], None]) -> None:
+        """Read the existing journal and append a start after ``iteration`` steps."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.past = read_journal(path)
+            self._file = JsonLinesLogger(path, warn)
+        except OSError as error:
+            reason = f"{path} cannot be written ({error.strerror}), and logging requires it"
+            raise OSError(f"{reason}: --wandb-save-dir ANOTHER_FOLDER") from error
+        self._file.write({"start": iteration})
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append the metrics."""
+        self._file.write({"iteration": step, **scalar_metrics(metrics)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Read the journal; empty if there is none."""
+    past = JournalContent()
+    first_step = 0
+    start_of_row: dict[int, int] = {}
+    for line in read_json_lines(path) if path.exists() else ():
+        if line is None or not {"start", "iteration"} & line.keys():
+            continue
+        if "start" in line:
+            past.starts += 1
+            first_step = int(line["start"])
+            continue
+        step = int(line["iteration"])
+        row = to_row(line)
+        # an evaluation before a start's first step belongs to the last step of the previous start
+        if start_of_row.get(step) == past.starts or step == first_step:
+            row = past.rows.get(step, {}) | row
+        past.rows[step] = row
+        start_of_row[step] = past.starts
+    return past
+
+
+def to_row(numbers: Mapping[str, Any]) -> WandbRow:
+    """Return the metrics that are sent to W&B."""
+    return {name: number for name, number in numbers.items() if number is not None and name not in IMPLICIT_METRICS}
+
+
 class WandbLogger:
     """Logs one row per log step; metrics of an evaluation or a health report are added to the row of their step."""
 
@@ -203,7 +132,7 @@ class WandbLogger:
         run_id: str,
         iteration: int,
         past: JournalContent,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         """Open the run ``run_id``, or continue it after ``iteration`` steps.
 
@@ -213,7 +142,7 @@ class WandbLogger:
             run_id: the run's ID, as in the checkpoints.
             iteration: steps taken before this start.
             past: the journal of earlier starts; its rows are removed to free memory.
-            say: prints where to find the curves.
+            print_line: prints where to find the curves.
 
         Raises:
             LoggerOpenError: if the package is missing, no user is logged in, or the server does not answer.
@@ -223,6 +152,7 @@ class WandbLogger:
         self._first_step = iteration
         self._step = iteration
         self._row: WandbRow = {}
+        self._failed = False
         self._restarts = past.starts
         self._last_reported = self._last_step(wandb_folder(options), run_id, max(past.rows, default=-1))
         for step in sorted(step for step in past.rows if self._last_reported < step <= iteration):
@@ -230,7 +160,7 @@ class WandbLogger:
         past.rows.clear()
         if past.starts or iteration:
             self._run.summary["error"] = ""  # clear the error of the previous start
-        self._print_location(say)
+        self._print_location(print_line)
 
     def _last_step(self, files: Path, run_id: str, last_journaled: int) -> int:
         """Return the last step that W&B has: from the server, or from the client's files if offline."""
@@ -241,36 +171,37 @@ class WandbLogger:
         except Exception:  # the file format may change with the version; a gap is better than duplicate steps
             return last_journaled
 
-    def _print_location(self, say: Callable[[str], None]) -> None:
+    def _print_location(self, print_line: Callable[[str], None]) -> None:
         if self._run.disabled:
-            say("Weights & Biases is disabled by its settings: the journal is sent at the first start that enables it")
+            print_line(
+                "Weights & Biases is disabled by its settings: the journal is sent at the first start that enables it"
+            )
             return
         if self._run.offline:  # the client makes a folder per start, named by the time and the run
             folder = quote(str(Path(self._run.dir).parent.parent))
             command = f"wandb sync {folder}/offline-run-*-{self._run.id}"
-            say(f"Weights & Biases: offline; send all starts with: {command}")
+            print_line(f"Weights & Biases: offline; send all starts with: {command}")
         else:
-            say(f"Weights & Biases: {self._run.url}")
+            print_line(f"Weights & Biases: {self._run.url}")
         if self._last_reported > self._first_step:
             last = self._last_reported
-            say(f"Weights & Biases has this run up to step {last} and continues there from step {last + 1}")
+            print_line(f"Weights & Biases has this run up to step {last} and continues there from step {last + 1}")
 
-    def record(self, values: MetricValues) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Add metrics to the row of their step, and send the row of the previous step."""
-        numbers = scalar_metrics(values)
-        step = int(numbers["iteration"])
         if self._first_step < step <= self._last_reported:
             self._row = {}
             return
         if step > self._step:
             self.flush()
         self._step = step
-        self._row |= to_row(numbers)
+        self._row |= to_row(scalar_metrics(metrics))
 
-    def event(self, values: MetricValues) -> None:
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Write errors to the run's summary."""
-        if values.get("event") == "error":
-            self._run.summary["error"] = str(values.get("text", ""))
+        if kind == "error":
+            self._failed = True
+            self._run.summary["error"] = fields["text"]
 
     def flush(self) -> None:
         """Send the row. A row at the start's first iteration is kept, since the earlier start may have sent one."""
@@ -283,10 +214,10 @@ class WandbLogger:
         self._run.log({**row, **samples, "restarts": self._restarts}, step=step, commit=True)
         self._last_reported = step
 
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Send the last row and wait for the server, with a timeout."""
         self.flush()
-        self._run.finish(exit_code=1 if failed else 0)
+        self._run.finish(exit_code=1 if self._failed else 0)
 
 
 def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any:
@@ -314,3 +245,54 @@ def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any
         )
     except Exception as error:  # the client raises many types
         raise LoggerOpenError(open_failure_message(error, journal_path(options, run_id))) from error
+
+
+def open_failure_message(error: Exception, journal: Path) -> str:
+    """Return why the client could not be opened, a fix, and where the rows are kept."""
+    why = error_summary(error)
+    if isinstance(error, ModuleNotFoundError):
+        why, fix = f"it needs a package that is not installed ({error.name})", "pip install wandb"
+    elif "wandb login" in why:
+        why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
+    elif isinstance(error, ValueError):
+        fix = "WANDB_MODE=offline"
+    else:
+        fix = "WANDB_MODE=offline writes to this disk"
+    return f"{why}: {fix}; {journal} keeps the rows and sends them when this run is resumed from a checkpoint"
+
+
+def last_step_on_disk(folder: Path, run_id: str) -> int:
+    """Return the last step of all starts of the run in the files under ``folder``; -1 if there is none."""
+    from wandb.proto import wandb_internal_pb2
+
+    last = -1
+    for path in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
+        for data in leveldb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
+            if record.HasField("history"):
+                last = max(last, record.history.step.num)
+    return last
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a ``.wandb`` file, up to one cut off by a crash.
+
+    The file has a header of seven bytes and then the LevelDB log format: blocks of 32 KiB of fragments, each with
+    checksum, length, type and data. A record is one or more fragments.
+    """
+    position = FILE_HEADER_BYTES
+    record = b""
+    while position + FRAGMENT_HEADER.size <= len(data):
+        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
+        if left_in_block < FRAGMENT_HEADER.size:  # padding at the end of a block
+            position += left_in_block
+            continue
+        _, length, kind = FRAGMENT_HEADER.unpack_from(data, position)
+        start = position + FRAGMENT_HEADER.size
+        position = start + length
+        if kind == 0 or position > len(data):
+            return
+        record += data[start:position]
+        if kind in (FULL_FRAGMENT, LAST_FRAGMENT):
+            yield record
+            record = b""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
+from megatron.convert.huggingface.config import read_model_values
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bad_configs.txt"
 RUN = "--mock-data --vocab-size 257 --train-iters 100"
@@ -40,7 +41,7 @@ class Case:
             place = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
             environ = place | {"SLURM_NTASKS": str(self.ranks), "SLURM_NNODES": str(self.machines)}
         try:
-            parse(shlex.split(f"{self.base} {self.flags}"), environ)
+            parse(shlex.split(f"{self.base} {self.flags}"), environ, read_model=read_model_values)
         except UserError as error:
             return str(error)
         return "accepted"
@@ -374,6 +375,7 @@ CASES = (
     # kernels
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
+    Case("--kernels attention=flash_attn --attention-dropout 0.1"),
     # recorded steps
     Case("--plugin no_such_plugin --optimizer mine"),
     Case("--plugin tests/fixtures/mine.py"),

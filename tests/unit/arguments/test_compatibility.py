@@ -14,13 +14,11 @@ from megatron.arguments.cli import parse
 from megatron.arguments.compatibility import (
     ALLOWED_ROLES,
     CHANGE_ERRORS,
-    FIELDS_BY_ROLE,
-    ROLE_OF_FIELD,
     ConfigComparison,
-    Role,
     compare_configs,
 )
 from megatron.arguments.sources import to_dict
+from megatron.config.option import Role
 from megatron.config.run import RESUME_MODES, RunConfig
 from megatron.config.settings import SETTINGS
 
@@ -50,8 +48,7 @@ def codes(comparison: ConfigComparison) -> list[str]:
 
 
 def test_every_option_has_one_role() -> None:
-    listed = [name for names in FIELDS_BY_ROLE.values() for name in names.split()]
-    assert sorted(listed) == sorted(SETTINGS), "an option is missing in the table, or is there twice"
+    assert all(isinstance(setting.option.role, Role) for setting in SETTINGS.values())
     assert set(ALLOWED_ROLES) == set(RESUME_MODES)
     assert set(CHANGE_ERRORS) == set(Role) - set.intersection(*ALLOWED_ROLES.values())
 
@@ -292,4 +289,4 @@ def test_no_value_is_too_strange(name: str) -> None:
         saved: dict[str, Any] = to_dict(run())
         saved[SETTINGS[name].group][name] = value
         comparison = compare_configs(saved, run(), mode)
-        assert comparison.problems == () or ROLE_OF_FIELD[name] not in ALLOWED_ROLES[mode]
+        assert comparison.problems == () or SETTINGS[name].option.role not in ALLOWED_ROLES[mode]

@@ -13,6 +13,7 @@ import pytest
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.sources import flat_values, to_yaml
 from megatron.config.errors import UserError
+from megatron.convert.huggingface.config import read_model_values
 
 ROOT = Path(__file__).parents[3]
 LLAMA: dict[str, Any] = json.loads((ROOT / "tests" / "golden" / "hf_llama" / "config.json").read_text())
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def started(folder: Path, *flags: str) -> ParsedArguments:
-    return parse([*RUN, "--load", f"hf:{folder}", *flags], {})
+    return parse([*RUN, "--load", f"hf:{folder}", *flags], {}, read_model=read_model_values)
 
 
 def codes(folder: Path, *flags: str) -> list[str]:
@@ -76,7 +77,10 @@ def test_every_source_comes_after_it_but_none_may_say_another_model(folder: Path
 
 def test_it_may_come_from_a_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"checkpoint: {{load: 'hf:{folder}'}}\n")
-    assert parse([*RUN, "--config", str(tmp_path / "run.yaml")], {}).config.model.hidden_size == 32
+    assert (
+        parse([*RUN, "--config", str(tmp_path / "run.yaml")], {}, read_model=read_model_values).config.model.hidden_size
+        == 32
+    )
 
 
 def test_a_preset_of_the_same_model_brings_the_settings_of_its_paper(folder: Path) -> None:
@@ -115,7 +119,9 @@ def test_an_unreadable_model_hides_no_other_problem(folder: Path) -> None:
 def test_a_written_configuration_starts_the_same_run(folder: Path, tmp_path: Path) -> None:
     config = started(folder).config
     (tmp_path / "again.yaml").write_text(to_yaml(config))
-    assert flat_values(parse(["--config", str(tmp_path / "again.yaml")], {}).config) == flat_values(config)
+    assert flat_values(
+        parse(["--config", str(tmp_path / "again.yaml")], {}, read_model=read_model_values).config
+    ) == flat_values(config)
 
 
 def test_checking_needs_no_torch(folder: Path) -> None:

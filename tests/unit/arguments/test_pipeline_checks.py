@@ -10,6 +10,7 @@ import pytest
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.summary import summary
 from megatron.config.errors import Problem, UserError
+from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.pipeline import plan
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.partition import AUTO
@@ -28,7 +29,7 @@ def refused(flags: str, ranks: int) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("name", plan.NAMES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_schedule_takes_every_batch_of_a_ramp(name: str, ranks: int) -> None:
     flags = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {name} --num-layers 12"

@@ -21,6 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import DataConfig, OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
+from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
 from tests.unit.arguments.bad_configs import CASES, GOLDEN, Case
@@ -37,7 +38,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(argv: list[str], ranks: int) -> tuple[Problem, ...]:
     try:
-        parse(argv, {"RANK": "0", "WORLD_SIZE": str(ranks)})
+        parse(argv, {"RANK": "0", "WORLD_SIZE": str(ranks)}, read_model=read_model_values)
     except UserError as error:
         return error.problems
     return ()

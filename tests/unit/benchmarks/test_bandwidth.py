@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import bandwidth
 from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
 from megatron.distributed import comm
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from tests.distributed.pool import Pool, RankError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import whole_box
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.format import Manifest, whole_box
-from megatron.checkpoint.load import CheckpointReader, save_sharded
-from megatron.checkpoint.save import ALIGNMENT, HostCopyBuffer, local_bytes, run_in_background
+from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.save import ALIGNMENT, HostCopyBuffer, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from tests.unit.checkpoint.samples import ALONE, partition, same, samples
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.durable_files import StorageError
-from megatron.checkpoint.folder import acquire_lease
+from megatron.checkpoint.durable_files import LockState, publish_file, try_lock
+from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import LEASE_FILE
 from megatron.checkpoint.verify import list_damage
@@ -85,3 +88,80 @@ def test_so_does_a_run_that_cannot_lock_its_folder(tmp_path: Path, older: bool) 
     assert str(caught.value).endswith(
         f"no checkpoint can be written to {tmp_path}\n  fix: {load}--save A_FOLDER_ELSEWHERE"
     )
+
+
+def test_every_publication_goes_through_one_module() -> None:
+    """No other module of the library and the tools flushes to disk or locks files by itself."""
+    root = Path(__file__).parents[3]
+    calls = re.compile(r"os\.fsync\(|os\.replace\(|fcntl|filelock")
+    files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
+    found = [str(path.relative_to(root)) for path in files if calls.search(path.read_text())]
+    assert found == ["megatron/checkpoint/durable_files.py"]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+def test_a_failed_publication_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path / "status.json"
+    publish_file(path, b"old")
+    (tmp_path / "status.json.part").write_bytes(b"of a process that was killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refused)
+        with pytest.raises(OSError, match="No space left"):
+            publish_file(path, b"new")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"status.json": b"old"}
+    publish_file(path, b"new")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"status.json": b"new"}
+
+
+def refused(*arguments: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_published_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)  # type: ignore[call-overload]
+            calls.append("fsync folder" if is_folder else name)
+            return real(*arguments)
+
+        return call
+
+    for name in ("write", "fsync", "rename"):
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
+    publish_file(tmp_path / "a", b"content")
+    assert calls == ["write", "fsync", "rename", "fsync folder"]
+
+
+def test_locks(tmp_path: Path) -> None:
+    """Two open files of one process exclude each other as two processes do; a lock ends when its file is closed."""
+    path = tmp_path / "lock"
+    with path.open("wb") as first, path.open("r+b") as second:
+        assert [try_lock(first), try_lock(second), try_lock(second, shared=True)] == [
+            LockState.ACQUIRED,
+            LockState.HELD,
+            LockState.HELD,
+        ]
+        path.rename(tmp_path / "moved")
+        first.close()
+        assert try_lock(second, shared=True) is LockState.ACQUIRED
+        with (tmp_path / "moved").open("rb") as third:
+            assert try_lock(third.fileno(), shared=True) is LockState.ACQUIRED
+            assert try_lock(third) is LockState.HELD
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.ENOTSUP
+    codes = iter([*unsupported, errno.EIO])
+
+    def flock(file: object, how: int) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (tmp_path / "lock").open("wb") as file:
+        for _ in unsupported:
+            assert try_lock(file) is LockState.UNSUPPORTED
+        with pytest.raises(OSError, match="Input/output error"):
+            try_lock(file)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError, strip_folder
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
 from megatron.checkpoint.load import CheckpointReader, load_sharded

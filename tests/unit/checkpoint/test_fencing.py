@@ -34,15 +34,15 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import folder as folder_module
-from megatron.checkpoint.durable_files import CheckpointError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint import fencing
+from megatron.checkpoint.errors import CheckpointError, SupersededError
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.local_folder import NodeMap
 from megatron.checkpoint.local_store import LocalStore, delete_other_local_checkpoints, save_local
 from megatron.checkpoint.publish import create_staged
-from megatron.checkpoint.save import CheckpointExtras, write_small_files
+from megatron.checkpoint.save import CheckpointExtras, save_sharded, write_small_files
 from megatron.config.launch import JobStart
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, is_whole, watched
@@ -54,33 +54,33 @@ AT_IT: list[bool] = []
 OLD, NEW = JobStart(job="17"), JobStart(job="17", restart=1)
 
 
-def save_as(claim: Lease, iteration: int, value: float) -> None:
+def save_as(lease: Lease, iteration: int, value: float) -> None:
     """A checkpoint by the start that has the folder."""
-    path = CheckpointFolder(claim.folder).path(iteration)
-    save_sharded(path, all_of(content(value)), {"iteration": iteration}, {}, ALONE, {"tokenizer/t.json": b"{}"}, claim)
+    path = CheckpointFolder(lease.folder).path(iteration)
+    save_sharded(path, all_of(content(value)), {"iteration": iteration}, {}, ALONE, {"tokenizer/t.json": b"{}"}, lease)
 
 
-def again(claim: Lease) -> None:
+def again(lease: Lease) -> None:
     """A step that is there is saved once more, another for the first time, and older ones are removed."""
-    save_as(claim, 2, 20)
-    save_as(claim, 3, 30)
-    CheckpointFolder(claim.folder).retain(1, claim=claim)
+    save_as(lease, 2, 20)
+    save_as(lease, 3, 30)
+    CheckpointFolder(lease.folder).retain(1, lease=lease)
 
 
-def on_a_node(claim: Lease) -> None:
+def on_a_node(lease: Lease) -> None:
     """A checkpoint on a node's own disk, and the removal of the ones before."""
-    tier = LocalStore(Path(str(claim.folder)), NodeMap((0,)), ALONE, ALONE, claim)
-    save_local(tier, 2, all_of(content(20)), CheckpointExtras({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
-    assert delete_other_local_checkpoints(tier, 2) is None
+    store = LocalStore(Path(str(lease.folder)), NodeMap((0,)), ALONE, ALONE, lease)
+    save_local(store, 2, all_of(content(20)), CheckpointExtras({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
+    assert delete_other_local_checkpoints(store, 2) is None
 
 
-def refused(claim: Lease) -> None:
+def refused(lease: Lease) -> None:
     """The disk is full when the checkpoint has its name: it is taken back, and the one before put back."""
     real, seen = os.rename, list[str]()
 
     def rename(source: Any, target: Any) -> None:
         real(source, target)
-        seen[:] = [Path(target).name] if Path(source).parent == claim.staging else []
+        seen[:] = [Path(target).name] if Path(source).parent == lease.staging else []
 
     def fsync(file: int) -> None:
         if seen == ["iter_0000002"] and not AT_IT:
@@ -90,34 +90,34 @@ def refused(claim: Lease) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", rename)
         patch.setattr(os, "fsync", fsync)
-        save_as(claim, 2, 20)
+        save_as(lease, 2, 20)
 
 
 def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | None:
     """A start that does as the scenario says; how it ended."""
     try:
-        with acquire_lease(folder, start=OLD) as claim:
+        with acquire_lease(folder, start=OLD) as lease:
             try:
-                scenario(claim)
+                scenario(lease)
             except OSError:
-                claim.check()
+                lease.check()
                 raise
     except Exception as error:
         return error
     return None
 
 
-def new_start(claim: Lease, saves: bool) -> list[int]:
+def new_start(lease: Lease, saves: bool) -> list[int]:
     """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
-    runs = CheckpointFolder(claim.folder)
+    runs = CheckpointFolder(lease.folder)
     found = [(found.iteration, found.manifest) for found in runs.scan()]
     for iteration, manifest in found:
         assert manifest is not None
         assert any(is_whole(manifest, value) for value in (iteration, 10 * iteration))
     if saves:
-        save_as(claim, 2, 200)
-        save_as(claim, 4, 40)
-        runs.retain(2, claim=claim)
+        save_as(lease, 2, 200)
+        save_as(lease, 4, 40)
+        runs.retain(2, lease=lease)
     return [iteration for iteration, _ in found]
 
 
@@ -142,8 +142,8 @@ def interleaved(folder: Path, at: int, scenario: Callable[[Lease], None], saves:
         if len(calls) == at:
             calls.append("new")
             AT_IT.append(True)
-            claim = stack.enter_context(acquire_lease(folder, start=NEW))
-            assert new_start(claim, saves)[0] >= 2, "a whole checkpoint is lost"
+            lease = stack.enter_context(acquire_lease(folder, start=NEW))
+            assert new_start(lease, saves)[0] >= 2, "a whole checkpoint is lost"
             AT_IT.clear()
             left.update(everything(folder))
         elif "new" not in calls:
@@ -220,7 +220,7 @@ def test_before_every_call(template: Path, scenario: Callable[[Lease], None], sa
 
 def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked before each step and not fenced: what is stopped between the two does its harm."""
-    monkeypatch.setattr(folder_module, "take_over_staging", lambda folder, epoch: None)
+    monkeypatch.setattr(fencing, "take_over_staging", lambda folder, epoch: None)
     with pytest.raises(AssertionError):
         test_before_every_rename(template, saves=True)
 
@@ -240,15 +240,15 @@ def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [".epoch-1", "."])
 def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "saved"
-    with acquire_lease(folder, start=OLD) as claim:
-        save_as(claim, 1, 1)
+    with acquire_lease(folder, start=OLD) as lease:
+        save_as(lease, 1, 1)
         shutil.rmtree(folder / what)
-        save_as(claim, 2, 2)
+        save_as(lease, 2, 2)
         assert CheckpointFolder(folder).newest()[0].state["iteration"] == 2
         with pytest.raises(CheckpointError, match="in use by process"), acquire_lease(folder, start=JobStart(job="18")):
             pass
         with acquire_lease(folder, start=NEW), pytest.raises(SupersededError):
-            save_as(claim, 3, 3)
+            save_as(lease, 3, 3)
 
 
 @pytest.mark.parametrize("what", [".epoch-1", "."])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
 from megatron.checkpoint.publish import create_staged, discard_staged, publish_staged, recover

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.durable_files import CheckpointError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder, acquire_lease
+from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import LEASE_FILE
 
 HOLDER = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.folder import acquire_lease
+from megatron.checkpoint.fencing import acquire_lease
 with acquire_lease(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -44,10 +45,10 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
             pass
         other.send_signal(signal.SIGKILL)
         other.wait()
-    with acquire_lease(tmp_path) as claim:
+    with acquire_lease(tmp_path) as lease:
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".epoch-2", "else"]
         said = json.loads((tmp_path / ".epoch-2" / LEASE_FILE).read_text())
-        assert (claim.epoch, said["epoch"], said["pid"], said["host"]) == (2, 2, os.getpid(), socket.gethostname())
+        assert (lease.epoch, said["epoch"], said["pid"], said["host"]) == (2, 2, os.getpid(), socket.gethostname())
 
 
 def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
 from megatron.checkpoint.local_folder import (
     LocalCheckpoint,
-    NodeCheckpoint,
     NodeMap,
     choose_sources,
     is_local_checkpoint,
@@ -55,27 +54,28 @@ def test_a_folder_is_a_nodes() -> None:
 
 
 def test_ranks_and_their_neighbours() -> None:
-    nodes = NodeMap.counted([0, 0, 4, 4, 8, 8])
-    assert nodes.of == (0, 0, 1, 1, 2, 2)
+    nodes = NodeMap.from_launcher([0, 0, 4, 4, 8, 8])
+    assert nodes.node_of == (0, 0, 1, 1, 2, 2)
     assert (nodes.count, nodes.are_even) == (3, True)
     assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
     assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert [rank for rank in range(6) if nodes.leads(rank)] == [0, 2, 4]
-    cyclic = NodeMap.counted([7, 5, 7, 5])
+    assert [rank for rank in range(6) if nodes.is_leader(rank)] == [0, 2, 4]
+    cyclic = NodeMap.from_launcher([7, 5, 7, 5])
     assert cyclic.ranks(0) == [1, 3]
     assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]
-    assert not NodeMap.counted([0, 0, 1]).are_even
+    assert not NodeMap.from_launcher([0, 0, 1]).are_even
 
 
-def held(iteration: int, mark: str, *files: str) -> NodeCheckpoint:
-    return NodeCheckpoint(iteration, mark, RUN, frozenset(files))
+def held(node: int, iteration: int, mark: str, *files: str) -> LocalCheckpoint:
+    return LocalCheckpoint(iteration, mark, RUN, {node: frozenset(files)})
 
 
 def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
-    found = merge_node_checkpoints([[held(3, "x", "a"), held(2, "y", "a")], [held(3, "z", "b")], [held(3, "x", "c")]])
+    parts = [held(0, 3, "x", "a"), held(0, 2, "y", "a"), held(1, 3, "z", "b"), held(2, 3, "x", "c")]
+    found = merge_node_checkpoints(parts)
     assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
     assert found[0].missing(["a", "b", "c"]) == ["b"]
-    assert merge_node_checkpoints([[], []]) == []
+    assert merge_node_checkpoints([]) == []
 
 
 names = st.frozensets(st.sampled_from("abc"))
@@ -115,12 +115,12 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     (runs.path(4) / MARKER).write_text("0" * 16)
     (runs.path(3) / "tensors_00000.safetensors").unlink()
     runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
-    found, notes = list_node_checkpoints(tmp_path)
-    assert [(h.iteration, len(h.files)) for h in found] == [(3, 1), (2, 2), (1, 2)]
+    found, notes = list_node_checkpoints(tmp_path, 0)
+    assert [(h.iteration, len(h.files[0])) for h in found] == [(3, 1), (2, 2), (1, 2)]
     assert found[0].mark == marker_content((runs.path(3) / MANIFEST).read_bytes()).decode()
     (note,) = notes
     assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not match {MANIFEST}")
-    assert list_node_checkpoints(tmp_path / "none") == ([], [])
+    assert list_node_checkpoints(tmp_path / "none", 0) == ([], [])
 
 
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
     (path / MANIFEST).write_bytes(text)
     (path / MARKER).write_bytes(marker_content(text))
     with pytest.raises(NewerVersionError):
-        list_node_checkpoints(tmp_path)
+        list_node_checkpoints(tmp_path, 0)
 
 
 def tier(folder: Path) -> LocalStore:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError
 from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
@@ -145,7 +145,7 @@ def test_chunks_that_leave_a_hole(tmp_path: Path) -> None:
     with pytest.raises(
         DamagedCheckpointError, match=r"chunks of w are not a partition of it: \[0:2, 0:3\] is not covered"
     ):
-        manifest.prove("w")
+        manifest.check_partition("w")
 
 
 @pytest.mark.parametrize("state", [{"loss": float("nan")}, {"loss": float("inf")}, {"x": {1, 2}}])

@@ -21,9 +21,9 @@ import pytest
 import s3fs
 import torch
 
-from megatron.checkpoint import folder, object_store, tensor_file
+from megatron.checkpoint import fencing, object_store, tensor_file
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.durable_files import (
+from megatron.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
@@ -33,9 +33,10 @@ from megatron.checkpoint.durable_files import (
 )
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest, marker_content, marker_folder, whole_box
-from megatron.checkpoint.load import CheckpointReader, load_sharded, save_sharded
+from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.object_store import RemoteFileWriter, RemotePath, local_path, missing_library, parse_location
 from megatron.checkpoint.publish import delete_remote, stale_uploads
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
@@ -379,33 +380,37 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
 
 
 def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
-    with folder.acquire_lease(RUN), folder.acquire_lease(RUN):
+    with fencing.acquire_lease(RUN), fencing.acquire_lease(RUN):
         assert json.loads(store.objects["bucket/runs/a/claim.json"])["epoch"] == 2
     assert CheckpointFolder(RUN).named() == []
-    with failing(store, lambda r: "403"), pytest.raises(StorageError, match="access denied"), folder.acquire_lease(RUN):
+    with (
+        failing(store, lambda r: "403"),
+        pytest.raises(StorageError, match="access denied"),
+        fencing.acquire_lease(RUN),
+    ):
         pass
 
 
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
     runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
-    with folder.acquire_lease(RUN) as old, ExitStack() as stack:
-        save_sharded(runs.path(1), tensors, {}, {}, ALONE, claim=old)
-        save_sharded(runs.path(2), tensors, {}, {}, ALONE, claim=old)
+    with fencing.acquire_lease(RUN) as old, ExitStack() as stack:
+        save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
+        save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
 
         def overtaken(*args: Any) -> Any:
-            assert stack.enter_context(folder.acquire_lease(RUN)).epoch == 2
+            assert stack.enter_context(fencing.acquire_lease(RUN)).epoch == 2
             return real(*args)
 
         with monkeypatch.context() as patch:
             patch.setattr(save_module, "write_tensors", overtaken)
             with pytest.raises(SupersededError, match=r"E817 start 1 .* by start 2"):
-                save_sharded(runs.path(3), tensors, {}, {}, ALONE, claim=old)
+                save_sharded(runs.path(3), tensors, {}, {}, ALONE, lease=old)
         left = dict(store.objects)
         with pytest.raises(SupersededError):
-            save_sharded(runs.path(4), tensors, {}, {}, ALONE, claim=old)
+            save_sharded(runs.path(4), tensors, {}, {}, ALONE, lease=old)
         with pytest.raises(SupersededError):
-            runs.retain(1, claim=old)
+            runs.retain(1, lease=old)
         assert store.objects == left
         assert [iteration for iteration, path in runs.named() if (path / MARKER).exists()] == [2, 1]
 

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
-from megatron.checkpoint.load import CheckpointReader, CheckpointStorageReader, load_sharded, save_sharded
+from megatron.checkpoint.load import CheckpointReader, CheckpointStorageReader, load_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.sharding import Box
 from tests.unit.checkpoint.samples import ALONE, Sample, partition, same, samples, save, small

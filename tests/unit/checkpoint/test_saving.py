@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.durable_files import StorageError
+from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.format import MANIFEST, Manifest
 from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.samples import save, small

@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, checksum
+from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile, TensorFileWriter
 from tests.unit.checkpoint.samples import same
 

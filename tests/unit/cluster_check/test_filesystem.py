@@ -15,8 +15,6 @@ import pytest
 
 from tools.cluster_check import filesystem
 from tools.cluster_check.filesystem import (
-    LOCK_FREE,
-    NO_LOCKING,
     PAGE_BYTES,
     FileSystemProbe,
     file_system_checks,
@@ -58,7 +56,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
     with patch.object(fcntl, "flock", lambda file, how: None):
         told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank in (2, 4)} == {LOCK_FREE}
+    assert {entry["lock"] for rank, entry in told.items() if rank in (2, 4)} == {"free"}
     good, sentence = lock_check(told, HOSTS)
     assert not good
     assert "does not reach node1, node2" in sentence
@@ -68,7 +66,7 @@ def test_no_locks_at_all(tmp_path: Path) -> None:
     refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     with patch.object(fcntl, "flock", side_effect=refusal):
         told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank % 2 == 0} == {NO_LOCKING}
+    assert {entry["lock"] for rank, entry in told.items() if rank % 2 == 0} == {"none"}
     assert lock_check(told, HOSTS)[0] is False
 
 

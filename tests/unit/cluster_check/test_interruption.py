@@ -24,7 +24,7 @@ def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> Non
     trial.undisturbed(part)
     trial.interrupted(part)
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
-    assert bad.told == "it continued after step 2 of 6"
+    assert bad.detail == "it continued after step 2 of 6"
 
 
 @given(steps=st.integers(6, 500), ranks=st.integers(1, 64), seed=st.integers(0, 10**10))
@@ -89,7 +89,7 @@ def tried(folder: Path, **acts: Callable[[], int | None]) -> tuple[CheckSection,
 def test_all_well(tmp_path: Path) -> None:
     part, runs = tried(tmp_path)
     assert part.verdict == OK
-    assert [check.told for check in part.checks if "losses" in check.what] == [
+    assert [check.detail for check in part.checks if "losses" in check.what] == [
         "bitwise equal",
         "steps 9 to 10 differ by 1.0e-07 at most (allowed: 1e-05)",
     ]
@@ -153,4 +153,4 @@ def test_what_goes_wrong_is_told(tmp_path: Path, fault: str) -> None:
     name, act, sentence = WRONG[fault]
     part, _ = tried(tmp_path, **{name: act(tmp_path)})
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
-    assert bad.told.endswith(sentence) or sentence in bad.told
+    assert bad.detail.endswith(sentence) or sentence in bad.detail

@@ -50,7 +50,7 @@ def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], nam
     part = ranks(tmp_path, facts, change)
     (check,) = [check for check in part.checks if check.verdict != OK]
     assert (check.what, check.verdict) == (f"{name} the same on all nodes", verdict)
-    assert 'n1: "1.2.3"' in check.told
+    assert 'n1: "1.2.3"' in check.detail
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_gpus_that_are_not_found(device: str, driver: str | None, gpus: tuple[in
     part, same = CheckSection("machine"), {"torch": "9.9", "cuda": None, "driver": driver}
     checks.check_gpus(part, [same | {"host": f"n{i}", "gpus": count * ["H"]} for i, count in enumerate(gpus)], device)
     assert [check.verdict for check in part.checks] == [FAILED] * bool(sentence)
-    assert all(check.told.startswith(sentence) for check in part.checks)
+    assert all(check.detail.startswith(sentence) for check in part.checks)
 
 
 def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any]) -> None:
     part = ranks(tmp_path, facts, lambda rank, told: None if rank == 3 else told)
     assert part.verdict == FAILED
-    assert part.checks[-1].told == "no report from ranks 3"
+    assert part.checks[-1].detail == "no report from ranks 3"
 
 
 def test_no_rank_at_all(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_rest(tmp_path: Path) -> N
         return 0
 
     report, _ = run(tmp_path, act)
-    assert [part.checks[0].told for part in report.parts[1:]] == 3 * ["RuntimeError: out of luck"]
+    assert [part.checks[0].detail for part in report.parts[1:]] == 3 * ["RuntimeError: out of luck"]
 
 
 def test_layouts_after_one_that_fails_are_started_again(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_layouts_after_one_that_fails_are_started_again(tmp_path: Path) -> None:
     assert asked == ["0,1,2,3,4,5,6,7,8", "5,6,7,8"]
     (bad,) = [check for check in report.parts[1].checks if check.verdict == FAILED]
     assert bad.what == f"{layout_cases(4, 4)[4].name}, fp32"
-    assert bad.told == "timed out after 1 s; see layouts-fp32.log"
+    assert bad.detail == "timed out after 1 s; see layouts-fp32.log"
 
 
 def test_ranks_that_fail_after_all_layouts_have_not_passed(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_ranks_that_fail_after_all_layouts_have_not_passed(tmp_path: Path) -> No
 
     part = run(tmp_path, act, parts="layouts")[0].parts[1]
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
-    assert (bad.what, bad.told) == ("ranks exit cleanly, fp32", "timed out after 1 s")
+    assert (bad.what, bad.detail) == ("ranks exit cleanly, fp32", "timed out after 1 s")
 
 
 def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict:
     course.ranks, course.per_node, course.fabric = 4, 2, 100.0
     with patch.object(course, "machine", lambda part: None):
         (check,) = [c for c in course.run(["bandwidth"], "").parts[1].checks if c.what == "fabric between nodes"]
-    assert (check.verdict, check.told) == (verdict, f"{told} that a node's InfiniBand ports carry at best")
+    assert (check.verdict, check.detail) == (verdict, f"{told} that a node's InfiniBand ports carry at best")
     assert BETWEEN_NODES == bandwidth.BETWEEN
 
 
@@ -205,7 +205,7 @@ def test_bandwidths_and_clocks(tmp_path: Path, apart: float, verdict: str) -> No
 
     part = run(tmp_path, act, parts="bandwidth")[0].parts[1]
     assert part.verdict == verdict
-    assert f"apart by {1000 * apart:.0f} ms" in part.checks[1].told
+    assert f"apart by {1000 * apart:.0f} ms" in part.checks[1].detail
     titles = [*part.tables]
     within = "Bus bandwidth (nccl-tests), GB/s, within a node, groups of 2 (send/receive: one way after the other)"
     assert titles[1] == within

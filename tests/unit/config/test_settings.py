@@ -15,6 +15,8 @@ from megatron.config.settings import replace_by_flags
         ("a gelu_tanh of no option", "a gelu_tanh of no option"),
         ("runs/min_lr and min_lr.idx and --set model.hidden_size=3", None),
         ("--min-lr, a min_lr-like word and min_lr/x", None),
+        ("'min_lr seq_length' in lr_factors", "'min_lr seq_length' in --lr-factors"),
+        ("the checkpoint's min_lr and WSD's seq_length", "the checkpoint's --min-lr and WSD's --seq-length"),
         ("the split of the data, to save and load it", None),
     ],
 )

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest, whole_box
-from megatron.checkpoint.load import save_sharded
+from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.convert.huggingface.config import build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import build_on_meta, hf_slots
+from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
 from megatron.distributed.comm import Group
 from tests.solo import tiny
 
@@ -41,7 +41,7 @@ def llama(**changes: Any) -> ModelConfig:
 def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Under transformers' names."""
     generator = torch.Generator().manual_seed(seed)
-    made = hf_slots(model_type_for(model), build_on_meta(model).specs).values()
+    made = map_tensors(model_type_for(model), build_on_meta(model).specs).values()
     return {s.name: (0.2 * torch.randn(s.shape, generator=generator)).to(dtype) for found in made for s in found}
 
 

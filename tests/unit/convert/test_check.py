@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
-from megatron.convert.huggingface import weight_map
 from megatron.convert.huggingface.check import (
     TOLERANCE,
     MismatchError,
@@ -18,6 +17,7 @@ from megatron.convert.huggingface.check import (
     sample_inputs,
     uncovered_by_check,
 )
+from megatron.convert.huggingface.families import MODEL_FAMILIES, WeightRow
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from tests.solo import tiny
 from tests.unit.convert.folders import llama, random_weights, write_folder
@@ -115,13 +115,14 @@ def test_a_wrong_row_of_the_table_is_seen(
 ) -> None:
     model = MODELS[kind]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
-    table = weight_map.WEIGHT_TABLES[kind]
+    family = MODEL_FAMILIES[kind]
     swaps = {"x g d": "g x d", "h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
 
-    def mutate(row: weight_map.WeightRow) -> weight_map.WeightRow:
+    def mutate(row: WeightRow) -> WeightRow:
         return row[0], row[1], tuple((theirs, swaps.get(axes, axes)) for theirs, axes in row[2])
 
-    monkeypatch.setitem(weight_map.WEIGHT_TABLES, kind, replace(table, rows=tuple(map(mutate, table.rows))))
+    table = replace(family.weights, rows=tuple(map(mutate, family.weights.rows)))
+    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=table))
     with pytest.raises(MismatchError, match="the first to differ is block 0"):
         compare(folder, model)
 

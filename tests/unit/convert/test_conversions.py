@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tokenizers import models, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.config.model import ModelConfig
 from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
-from megatron.convert.huggingface import weight_map
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
+from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.saved_model import open_checkpoint
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
@@ -36,10 +36,10 @@ MODELS = {"gpt2": tiny(), "llama": llama()}
 
 def swap_rows(monkeypatch: pytest.MonkeyPatch, kind: str, first: str, second: str) -> None:
     """Let two axes descriptions of a family's table change places."""
-    table = weight_map.WEIGHT_TABLES[kind]
+    family = MODEL_FAMILIES[kind]
     swaps = {first: second, second: first}
-    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in table.rows)
-    monkeypatch.setitem(weight_map.WEIGHT_TABLES, kind, weight_map.WeightTable(rows, table.prefix, table.buffers))
+    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in family.weights.rows)
+    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=replace(family.weights, rows=rows)))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, StorageError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.convert.huggingface.export import (

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ from torch import Tensor
 
 from megatron.checkpoint.format import partition_problem
 from megatron.config.model import ModelConfig
-from megatron.convert.huggingface import weight_map
 from megatron.convert.huggingface.families import MODEL_FAMILIES
-from megatron.convert.huggingface.weight_map import WEIGHT_TABLES, TensorMapping, build_on_meta, hf_slots
+from megatron.convert.huggingface.weight_map import TensorMapping, build_on_meta, map_tensors
 from tests.parity.families import from_experts, from_gpt2, from_llama
 from tests.solo import tiny
 
@@ -63,7 +63,7 @@ def test_table_is_the_mapping_written_by_hand(name: str) -> None:
     kind, changes = MODELS[name]
     config = tiny(**changes)
     specs = build_on_meta(config).specs
-    found = hf_slots(kind, specs)
+    found = map_tensors(kind, specs)
     theirs = theirs_like(found)
     expected = by_hand(kind, theirs, config)
     assert found.keys() == expected.keys()
@@ -75,7 +75,7 @@ def test_table_is_the_mapping_written_by_hand(name: str) -> None:
 def test_every_row_is_undone_to_the_bit(name: str) -> None:
     kind, changes = MODELS[name]
     specs = build_on_meta(tiny(**changes)).specs
-    found = hf_slots(kind, specs)
+    found = map_tensors(kind, specs)
     theirs = theirs_like(found)
     for ours, made in found.items():
         assembled = assemble(made, specs[ours].view, theirs)
@@ -87,7 +87,7 @@ def test_every_row_is_undone_to_the_bit(name: str) -> None:
 def test_slots_make_up_each_tensor_and_nothing_is_copied(name: str) -> None:
     kind, changes = MODELS[name]
     specs = build_on_meta(tiny(**changes)).specs
-    found = hf_slots(kind, specs)
+    found = map_tensors(kind, specs)
     names = [slot.name for made in found.values() for slot in made]
     assert len(names) == len(set(names)), "a tensor of theirs goes to one place"
     for ours, made in found.items():
@@ -97,25 +97,25 @@ def test_slots_make_up_each_tensor_and_nothing_is_copied(name: str) -> None:
             assert slot.arrange(theirs).data_ptr() == theirs.data_ptr()
 
 
-def test_every_family_has_a_table_and_rows_are_unambiguous() -> None:
-    assert WEIGHT_TABLES.keys() == MODEL_FAMILIES.keys()
-    for table in WEIGHT_TABLES.values():
-        ours = [row[0] for row in table.rows]
-        theirs = [name for _, _, made in table.rows for name, _ in made]
+def test_rows_of_every_family_are_unambiguous() -> None:
+    for family in MODEL_FAMILIES.values():
+        ours = [row[0] for row in family.weights.rows]
+        theirs = [name for _, _, made in family.weights.rows for name, _ in made]
         assert len(set(ours)) == len(ours)
         assert len(set(theirs)) == len(theirs)
 
 
 def test_a_swapped_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, changes = MODELS["llama"]
-    row = next(row for row in WEIGHT_TABLES[kind].rows if row[0].endswith("linear_qkv.weight"))
+    family = MODEL_FAMILIES[kind]
+    row = next(row for row in family.weights.rows if row[0].endswith("linear_qkv.weight"))
     (q, at_q), (k, at_k), v = row[2]
     swapped = (row[0], row[1], ((q, at_k), (k, at_q), v))
-    rows = tuple(swapped if r is row else r for r in WEIGHT_TABLES[kind].rows)
-    monkeypatch.setitem(weight_map.WEIGHT_TABLES, kind, weight_map.WeightTable(rows, "model.", ()))
+    rows = tuple(swapped if r is row else r for r in family.weights.rows)
+    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=replace(family.weights, rows=rows)))
     config = tiny(**changes)
     specs = build_on_meta(config).specs
-    found = hf_slots(kind, specs)
+    found = map_tensors(kind, specs)
     name = "layers.0.self_attention.linear_qkv.weight"
     theirs = theirs_like(found)
     expected = by_hand(kind, theirs, config)[name]

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import build_config_json
-from megatron.convert.huggingface.weight_map import build_on_meta, hf_slots
+from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
 from megatron.convert.huggingface.weights import HuggingFaceWeights, read_model_config
 from megatron.distributed.sharding import Box
 from tests.parity.families import from_gpt2, from_llama
@@ -210,7 +210,7 @@ def test_a_box_of_a_huge_tensor_costs_only_its_own_bytes(tmp_path: Path) -> None
 def _sparse_file(path: Path, model: ModelConfig) -> None:
     """A safetensors file of the right length in which nothing was written but the header."""
     table, end = {}, 0
-    for found in hf_slots("llama", build_on_meta(model).specs).values():
+    for found in map_tensors("llama", build_on_meta(model).specs).values():
         for slot in found:
             size = 4 * torch.Size(slot.shape).numel()
             table[slot.name] = {"dtype": "F32", "shape": slot.shape, "data_offsets": [end, end + size]}

@@ -11,7 +11,7 @@ import torch
 
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import from_dict
-from megatron.checkpoint.durable_files import CheckpointError, DamagedCheckpointError, NewerVersionError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError
 from megatron.checkpoint.format import marker_content, whole_box
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig

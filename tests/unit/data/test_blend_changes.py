@@ -34,36 +34,36 @@ def ids(dataset: Dataset) -> list[list[int]]:
 @pytest.mark.parametrize("make", [alone, blended])
 @settings(max_examples=15, deadline=None)
 @given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=4))
-def test_it_is_its_stretches_one_after_another(make: type[Dataset], counts: list[int]) -> None:
-    stretches = [make(count, 7 + i) for i, count in enumerate(counts)]
-    chain = ConcatDataset(stretches)
-    assert len(chain) == sum(map(len, stretches))
-    assert ids(chain) == [text for stretch in stretches for text in ids(stretch)]
-    expected = np.concatenate([stretch.identities(np.arange(len(stretch))) for stretch in stretches])
+def test_it_is_its_segments_one_after_another(make: type[Dataset], counts: list[int]) -> None:
+    segments = [make(count, 7 + i) for i, count in enumerate(counts)]
+    chain = ConcatDataset(segments)
+    assert len(chain) == sum(map(len, segments))
+    assert ids(chain) == [text for segment in segments for text in ids(segment)]
+    expected = np.concatenate([segment.sample_hashes(np.arange(len(segment))) for segment in segments])
     places = np.arange(len(chain))
-    assert np.array_equal(chain.identities(places), expected)
+    assert np.array_equal(chain.sample_hashes(places), expected)
     backwards = places[::-1].copy()
-    assert np.array_equal(chain.identities(backwards), expected[::-1])
-    assert chain.identities(places[:0]).shape == (0,)
-    assert chain.fingerprint == stretches[0].fingerprint == stretches[-1].fingerprint
+    assert np.array_equal(chain.sample_hashes(backwards), expected[::-1])
+    assert chain.sample_hashes(places[:0]).shape == (0,)
+    assert chain.fingerprint == segments[0].fingerprint == segments[-1].fingerprint
     assert chain.seq_length == 32
-    assert segments_of(chain) == tuple(stretches)
-    assert segments_of(stretches[0]) == (stretches[0],)
+    assert segments_of(chain) == tuple(segments)
+    assert segments_of(segments[0]) == (segments[0],)
 
 
 @pytest.mark.parametrize("make", [alone, blended])
-def test_readings_add_up_over_stretches(make: type[Dataset]) -> None:
-    stretches = [make(100, 7), make(50, 8)]
-    chain, first = ConcatDataset(stretches), len(stretches[0])
+def test_source_usage_add_up_over_segments(make: type[Dataset]) -> None:
+    segments = [make(100, 7), make(50, 8)]
+    chain, first = ConcatDataset(segments), len(segments[0])
     for samples in (0, 1, first - 1, first, first + 1, len(chain)):
         before, after = min(samples, first), max(0, samples - first)
-        pairs = zip(stretches[0].readings(before), stretches[1].readings(after))
+        pairs = zip(segments[0].source_usage(before), segments[1].source_usage(after))
         expected = tuple(one._replace(tokens=one.tokens + other.tokens) for one, other in pairs)
-        assert chain.readings(samples) == expected
+        assert chain.source_usage(samples) == expected
         assert sum(reading.tokens for reading in expected) == samples * 32
         assert chain.epochs(samples) == max(reading.tokens / reading.once for reading in expected)
-    assert chain.describe(64) == stretches[0].describe(64)
-    assert len(chain.describe(64).splitlines()) == len(stretches[0].readings(0))
+    assert chain.describe(64) == segments[0].describe(64)
+    assert len(chain.describe(64).splitlines()) == len(segments[0].source_usage(0))
 
 
 def test_generated_samples_go_on() -> None:
@@ -71,11 +71,11 @@ def test_generated_samples_go_on() -> None:
     chain = ConcatDataset([MockDataset(1000, 16, 7, 5, 1), MockDataset(1000, 16, 5, 5, 1, first=7)])
     assert ids(chain) == ids(whole)
     places = np.arange(12)
-    assert np.array_equal(chain.identities(places), whole.identities(places))
+    assert np.array_equal(chain.sample_hashes(places), whole.sample_hashes(places))
     assert chain.fingerprint == whole.fingerprint
     assert chain.describe(160) == whole.describe(160) == "160 generated tokens over 256 ids"
     assert chain.epochs(12) == 0.0
-    assert chain.readings(12) == ()
+    assert chain.source_usage(12) == ()
 
 
 @pytest.mark.parametrize("i", [-1, 12])

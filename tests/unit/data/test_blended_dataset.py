@@ -82,7 +82,7 @@ def test_a_blend_of_many_sources() -> None:
     assert np.array_equal(datasets, np.arange(5000))
 
 
-def test_every_stretch_of_a_blend_has_the_weights() -> None:
+def test_every_segment_of_a_blend_has_the_weights() -> None:
     """No dataset ever lags or leads by more than a handful of samples."""
     weights = np.array([0.6, 0.25, 0.1, 0.05])
     datasets, _ = build_blend_index(weights, 10_000)
@@ -144,9 +144,9 @@ def test_samples_come_from_their_datasets() -> None:
             dataset[i]
 
 
-def test_readings_count_each_source() -> None:
+def test_source_usage_count_each_source() -> None:
     dataset, parts = blended([0.7, 0.3], 50)
-    one, other = dataset.readings(10)
+    one, other = dataset.source_usage(10)
     assert (one.tokens, other.tokens) == (7 * 16, 3 * 16)
     assert (one.source, one.once) == (parts[0].source, parts[0].order.tokens)
     assert dataset.epochs(10) == max(7 * 16 / one.once, 3 * 16 / other.once)
@@ -157,22 +157,22 @@ def test_readings_count_each_source() -> None:
 def test_identities_tell_samples_and_datasets_apart() -> None:
     dataset, _ = blended([0.7, 0.3], 500)
     places = np.arange(500)
-    found = dataset.identities(places)
+    found = dataset.sample_hashes(places)
     assert len(set(found.tolist())) == 500
     mixed = np.random.RandomState(0).permutation(500)
-    assert np.array_equal(dataset.identities(mixed), found[mixed])
-    assert dataset.identities(places[:0]).shape == (0,)
+    assert np.array_equal(dataset.sample_hashes(mixed), found[mixed])
+    assert dataset.sample_hashes(places[:0]).shape == (0,)
     twice = blended([0.7, 0.3], 500)[0]
-    assert np.array_equal(twice.identities(places), found)
+    assert np.array_equal(twice.sample_hashes(places), found)
     other, _ = blended([0.6, 0.4], 500)
-    assert not np.array_equal(other.identities(places), found)
+    assert not np.array_equal(other.sample_hashes(places), found)
 
 
 def test_the_same_files_twice_are_two_datasets() -> None:
     _, (part, _) = blended([1, 1], 50)
     dataset = BlendedDataset([part, part], *build_blend_index([1, 1], 50))
     assert dataset[0].tokens.tolist() == dataset[1].tokens.tolist()
-    assert len(set(dataset.identities(np.arange(50)).tolist())) == 50
+    assert len(set(dataset.sample_hashes(np.arange(50)).tolist())) == 50
 
 
 def test_the_fingerprint_is_of_datasets_order_and_weights() -> None:

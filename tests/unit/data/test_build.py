@@ -122,7 +122,7 @@ def test_one_source_without_weight_is_read_alone(
         assert (ids(dataset), dataset.order.epochs) == (expected, made.epochs)
 
 
-def expected_stretches(
+def expected_segments(
     lengths: list[list[int]],
     texts: list[list[list[int]]],
     weights: list[float] | None,
@@ -177,18 +177,18 @@ def test_a_longer_blend_reads_every_sample_before_any_again(
     parts, texts = written(folder, lengths)
     for cache in (IndexCache(folder / "cache"), None):
         blend = build_segment(parts, weights, counts[0], seq_length, seed, cache)
-        stretches = [blend]
+        segments = [blend]
         for number, count in enumerate(counts[1:], 1):
             assert isinstance(blend, BlendedDataset)
             blend = extend_blend(blend, parts, count, seq_length, seed + number, cache)
-            stretches.append(blend)
-        whole = ConcatDataset(stretches)
-        assert ids(whole) == expected_stretches(lengths, texts, weights, counts, seq_length, seed)
-        assert [len(stretch) for stretch in stretches[1:]] == counts[1:]
-        assert len({stretch.fingerprint for stretch in stretches}) == 1
+            segments.append(blend)
+        whole = ConcatDataset(segments)
+        assert ids(whole) == expected_segments(lengths, texts, weights, counts, seq_length, seed)
+        assert [len(segment) for segment in segments[1:]] == counts[1:]
+        assert len({segment.fingerprint for segment in segments}) == 1
     for k, source in enumerate(blend.datasets):
         read = [text for text in ids(whole) if text[0] // 10_000 == k]
-        assert whole.readings(len(whole))[k].tokens == len(read) * seq_length
+        assert whole.source_usage(len(whole))[k].tokens == len(read) * seq_length
         for order in map(ids, segments_of(source)):  # as often as it was laid out, and only then from the next order
             block, read = Counter(map(tuple, read[: len(order)])), read[len(order) :]
             assert not block - Counter(map(tuple, order))
@@ -223,7 +223,7 @@ def test_sizes_of_the_description() -> None:
     dataset = build_segment(golden_parts(0, 1), [0.7, 0.3], 20, 32, 1234, None)
     assert isinstance(dataset, BlendedDataset)
     assert len(dataset) == 20
-    assert [reading.tokens for reading in dataset.readings(20)] == [14 * 32, 6 * 32]
+    assert [reading.tokens for reading in dataset.source_usage(20)] == [14 * 32, 6 * 32]
     one = build_segment(golden_parts(1), [3.0], 20, 32, 1234, None)
     assert isinstance(one, BlendedDataset), "one source with a weight is a blend"
     assert len(one) == 20
@@ -235,8 +235,10 @@ def test_weights_are_divided_by_their_sum_twice() -> None:
     once = megatron_order.normalised(weights)
     dataset = build_segment(golden_parts(0, 1), weights, 20, 32, 1234, None)
     assert isinstance(dataset, BlendedDataset)
-    assert dataset.index.tolist() == [k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)]
-    assert dataset.index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
+    assert dataset.dataset_index.tolist() == [
+        k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)
+    ]
+    assert dataset.dataset_index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
 
 
 def test_multiples_of_weights_are_the_same_data() -> None:
@@ -255,7 +257,7 @@ def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_ask
     places = megatron_order.interleaved(megatron_order.normalised(megatron_order.normalised(weights)), len(dataset))
     assert isinstance(dataset, BlendedDataset)
     assert np.bincount([k for k, _ in places], minlength=60).tolist() == [
-        r.tokens // 4 for r in dataset.readings(len(dataset))
+        r.tokens // 4 for r in dataset.source_usage(len(dataset))
     ]
 
 

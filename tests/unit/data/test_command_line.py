@@ -1,4 +1,4 @@
-"""How the tools for data speak."""
+"""Command-line conventions of the data tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import signal
 
 import pytest
 
-from megatron.data.errors import StoppedError, ToolParser, disk_error, pluralize, raise_on_signals
+from megatron.data.errors import (
+    DataError,
+    StoppedError,
+    StopSignal,
+    ToolParser,
+    disk_error,
+    pluralize,
+    run_tool,
+    stop_on_signals,
+)
 
 
 def test_numbers_in_words() -> None:
@@ -35,16 +44,63 @@ def test_what_the_disk_refuses(number: int, file: str | None, told: str) -> None
     assert str(disk_error(OSError(number, "W", file), "d/out", "--output")) == told
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_here_is_an_exception_and_afterwards_what_it_was(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(StoppedError, match=number.name) as stopped, raise_on_signals():
-        os.kill(os.getpid(), number)
-    assert stopped.value.status == 128 + number
-    assert signal.getsignal(number) == before
+BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
-def test_flags_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_at_first_a_signal_raises_at_once(number: signal.Signals) -> None:
+    with pytest.raises(StoppedError, match=number.name) as caught, stop_on_signals():
+        send(number)
+    assert caught.value.status == 128 + number
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_later_it_waits_for_a_check(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in BOTH]
+    with stop_on_signals() as stop:
+        stop.wait_for_checks()
+        stop.check()
+        send(number)
+        send(number)
+        with pytest.raises(StoppedError, match=number.name):
+            stop.check()
+    assert [signal.getsignal(one) for one in BOTH] == before
+
+
+def test_the_next_check_raises_what_a_library_swallowed() -> None:
+    with stop_on_signals() as stop:
+        try:
+            send(signal.SIGTERM)
+        except BaseException:
+            swallowed = True
+        assert swallowed
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            stop.wait_for_checks()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (DataError("it is wrong", "mend it"), 1, "x: it is wrong\n  fix: mend it\n"),
+        (OSError(errno.EIO, "W", "in"), 1, "x: in cannot be read: W\n"),
+        (StoppedError(signal.SIGINT), 130, "x: stopped by SIGINT; nothing was written under d/out\n"),
+    ],
+)
+def test_errors_become_a_message_and_a_status(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(stop: StopSignal) -> None:
+        raise error
+
+    assert run_tool(ToolParser("x.py", "", ""), fail, "d/out", "--output") == status
+    assert capsys.readouterr().err == line
+
+
+def test_unknown_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ToolParser("x.py", "what it does", "more")
     parser.add_argument("--workers", type=int)
     assert parser.parse(["--workers", "3"]).workers == 3

@@ -69,24 +69,24 @@ def test_mixing_is_splitmix64() -> None:
 
 def identity_by_hand(dataset: GPTDataset, i: int) -> int:
     order = dataset.order
-    j = int(order.shuffle[i])
-    (first, offset), (last, _) = order.samples[j].tolist(), order.samples[j + 1].tolist()
-    return mix_by_hand(int(order.documents[first]) << 32 | offset) ^ int(order.documents[last])
+    j = int(order.shuffle_index[i])
+    (first, offset), (last, _) = order.sample_index[j].tolist(), order.sample_index[j + 1].tolist()
+    return mix_by_hand(int(order.document_index[first]) << 32 | offset) ^ int(order.document_index[last])
 
 
-def only_stretch(source: DataSource) -> GPTDataset:
+def only_segment(source: DataSource) -> GPTDataset:
     """The training data of a run that was not extended."""
     chain = source.datasets["train"]
     assert isinstance(chain, ConcatDataset)
-    (dataset,) = chain.stretches
+    (dataset,) = chain.segments
     assert isinstance(dataset, GPTDataset)
     return dataset
 
 
 def test_identities_come_from_the_tables(files: DataConfig) -> None:
-    dataset = only_stretch(build(files))
+    dataset = only_segment(build(files))
     places = np.arange(len(dataset))
-    assert dataset.identities(places).tolist() == [identity_by_hand(dataset, i) for i in places]
+    assert dataset.sample_hashes(places).tolist() == [identity_by_hand(dataset, i) for i in places]
 
 
 # --- a sum over parts ---
@@ -101,7 +101,7 @@ def test_parts_add_up_whoever_reads_them(files: DataConfig, mock: bool) -> None:
         read = 0
         for consumed in (24, 8, 16):
             for rank in range(ranks):
-                read += source.digest_places("train", source.share("train", consumed, 8, rank, ranks))
+                read += source.digest_places("train", source.rank_places("train", consumed, 8, rank, ranks))
         assert read % 2**64 == whole
     assert source.digest("train", 8, 8) == 0
     assert (source.digest("train", 8, 9) + source.digest("train", 9, 32)) % 2**64 == whole
@@ -118,10 +118,12 @@ def test_blocks_change_nothing() -> None:
 
 def swapped(source: DataSource) -> DataSource:
     """The same samples with the first two in each other's place."""
-    dataset = only_stretch(source)
-    shuffle = dataset.order.shuffle.copy()
+    dataset = only_segment(source)
+    shuffle = dataset.order.shuffle_index.copy()
     shuffle[[0, 1]] = shuffle[[1, 0]]
-    return replace(source, datasets={"train": GPTDataset(dataset._indexed, dataset.order._replace(shuffle=shuffle))})
+    return replace(
+        source, datasets={"train": GPTDataset(dataset._indexed, dataset.order._replace(shuffle_index=shuffle))}
+    )
 
 
 CHANGES: dict[str, Callable[[DataConfig, Path], DataSource]] = {

@@ -37,7 +37,11 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
     indexed = IndexedDataset(GOLDEN / name)
     part = split_ranges(case["split"], len(indexed))[SPLITS.index(split)]
     order = build_sample_order(indexed.lengths, part, case[ASKED[split]], case["seq"], case["seed"])
-    for name, table in (("document", order.documents), ("sample", order.samples), ("shuffle", order.shuffle)):
+    for name, table in (
+        ("document", order.document_index),
+        ("sample", order.sample_index),
+        ("shuffle", order.shuffle_index),
+    ):
         expected = golden[f"{split}_{name}_index"]
         assert table.dtype == expected.dtype
         np.testing.assert_array_equal(table, expected)
@@ -48,27 +52,27 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
 
 def test_order_of_one_epoch() -> None:
     order = build_sample_order(A, range(10), None, 8, 1234)
-    assert order.documents.tolist() == [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]
-    assert order.samples.tolist() == [[0, 0], [1, 6], [3, 1], [5, 1], [6, 0], [7, 1], [8, 5]]
-    assert order.shuffle.tolist() == [5, 0, 3, 4, 2, 1]
+    assert order.document_index.tolist() == [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]
+    assert order.sample_index.tolist() == [[0, 0], [1, 6], [3, 1], [5, 1], [6, 0], [7, 1], [8, 5]]
+    assert order.shuffle_index.tolist() == [5, 0, 3, 4, 2, 1]
 
 
 def test_order_of_two_epochs_shuffled_together() -> None:
     order = build_sample_order(A, range(10), 12, 8, 1234)
     assert order.epochs == 2
-    assert order.documents.tolist() == [3, 3, 2, 6, 4, 5, 4, 0, 8, 8, 7, 1, 0, 9, 7, 1, 9, 2, 6, 5]
-    assert order.shuffle.tolist() == [4, 7, 1, 10, 9, 3, 8, 6, 11, 5, 0, 2]
-    assert order.samples[:5].tolist() == [[0, 0], [2, 6], [4, 0], [5, 1], [6, 5]]
-    assert order.samples[5:].tolist() == [[8, 1], [9, 0], [9, 8], [12, 2], [14, 0], [16, 3], [17, 6], [19, 0]]
+    assert order.document_index.tolist() == [3, 3, 2, 6, 4, 5, 4, 0, 8, 8, 7, 1, 0, 9, 7, 1, 9, 2, 6, 5]
+    assert order.shuffle_index.tolist() == [4, 7, 1, 10, 9, 3, 8, 6, 11, 5, 0, 2]
+    assert order.sample_index[:5].tolist() == [[0, 0], [2, 6], [4, 0], [5, 1], [6, 5]]
+    assert order.sample_index[5:].tolist() == [[8, 1], [9, 0], [9, 8], [12, 2], [14, 0], [16, 3], [17, 6], [19, 0]]
 
 
 def test_order_with_a_last_epoch_shuffled_apart() -> None:
     order = build_sample_order(A, range(10), 20, 8, 1234)
     assert order.epochs == 4
     head = [7, 0, 4, 1, 8, 8, 3, 3, 4, 3, 2, 4, 0, 2, 7, 6, 8, 5, 6, 5, 1, 9, 7, 9, 0, 2, 1, 6, 9, 5]
-    assert order.documents.tolist() == [*head, 0, 6, 9, 7, 5, 8, 1, 4, 3, 2]
+    assert order.document_index.tolist() == [*head, 0, 6, 9, 7, 5, 8, 1, 4, 3, 2]
     head = [8, 2, 17, 3, 13, 6, 5, 9, 0, 4, 16, 1, 15, 11, 10, 12, 7, 14]
-    assert order.shuffle.tolist() == [*head, 20, 21, 18, 23, 22, 19]
+    assert order.shuffle_index.tolist() == [*head, 20, 21, 18, 23, 22, 19]
 
 
 # --- the format description, step by step ---
@@ -77,9 +81,9 @@ def test_order_with_a_last_epoch_shuffled_apart() -> None:
 def equal(order: SampleOrder, expected: megatron_order.Tables) -> bool:
     return (
         order.epochs == expected.epochs
-        and order.documents.tolist() == expected.documents.tolist()
-        and order.samples.tolist() == [list(row) for row in expected.samples]
-        and order.shuffle.tolist() == expected.shuffle
+        and order.document_index.tolist() == expected.documents.tolist()
+        and order.sample_index.tolist() == [list(row) for row in expected.samples]
+        and order.shuffle_index.tolist() == expected.shuffle
         and [table.dtype for table in order.tables.values()] == [np.int32, np.int32, np.uint32]
     )
 
@@ -99,7 +103,7 @@ def test_tables_equal_the_description(
     assume(sum(lengths[i] for i in part) > (seq_length if samples is None else 0))
     order = build_sample_order(np.array(lengths, dtype=np.int32), part, samples, seq_length, seed)
     assert equal(order, megatron_order.tables(lengths, list(part), samples, seq_length, seed))
-    assert samples is None or len(order.shuffle) >= samples
+    assert samples is None or len(order.shuffle_index) >= samples
 
 
 @pytest.mark.parametrize(("size", "apart"), [(179, True), (180, False)])
@@ -107,7 +111,7 @@ def test_a_last_epoch_is_shuffled_apart_below_four_fifths(size: int, apart: bool
     """100 samples to an epoch, so 79 and 80 of the second one."""
     order = build_sample_order(np.array([1001], dtype=np.int32), range(1), size, 10, 3)
     assert order.epochs == 2
-    assert (set(order.shuffle[:100].tolist()) == set(range(100))) == apart
+    assert (set(order.shuffle_index[:100].tolist()) == set(range(100))) == apart
     assert equal(order, megatron_order.tables([1001], [0], size, 10, 3))
 
 
@@ -151,7 +155,7 @@ def test_samples_equal_the_description(
     samples=st.integers(1, 30),
     seq_length=st.integers(1, 20),
 )
-def test_samples_are_the_stretches_of_the_line(
+def test_samples_are_the_segments_of_the_line(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], samples: int, seq_length: int
 ) -> None:
     """Sample j is ids [j*s, j*s + s + 1) of all documents end to end; labels are tokens one further on."""
@@ -162,10 +166,10 @@ def test_samples_are_the_stretches_of_the_line(
     indexed = IndexedDataset(prefix)
     part = range(1, len(lengths))
     dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, part, samples, seq_length, 7))
-    line = np.concatenate([indexed[d] for d in dataset.order.documents])
-    assert set(dataset.order.documents) == set(part)
+    line = np.concatenate([indexed[d] for d in dataset.order.document_index])
+    assert set(dataset.order.document_index) == set(part)
     for i in range(len(dataset)):
-        start = int(dataset.order.shuffle[i]) * seq_length
+        start = int(dataset.order.shuffle_index[i]) * seq_length
         tokens, labels = dataset[i]
         assert tokens.dtype == labels.dtype == np.int64
         assert tokens.tolist() == line[start : start + seq_length].tolist()
@@ -190,8 +194,8 @@ def test_places_beyond_32_bits() -> None:
     """Sequences of almost 2**31 tokens, whose ends are counted in 64 bits."""
     length = 2**31 - 8
     order = build_sample_order(np.array([length] * 4, dtype=np.int32), range(4), None, 2**30, 1)
-    starts = [divmod(j * 2**30, length) for j in range(len(order.shuffle))]
-    assert order.samples[:-1].tolist() == [list(start) for start in starts]
+    starts = [divmod(j * 2**30, length) for j in range(len(order.shuffle_index))]
+    assert order.sample_index[:-1].tolist() == [list(start) for start in starts]
     assert len(starts) == 7
 
 
@@ -200,14 +204,14 @@ def test_more_places_than_32_bits_count_have_64(monkeypatch: pytest.MonkeyPatch)
     narrow = build_sample_order(lengths, range(10), None, 8, 1)
     monkeypatch.setattr("megatron.data.gpt_dataset.PLACES_IN_32_BITS", 10)
     wide = build_sample_order(lengths, range(10), None, 8, 1)
-    assert (narrow.samples.dtype, wide.samples.dtype) == (np.int32, np.int64)
-    assert np.array_equal(narrow.samples, wide.samples)
-    assert build_sample_order(lengths, range(9), None, 8, 1).samples.dtype == np.int32
+    assert (narrow.sample_index.dtype, wide.sample_index.dtype) == (np.int32, np.int64)
+    assert np.array_equal(narrow.sample_index, wide.sample_index)
+    assert build_sample_order(lengths, range(9), None, 8, 1).sample_index.dtype == np.int32
 
 
 def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
     order = build_sample_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
-    assert (order.epochs, len(order.shuffle)) == (25, 3)
+    assert (order.epochs, len(order.shuffle_index)) == (25, 3)
 
 
 def test_tables_from_a_cache_are_the_order_again() -> None:
@@ -220,7 +224,7 @@ def test_tables_from_a_cache_are_the_order_again() -> None:
 def test_what_is_read() -> None:
     indexed = IndexedDataset(GOLDEN / "case0")
     dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(200), 400, 32, 1))
-    (reading,) = dataset.readings(100)
+    (reading,) = dataset.source_usage(100)
     assert reading == (str(GOLDEN / "case0"), 3200, indexed.num_tokens)
     assert dataset.epochs(100) == 3200 / indexed.num_tokens
     assert dataset.describe(3200) == f"3,200 tokens = 0.50 epochs of {indexed.num_tokens:,} in {GOLDEN / 'case0'}"

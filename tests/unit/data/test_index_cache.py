@@ -348,13 +348,15 @@ def test_without_locks_everyone_builds_and_the_first_is_kept(tmp_path: Path, mon
 # --- several processes ---
 
 
-def ask(folder: Path, log: Path, seconds: float, patience: float = 30.0) -> None:
-    """Ask for the example; building takes ``seconds`` and is written to ``log``, as is what was got."""
+def ask(folder: Path, log: Path, seconds: float, patience: float = 30.0, release: Path | None = None) -> None:
+    """Ask for the example; building takes ``seconds``, or until ``release`` exists; ``log`` gets begin and result."""
     cache_module.WAIT_MESSAGE_SECONDS = patience
 
     def build() -> Tables:
         note(log, "begin")
         time.sleep(seconds)
+        while release is not None and not release.exists():
+            time.sleep(0.01)
         return example()
 
     cache = IndexCache(folder)
@@ -420,12 +422,17 @@ def test_others_take_over_from_a_killed_process_and_clean_up(tmp_path: Path) -> 
 
 def test_waiting_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, log, second = tmp_path / "folder", tmp_path / "log", tmp_path / "second"
-    first = start(folder, log, 2.0)
+    release, text, end = tmp_path / "release", "", time.monotonic() + 60
+    first = start(folder, log, 0.0, 30.0, release)
     wait_for(log, "begin")
-    start(folder, second, 0.0, 0.3).join(30)
+    waiting = start(folder, second, 0.0, 0.3)
+    while f"for another process to build {folder}/order-" not in text:
+        assert time.monotonic() < end
+        text += capfd.readouterr().err
+    release.touch()
+    waiting.join(30)
     first.join(30)
     assert second.read_text() == "True True 0\n"
-    assert f"for another process to build {folder}/order-" in capfd.readouterr().err
 
 
 def ask_in_vain(folder: Path, log: Path, processes: int) -> None:

@@ -280,7 +280,7 @@ def test_pairs_published_together_are_all_old_where_one_cannot_be_written(tmp_pa
 
 def test_while_names_change_no_pair_has_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at each rename in turn: at no time is one pair new and the other old."""
-    replace = os.replace
+    rename = os.rename
     for n, whole in enumerate([0, 0, 0, 1]):
         for name in ("a", "b"):
             write(tmp_path / name, [[1]])
@@ -289,12 +289,12 @@ def test_while_names_change_no_pair_has_an_index(tmp_path: Path, monkeypatch: py
         def stop(source: str, target: str, calls: Iterator[int] = calls, last: int = n) -> None:
             if next(calls) == last:
                 raise OSError("no space left")
-            replace(source, target)
+            rename(source, target)
 
-        monkeypatch.setattr(os, "replace", stop)
+        monkeypatch.setattr(os, "rename", stop)
         with pytest.raises(OSError, match="no space left"):
             write_both(tmp_path, 2)
-        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "rename", rename)
         indexes = sorted(tmp_path.glob("*.idx"))
         assert len(indexes) == whole
         assert all(IndexedDataset(path.with_suffix(""))[0].tolist() == [2] for path in indexes)
@@ -303,7 +303,7 @@ def test_while_names_change_no_pair_has_an_index(tmp_path: Path, monkeypatch: py
 
 def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at each rename in turn: no index is ever beside ids that are not its own."""
-    replace, old = os.replace, content(small.parent)
+    rename, old = os.rename, content(small.parent)
 
     def fail_at(n: int) -> None:
         calls = iter(range(9))
@@ -311,9 +311,9 @@ def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatc
         def stop(source: str, target: str) -> None:
             if next(calls) == n:
                 raise OSError("no space left")
-            replace(source, target)
+            rename(source, target)
 
-        monkeypatch.setattr(os, "replace", stop)
+        monkeypatch.setattr(os, "rename", stop)
 
     def write_with_note() -> None:
         with IndexedDatasetWriter(small, np.uint16) as writer:
@@ -344,7 +344,7 @@ def test_a_folder_beside_the_pair_is_whole_or_absent(tmp_path: Path, monkeypatch
     def full(*paths: str) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "rename", full)
     with pytest.raises(OSError, match="no space left"):
         write_with(tmp_path / "y", "a", "b")
     assert sorted(os.listdir(tmp_path)) == ["x.beside", "x.bin", "x.idx"]

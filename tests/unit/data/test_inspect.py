@@ -27,7 +27,7 @@ from tests.unit.data.pairs import NAMES, packed, write
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "DOCUMENT_BLOCK", 3)
     monkeypatch.setattr(inspect, "TOKEN_BLOCK", 5)
 
@@ -88,9 +88,9 @@ def test_a_summary_counts_documents_sequences_and_tokens(
     assert (summary.tokens, summary.dtype) == (sum(lengths), "int32")
     assert (summary.bin_bytes, summary.idx_bytes) == tuple(map(len, packed(documents, 4)))
     assert dict(zip(summary.lengths.values, summary.lengths.counts)) == Counter(n for n in lengths if n)
-    stretches = list(document_bounds(data))
-    assert [n for stretch in stretches for n in np.diff(stretch).tolist()] == lengths
-    assert all(before[-1] == after[0] for before, after in zip(stretches, stretches[1:]))
+    segments = list(document_bounds(data))
+    assert [n for segment in segments for n in np.diff(segment).tolist()] == lengths
+    assert all(before[-1] == after[0] for before, after in zip(segments, segments[1:]))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -39,7 +39,9 @@ def step_batches(
     source: DataSource, split: str, consumed: int, size: int, rank: int, ranks: int, step: int
 ) -> list[MicroBatch]:
     """A rank's micro-batches of a step."""
-    return [source.micro_batch(split, places, step) for places in source.share(split, consumed, size, rank, ranks)]
+    return [
+        source.micro_batch(split, places, step) for places in source.rank_places(split, consumed, size, rank, ranks)
+    ]
 
 
 def test_requested_samples_are_those_of_megatron() -> None:
@@ -110,7 +112,7 @@ def test_padding_is_the_sample_before_it_and_does_not_count(micro: int, ranks: i
         seen += len(counts)
     assert sorted(counted) == list(range(16, 24))
     assert seen == len(by_rank[0]) * micro * ranks
-    digests = [source.digest_places("train", source.share("train", 16, 8, rank, ranks)) for rank in range(ranks)]
+    digests = [source.digest_places("train", source.rank_places("train", 16, 8, rank, ranks)) for rank in range(ranks)]
     assert sum(digests) % 2**64 == plain.digest("train", 16, 24)
 
 
@@ -250,40 +252,40 @@ def read(source: DataSource, places: range, split: str = "train") -> list[list[i
 @pytest.mark.parametrize("iters", [10, 50, 51, 400])
 def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int) -> None:
     source = build_data(data, TRAINING, 1000, 1)
-    assert source.stretches == {"train": (400,), "valid": (72,), "test": (24,)}
-    other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, stretches=source.stretches)
+    assert source.segments == {"train": (400,), "valid": (72,), "test": (24,)}
+    other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, segments=source.segments)
     common = range(min(400, 8 * iters))
     assert read(other, common) == read(source, common)
     assert other.digest("train", 0, len(common)) == source.digest("train", 0, len(common))
     assert other.fingerprints == source.fingerprints
     held = len(source.datasets["train"])
     more = (8 * iters - held,) if 8 * iters > held else ()
-    assert other.stretches == {"train": (400, *more), "valid": (72,), "test": (24,)}
+    assert other.segments == {"train": (400, *more), "valid": (72,), "test": (24,)}
     assert [note for note in other.notes if note.endswith(" more follow")] == [
         f"the training data were planned for 400 samples; {count:,} more follow" for count in more
     ]
 
 
-def test_stretches_are_frozen_in_their_turn() -> None:
+def test_segments_are_frozen_in_their_turn() -> None:
     """As read back from JSON, twice extended; the third run reads what the second did."""
-    stretches = {"train": [40, 8], "valid": [24]}
+    segments = {"train": [40, 8], "valid": [24]}
     for data in (FILES, MOCK):
-        second = build_data(data, replace(TRAINING, train_iters=300), 1000, 1, stretches=stretches)
-        third = build_data(data, replace(TRAINING, train_iters=900), 1000, 1, stretches=second.stretches)
-        assert second.stretches["train"][:2] == (40, 8)
-        assert third.stretches["train"][:3] == second.stretches["train"]
+        second = build_data(data, replace(TRAINING, train_iters=300), 1000, 1, segments=segments)
+        third = build_data(data, replace(TRAINING, train_iters=900), 1000, 1, segments=second.segments)
+        assert second.segments["train"][:2] == (40, 8)
+        assert third.segments["train"][:3] == second.segments["train"]
         assert read(third, range(2400)) == read(second, range(2400))
 
 
 def test_evaluation_reads_the_same_after_an_extension() -> None:
     """Also where more of it is asked for than there was; and what is switched off is not forgotten."""
     source = build_data(FILES, TRAINING, 1000, 1)
-    off = build_data(FILES, replace(TRAINING, eval_iters=0), 1000, 1, stretches=source.stretches)
+    off = build_data(FILES, replace(TRAINING, eval_iters=0), 1000, 1, segments=source.segments)
     assert list(off.datasets) == ["train"]
-    assert off.stretches == source.stretches
+    assert off.segments == source.segments
     longer = replace(TRAINING, eval_iters=200, train_iters=900)
-    on = build_data(FILES, longer, 1000, 1, stretches=off.stretches)
-    assert on.stretches["valid"][0] == 72
+    on = build_data(FILES, longer, 1000, 1, segments=off.segments)
+    assert on.segments["valid"][0] == 72
     assert read(on, range(72), "valid") == read(source, range(72), "valid")
     assert len(on.datasets["valid"]) >= 1600
 
@@ -292,9 +294,9 @@ def test_a_run_that_goes_on_in_larger_batches_has_all_it_needs() -> None:
     """30 of 50 steps of 8 are behind it, the rest are steps of 64."""
     source = build_data(MOCK, TRAINING, 1000, 1)
     larger = replace(TRAINING, global_batch_size=64)
-    on = build_data(MOCK, larger, 1000, 1, stretches=source.stretches, begin=(30, 240))
+    on = build_data(MOCK, larger, 1000, 1, segments=source.segments, begin=(30, 240))
     assert on.used["train"] == 240 + 20 * 64
-    assert on.stretches["train"] == (400, on.used["train"] - 400)
+    assert on.segments["train"] == (400, on.used["train"] - 400)
     assert requested_samples(larger, 1, (30, 240))["train"] == 240 + 20 * 64
     assert len(step_batches(on, "train", 240 + 19 * 64, 64, 0, 1, step=49)) == 32
 

@@ -47,7 +47,7 @@ all_masks = st.builds(
 @given(texts, all_masks)
 def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilder) -> None:
     text = np.array(rows, dtype=np.int64)
-    got = masks.columns(text[:, :-1], text[:, 1:])
+    got = masks.build(text[:, :-1], text[:, 1:])
     s = text.shape[1] - 1
     assert (got.positions is None, got.documents is None) == (not masks.reset_positions, not masks.reset_attention)
     positions = np.tile(np.arange(s), (len(rows), 1)) if got.positions is None else got.positions
@@ -71,7 +71,7 @@ def test_an_example() -> None:
 def test_forms() -> None:
     tokens, labels = (np.full((2, 5), fill, dtype=np.int64) for fill in (1, PAD))
     given: tuple[NDArray[np.int64], ...] = (tokens.copy(), labels.copy())
-    got = MaskBuilder(EOD, PAD, True, True, True).columns(tokens, labels)
+    got = MaskBuilder(EOD, PAD, True, True, True).build(tokens, labels)
     assert [column.dtype for column in got if column is not None] == [
         np.int64,
         np.int64,
@@ -86,7 +86,7 @@ def test_forms() -> None:
 @pytest.mark.parametrize("eod", [None, EOD])
 def test_without_flags_special_ids_are_ids(eod: int | None) -> None:
     tokens = np.array([[EOD, 1, EOD]])
-    got = MaskBuilder(eod=eod).columns(tokens, tokens + 1)
+    got = MaskBuilder(eod=eod).build(tokens, tokens + 1)
     assert got.tokens is tokens
     assert (got.loss_mask.tolist(), got.positions, got.documents) == ([[1, 1, 1]], None, None)
 

@@ -27,7 +27,7 @@ def test_a_sample_depends_on_its_key_only() -> None:
 def test_a_later_part_of_a_stream() -> None:
     whole, rest = MockDataset(1000, 64, 50, 7, 1), MockDataset(1000, 64, 10, 7, 1, first=40)
     assert [ids(rest, i) for i in range(10)] == [ids(whole, 40 + i) for i in range(10)]
-    assert rest.identities(np.arange(10)).tolist() == list(range(40, 50))
+    assert rest.sample_hashes(np.arange(10)).tolist() == list(range(40, 50))
     assert rest.fingerprint == whole.fingerprint
     assert rest.seq_length == 64
 

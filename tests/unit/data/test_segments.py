@@ -41,8 +41,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return prefixes
 
 
-def build(data: DataConfig, stretches: dict[str, tuple[int, ...]] | None = None, **changes: object) -> DataSource:
-    return build_data(data, replace(TRAINING, **changes), 500, 1, stretches=stretches)
+def build(data: DataConfig, segments: dict[str, tuple[int, ...]] | None = None, **changes: object) -> DataSource:
+    return build_data(data, replace(TRAINING, **changes), 500, 1, segments=segments)
 
 
 def texts(dataset: Dataset, count: int) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_without_weights_every_source_is_read_once_and_then_anew(corpora: dict[s
     sizes = [len(plain(corpora[name], None)) for name in names]
     first, second = 240, 240 - sum(sizes)
     assert sum(sizes) < 240 < 2 * sum(sizes)
-    assert source.stretches == {"train": (first, second)}
+    assert source.segments == {"train": (first, second)}
     wanted = []
     for number, count in enumerate((sum(sizes), second)):
         epoch = [plain(corpora[name], None, number) for name in names]
@@ -99,7 +99,7 @@ def test_without_weights_every_source_is_read_once_and_then_anew(corpora: dict[s
         wanted += [epoch[k][j].tokens.tolist() for k, j in zip(which.tolist(), sample.tolist())]
     assert read(source, "train", 240) == wanted
     assert source.notes == (), "nobody resumed, so nothing was used up"
-    again = build(DataConfig(train_data_path=tuple(corpora.values())), source.stretches, train_iters=30, eval_iters=0)
+    again = build(DataConfig(train_data_path=tuple(corpora.values())), source.segments, train_iters=30, eval_iters=0)
     assert read(again, "train", 240) == wanted
 
 
@@ -124,8 +124,8 @@ def test_the_source_of_an_id_beyond_the_vocabulary_is_named(corpora: dict[str, s
 
 def test_one_pair_is_a_blend_of_one(corpora: dict[str, str]) -> None:
     source = build(DataConfig(data_path=("1", corpora["wiki"]), split="1"), eval_iters=0)
-    (stretch,) = source.datasets["train"].stretches
-    assert isinstance(stretch, BlendedDataset)
+    (segment,) = source.datasets["train"].segments
+    assert isinstance(segment, BlendedDataset)
     assert read(source, "train", 80) == texts(plain(corpora["wiki"], ceil(80 * 1.005)), 80)
 
 
@@ -138,13 +138,13 @@ def test_several_validation_sets_each_get_all_samples(corpora: dict[str, str], n
     first, second = (f"valid:{name}" for name in names or ("wiki", "code"))
     for source in (cut, whole):
         assert [*source.used.items()][1:] == [(first, 8), (second, 8)]
-        assert source.stretches[first] == source.stretches[second] == (24,)
+        assert source.segments[first] == source.segments[second] == (24,)
     assert read(cut, second, 8) == texts(plain(code, 24, 0, "8,2", 1), 8)
     assert read(whole, second, 8) == texts(plain(code, 24), 8)
     with pytest.raises(
         DataError, match=rf"there are no validation samples in this run: it has .* and validation \({second[6:]}\)"
     ):
-        cut.share("valid", 0, 8, 0, 1)
+        cut.rank_places("valid", 0, 8, 0, 1)
 
 
 def test_files_are_opened_once(corpora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_generated_samples_have_every_split() -> None:
     assert source.used == {"train": 80, "valid": 8, "test": 8}
     for stream, split in enumerate(source.used):
         assert read(source, split, 8) == texts(MockDataset(500, SEQ, 8, TRAINING.seed, stream), 8)
-    longer = build(DataConfig(mock_data=True), source.stretches, train_iters=20)
-    assert longer.stretches["train"] == (80, 80)
+    longer = build(DataConfig(mock_data=True), source.segments, train_iters=20)
+    assert longer.segments["train"] == (80, 80)
     assert read(longer, "train", 160) == texts(MockDataset(500, SEQ, 160, TRAINING.seed), 160), "as made in one piece"
 
 
@@ -312,17 +312,17 @@ def test_a_longer_run_keeps_the_samples_of_a_blend(corpora: dict[str, str], weig
     wiki, code, _ = corpora.values()
     data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="8,1,1")
     source = build(data)
-    longer = build(data, source.stretches, train_iters=25)
+    longer = build(data, source.segments, train_iters=25)
     held = len(source.datasets["train"])
-    assert longer.stretches["train"][: len(source.stretches["train"])] == source.stretches["train"]
+    assert longer.segments["train"][: len(source.segments["train"])] == source.segments["train"]
     assert read(longer, "train", 80) == read(source, "train", 80)
     assert longer.digest("train", 0, 80) == source.digest("train", 0, 80)
     assert longer.fingerprints == source.fingerprints
     assert sum(note.endswith(" more follow") for note in longer.notes) == 1
     assert held >= 80
-    assert longer.stretches["train"] == (80, 200 - held)
+    assert longer.segments["train"] == (80, 200 - held)
     assert len(longer.datasets["train"]) == 200
-    again = build(data, longer.stretches, train_iters=25)
+    again = build(data, longer.segments, train_iters=25)
     assert read(again, "train", 200) == read(longer, "train", 200)
 
 
@@ -335,17 +335,17 @@ def test_a_longer_run_reads_what_a_blend_left_over_first(
     data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="1")
     short = {"eval_iters": 0, "global_batch_size": 1, "micro_batch_size": 1}
     source = build(data, train_iters=20, **short)
-    longer = build(data, source.stretches, train_iters=100, **short)
+    longer = build(data, source.segments, train_iters=100, **short)
     assert longer.datasets["train"].epochs(100) < 1
-    places = longer.datasets["train"].identities(np.arange(100))
+    places = longer.datasets["train"].sample_hashes(np.arange(100))
     assert len(set(places.tolist())) == 100
 
 
-def test_without_weights_there_are_never_more_than_two_stretches(corpora: dict[str, str]) -> None:
+def test_without_weights_there_are_never_more_than_two_segments(corpora: dict[str, str]) -> None:
     source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=5000, eval_iters=0)
     sizes = [len(plain(prefix, None)) for prefix in corpora.values()]
-    assert source.stretches == {"train": (40_000, 40_000 - sum(sizes))}
-    read_of = [reading.tokens / SEQ for reading in source.datasets["train"].readings(40_000)]
+    assert source.segments == {"train": (40_000, 40_000 - sum(sizes))}
+    read_of = [reading.tokens / SEQ for reading in source.datasets["train"].source_usage(40_000)]
     assert read_of == pytest.approx([40_000 * size / sum(sizes) for size in sizes], abs=2)
 
 
@@ -365,11 +365,11 @@ def test_what_a_blend_is_made_of_is_in_its_fingerprint(corpora: dict[str, str]) 
     assert scaled.fingerprints == sources[0].fingerprints, "weights are shares"
 
 
-def test_stretches_lie_end_to_end() -> None:
+def test_segments_lie_end_to_end() -> None:
     asked: list[tuple[int, list[int]]] = []
 
     def make(samples: int, before: Sequence[Dataset]) -> Dataset:
-        asked.append((samples, [len(stretch) for stretch in before]))
+        asked.append((samples, [len(segment) for segment in before]))
         return MockDataset(9, 4, min(samples, 30), 0, 0, sum(map(len, before)))
 
     dataset, counts = build_split("train", make, (10, 100), 75)

@@ -78,7 +78,7 @@ def test_rows_alone_are_whole() -> None:
 def test_mesh_alone_needs_no_torch_distributed() -> None:
     mesh = one_rank_mesh()
     assert not dist.is_initialized()
-    assert all(g == Group((0,)) for g in (mesh.tp, mesh.replicas, mesh.world, mesh.sharers((0,))))
+    assert all(g == Group((0,)) for g in (mesh.tp, mesh.dp_cp, mesh.world, mesh.tp_subgroup((0,))))
     assert comm.all_gather_objects("x", mesh.world) == ["x"]
 
 
@@ -86,4 +86,4 @@ def test_mesh_knows_only_the_groups_it_created() -> None:
     with pytest.raises(KeyError):
         one_rank_mesh().group("cp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
-        one_rank_mesh().sharers((0, 1))
+        one_rank_mesh().tp_subgroup((0, 1))

@@ -1,4 +1,4 @@
-"""The gradient sink: now or later, the same numbers; and nothing gets lost unnoticed."""
+"""The gradient grad_accumulator: now or later, the same numbers; and nothing gets lost unnoticed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def input_gradients(solo: Solo) -> None:
     solo.buckets.start_step(len(BATCHES))
     for index, batch in enumerate(BATCHES):
         loss, _ = solo.chunk(None, batch)
-        with solo.sink.deferring(0, index):
+        with solo.grad_accumulator.deferring_wgrad(0, index):
             (loss / sum(b.loss_mask.sum() for b in BATCHES)).backward()
 
 
@@ -29,12 +29,12 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
     immediate, deferred = Solo.build(CONFIG), Solo.build(CONFIG)
     immediate.backward(BATCHES)
     input_gradients(deferred)
-    assert deferred.sink.queued == len(BATCHES) * LINEARS
+    assert deferred.grad_accumulator.queued == len(BATCHES) * LINEARS
     weight = "layers.0.mlp.linear_fc1.weight"
     assert not deferred.buckets.grads[weight].any(), "a deferred gradient was computed at once"
     for index in range(len(BATCHES)):
-        deferred.sink.run(0, index)
-        assert deferred.sink.queued == (len(BATCHES) - 1 - index) * LINEARS
+        deferred.grad_accumulator.run_deferred(0, index)
+        assert deferred.grad_accumulator.queued == (len(BATCHES) - 1 - index) * LINEARS
     deferred.buckets.finish()
     for name, grad in immediate.buckets.grads.items():
         assert torch.equal(grad, deferred.buckets.grads[name]), name
@@ -44,7 +44,7 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
 def test_a_dropped_w_is_noticed(dropped: int) -> None:
     solo = Solo.build(CONFIG)
     input_gradients(solo)
-    solo.sink.run(0, 1 - dropped)
+    solo.grad_accumulator.run_deferred(0, 1 - dropped)
     with pytest.raises(RuntimeError, match="misses"):
         solo.buckets.finish()
 
@@ -53,7 +53,7 @@ def test_backward_outside_deferring_is_immediate_again() -> None:
     solo = Solo.build(CONFIG)
     input_gradients(solo)
     solo.backward(BATCHES[:1])
-    assert solo.sink.queued == len(BATCHES) * LINEARS, "only what was deferred is queued"
+    assert solo.grad_accumulator.queued == len(BATCHES) * LINEARS, "only what was deferred is queued"
 
 
 def test_parameters_have_no_grad() -> None:
@@ -64,19 +64,19 @@ def test_parameters_have_no_grad() -> None:
 
 
 def bound(**targets: torch.Tensor) -> tuple[GradAccumulator, list[str]]:
-    """A sink, and the list of contributions it reports."""
-    sink, contributions = GradAccumulator(), []
-    sink.bind(targets.__getitem__, contributions.append)
-    return sink, contributions
+    """A grad_accumulator, and the list of contributions it reports."""
+    grad_accumulator, contributions = GradAccumulator(), []
+    grad_accumulator.bind(targets.__getitem__, contributions.append)
+    return grad_accumulator, contributions
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_add_accumulates_the_outer_product(dtype: torch.dtype) -> None:
     target = torch.ones(5, 3, dtype=torch.promote_types(dtype, torch.float32))
-    sink, contributions = bound(w=target)
+    grad_accumulator, contributions = bound(w=target)
     x, dy = torch.randn(4, 2, 3, dtype=dtype), torch.randn(4, 2, 5, dtype=dtype)
     for _ in range(2):
-        sink.add("w", sink.recall(x, None), WgradOperand(dy))
+        grad_accumulator.accumulate_wgrad("w", grad_accumulator.wgrad_input(x, None), WgradOperand(dy))
     expected = 1 + 2 * torch.einsum("sbi,sbo->oi", x.double(), dy.double())
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
     torch.testing.assert_close(target.double(), expected, rtol=0, atol=tolerance)
@@ -86,17 +86,19 @@ def test_add_accumulates_the_outer_product(dtype: torch.dtype) -> None:
 def test_small_contributions_survive_in_bf16() -> None:
     """The sum is kept in fp32: a bf16 sum would stop growing at 256."""
     target = torch.zeros(1, 1)
-    sink, _ = bound(w=target)
+    grad_accumulator, _ = bound(w=target)
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     for _ in range(300):
-        sink.add("w", WgradOperand(one), WgradOperand(one))
+        grad_accumulator.accumulate_wgrad("w", WgradOperand(one), WgradOperand(one))
     assert target.item() == 300
 
 
 def test_add_rows_adds_repeated_indices() -> None:
     target = torch.zeros(4, 2)
-    sink, contributions = bound(w=target)
-    sink.accumulate_rows("w", torch.tensor([1, 3, 1, 1]), torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]).bfloat16())
+    grad_accumulator, contributions = bound(w=target)
+    grad_accumulator.accumulate_rows(
+        "w", torch.tensor([1, 3, 1, 1]), torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]).bfloat16()
+    )
     assert target.tolist() == [[0, 0], [13, 16], [0, 0], [3, 4]]
     assert contributions == ["w"]
 
@@ -104,8 +106,8 @@ def test_add_rows_adds_repeated_indices() -> None:
 @pytest.mark.parametrize("scale", [1.0, -0.5, torch.tensor(3.0, dtype=torch.float64)], ids=str)
 def test_accumulate_scales(scale: torch.Tensor | float) -> None:
     target = torch.full((3,), 10.0)
-    sink, contributions = bound(b=target)
-    sink.accumulate("b", torch.tensor([1.0, 2, 3], dtype=torch.bfloat16), scale)
+    grad_accumulator, contributions = bound(b=target)
+    grad_accumulator.accumulate("b", torch.tensor([1.0, 2, 3], dtype=torch.bfloat16), scale)
     assert target.tolist() == [10 + i * float(scale) for i in (1, 2, 3)]
     assert contributions == ["b"]
 
@@ -124,9 +126,9 @@ def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch
         alive.append(sum(not storage.expired() for storage in shards))
 
     monkeypatch.setattr(comm, "start_all_gather", gather)
-    sink = GradAccumulator(multiply)
-    sink.bind({"w": torch.zeros(3, 3)}.__getitem__, lambda name: None)
-    with sink.deferring(0, 0):
+    grad_accumulator = GradAccumulator(multiply)
+    grad_accumulator.bind({"w": torch.zeros(3, 3)}.__getitem__, lambda name: None)
+    with grad_accumulator.deferring_wgrad(0, 0):
         for i in (1, 2, 3, 4):
             shard, whole = torch.full((2, 3), float(i)), torch.zeros(4, 3)
             shards.append(StorageWeakRef(shard.untyped_storage()))
@@ -135,9 +137,9 @@ def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch
                 if i % 2
                 else (WgradOperand(whole), WgradOperand(shard, group))
             )
-            sink.add("w", x, dy)
+            grad_accumulator.accumulate_wgrad("w", x, dy)
             del shard, x, dy
-    sink.run(0, 0)
+    grad_accumulator.run_deferred(0, 0)
     turns = [("gather 1", "gather 2", "multiply 1"), ("gather 3", "multiply 2"), ("gather 4", "multiply 3")]
     assert events == [event for turn in turns for event in turn] + ["multiply 4"]
     assert alive == [4, 3, 2, 1]

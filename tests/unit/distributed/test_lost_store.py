@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.distributed import mesh
+from megatron.distributed import launch
 
 PATIENCE = timedelta(seconds=30)
 
@@ -33,31 +33,31 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield child
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    for thread in mesh._unanswered:
+    for thread in launch._unanswered:
         thread.join(10)
-    mesh._unanswered.clear()
+    launch._unanswered.clear()
 
 
 def test_it_answers(host: int) -> None:
-    assert not mesh.has_any_rank_failed()
-    assert mesh.register_failure()
-    assert mesh.has_any_rank_failed()
-    assert not mesh.register_failure()
-    mesh.publish_text("a", "said")
-    assert mesh.read_texts(["a", "b"]) == {"a": "said"}
+    assert not launch.has_any_rank_failed()
+    assert launch.register_failure()
+    assert launch.has_any_rank_failed()
+    assert not launch.register_failure()
+    launch.publish_text("a", "said")
+    assert launch.read_texts(["a", "b"]) == {"a": "said"}
 
 
 def test_one_that_hangs_is_waited_for_once(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "STORE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "STORE_TIMEOUT_SECONDS", 0.5)
     os.kill(host, signal.SIGSTOP)
-    assert mesh.register_failure()
-    assert mesh.has_any_rank_failed()
-    mesh.publish_text("a", "said")
-    assert mesh.read_texts(["a"]) == {}
-    assert len(mesh._unanswered) == 1
+    assert launch.register_failure()
+    assert launch.has_any_rank_failed()
+    launch.publish_text("a", "said")
+    assert launch.read_texts(["a"]) == {}
+    assert len(launch._unanswered) == 1
 
 
 def test_one_that_is_gone_has_no_answer(host: int) -> None:
     os.kill(host, signal.SIGKILL)
-    assert mesh.register_failure()
-    assert mesh.read_texts(["a"]) == {}
+    assert launch.register_failure()
+    assert launch.read_texts(["a"]) == {}

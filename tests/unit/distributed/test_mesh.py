@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.distributed.comm import all_gather_objects, all_reduce, broadcast_object
+from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges, fake_process_group, world_group
+from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
 from megatron.pipeline.communication import channels
 
 MOST_TURNS = 8
@@ -54,10 +55,18 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
     told = set()
     for rank in range(0, 64, 9):
         with fake_process_group(rank, 64):
-            mesh = Mesh(layout, rank, kv_copies=2, placement=(0, 1, 2, 3), instances=2, gathers=True)
+            mesh = Mesh(
+                layout,
+                rank,
+                tp_ranks_per_kv_head=2,
+                placement=(0, 1, 2, 3),
+                edges=channels((0, 1, 2, 3)),
+                optimizer_instances=2,
+                separate_gather_groups=True,
+            )
         told.add(tuple(mesh.created))
         assert mesh.tp.ranks == tuple(range(rank - rank % 4, rank - rank % 4 + 4))
-        assert len(mesh.ends.ranks) == (2 if mesh.coordinate["pp"] in (0, 3) else 1)
+        assert len(mesh.embedding_group.ranks) == (2 if mesh.coordinate["pp"] in (0, 3) else 1)
     (created,) = told
     assert set(created) == {
         GroupInfo("tp", 16, 4),

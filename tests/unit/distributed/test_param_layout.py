@@ -97,13 +97,13 @@ def test_slots_are_the_pieces_however_they_are_cut(name: str, cut: int) -> None:
     local = np.random.default_rng(0).random(spec.local_view)
     expected, got = np.zeros(spec.view), np.zeros(spec.view)
     for piece in spec.pieces:
-        expected[piece.place.slices] += local[piece.local.slices]
+        expected[piece.global_box.slices] += local[piece.local_box.slices]
     for start in range(0, numel, cut):
         share = ParamShard(start, min(start + cut, numel))
         held = Viewed(local.flatten()[share.start : share.stop])
         for slot in shard_boxes(spec, share):
-            assert np.array_equal(slot.of(held).array, local[slot.piece.local.slices])
-            got[slot.piece.place.slices] += slot.of(held).array
+            assert np.array_equal(slot.view_in(held).array, local[slot.piece.local_box.slices])
+            got[slot.piece.global_box.slices] += slot.view_in(held).array
     assert np.array_equal(got, expected)
 
 

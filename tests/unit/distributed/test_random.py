@@ -25,8 +25,8 @@ def test_union_over_ranks_is_the_whole(name: str, tp: int) -> None:
     for spec in specs_of(name, tp):
         local = filled(spec).view(spec.local_view)
         for piece in spec.pieces:
-            assert torch.equal(local[piece.local.slices], whole[piece.place.slices])
-            local[piece.local.slices] = 0
+            assert torch.equal(local[piece.local_box.slices], whole[piece.global_box.slices])
+            local[piece.local_box.slices] = 0
         assert not local.any(), "padding is not zero"
 
 

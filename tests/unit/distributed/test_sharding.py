@@ -60,17 +60,17 @@ def test_pieces_tile_the_global_tensor(name: str, tp: int) -> None:
     holders = np.zeros((tp, *specs[0].view), int)
     for rank, spec in enumerate(specs):
         for piece in spec.owned:
-            owners[piece.place.slices] += 1
+            owners[piece.global_box.slices] += 1
         for piece in spec.pieces:
-            holders[rank][piece.place.slices] += 1
+            holders[rank][piece.global_box.slices] += 1
     assert (owners == 1).all(), "the owned pieces of all ranks must hold every element exactly once"
     assert holders.max() == 1, "a rank holds an element twice"
     for rank, spec in enumerate(specs):
         for piece in spec.pieces:
-            holding = holders[(slice(None), *piece.place.slices)].reshape(tp, -1)
-            assert rank in piece.replicas
-            assert list(piece.replicas) == [r for r in range(tp) if holding[r].all()]
-            assert not any(holding[r].any() for r in range(tp) if r not in piece.replicas)
+            holding = holders[(slice(None), *piece.global_box.slices)].reshape(tp, -1)
+            assert rank in piece.tp_ranks
+            assert list(piece.tp_ranks) == [r for r in range(tp) if holding[r].all()]
+            assert not any(holding[r].any() for r in range(tp) if r not in piece.tp_ranks)
 
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
@@ -87,9 +87,9 @@ def test_local_tensors_hold_their_pieces(name: str, tp: int) -> None:
         assert len(spec.local_shape) == len(spec.shape)
         used = np.zeros(spec.local_view, int)
         for piece in spec.pieces:
-            assert piece.local.size == piece.place.size
-            assert used[piece.local.slices].shape == piece.local.size, "a piece reaches out of the local tensor"
-            used[piece.local.slices] += 1
+            assert piece.local_box.size == piece.global_box.size
+            assert used[piece.local_box.slices].shape == piece.local_box.size, "a piece reaches out of the local tensor"
+            used[piece.local_box.slices] += 1
         assert used.max(initial=0) <= 1, "two pieces share a local element"
         if not name.startswith("vocabulary"):
             assert used.min() == 1, "only a vocabulary has padding"

@@ -15,10 +15,10 @@ def test_spans_of_the_host_add_up_by_name() -> None:
     for _ in range(3):
         with watch.span("tp", cuda=False):
             time.sleep(0.002)
-    taken = watch.take()
+    taken = watch.pop()
     assert 0.006 <= taken["tp"] < 0.1
     assert taken["dp"] == 0.0
-    assert watch.take() == {"tp": 0.0, "dp": 0.0}
+    assert watch.pop() == {"tp": 0.0, "dp": 0.0}
 
 
 def test_a_name_appears_with_its_first_span() -> None:
@@ -26,7 +26,7 @@ def test_a_name_appears_with_its_first_span() -> None:
     with watch.span("world", cuda=False):
         pass
     assert watch.names == ("world",)
-    assert watch.take()["world"] > 0
+    assert watch.pop()["world"] > 0
 
 
 def test_pauses_count_nothing_and_nest() -> None:
@@ -37,14 +37,14 @@ def test_pauses_count_nothing_and_nest() -> None:
         assert watch.span("tp", cuda=True) is NO_SPAN
     with watch.span("tp", cuda=False):
         pass
-    assert watch.take()["tp"] > 0
+    assert watch.pop()["tp"] > 0
 
 
 def test_a_span_that_ends_in_an_error_is_counted() -> None:
     watch = Stopwatch()
     with pytest.raises(KeyError), watch.span("tp", cuda=False):
         raise KeyError
-    assert watch.take()["tp"] > 0
+    assert watch.pop()["tp"] > 0
 
 
 @dataclass
@@ -99,7 +99,7 @@ def test_spans_of_a_gpu_are_those_of_its_stream(gpu: Gpu) -> None:
         with watch.span(name, cuda=True):
             gpu.length += milliseconds
     assert gpu.waits == 0
-    assert watch.take() == pytest.approx({"tp": 0.007, "dp": 0.005})
+    assert watch.pop() == pytest.approx({"tp": 0.007, "dp": 0.005})
 
 
 def test_a_long_window_needs_few_events_and_never_waits(gpu: Gpu) -> None:
@@ -111,11 +111,11 @@ def test_a_long_window_needs_few_events_and_never_waits(gpu: Gpu) -> None:
         gpu.done = gpu.length - 50.0
     assert gpu.waits == 0
     assert len(gpu.events) <= 2 * timing.MAX_UNREAD_SPANS + 4
-    assert watch.take()["tp"] == pytest.approx(20 * timing.MAX_UNREAD_SPANS / 1e3)
+    assert watch.pop()["tp"] == pytest.approx(20 * timing.MAX_UNREAD_SPANS / 1e3)
 
 
 def test_a_stream_that_is_captured_is_left_alone(gpu: Gpu) -> None:
     watch, gpu.capturing = Stopwatch(), True
     with watch.span("tp", cuda=True):
         pass
-    assert (gpu.events, watch.take()) == ([], {})
+    assert (gpu.events, watch.pop()) == ([], {})

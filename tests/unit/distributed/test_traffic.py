@@ -25,7 +25,7 @@ def test_a_ring_of_ranks(ranks: int) -> None:
     group.sends(REDUCE_SCATTER, size)
     group.sends(ALL_GATHER, size)
     group.sends(ALL_REDUCE, 2 * size)
-    assert group.meter.take_sent() == {
+    assert group.meter.pop_bytes_sent() == {
         ("dp", REDUCE_SCATTER): scattered,
         ("dp", ALL_GATHER): gathered,
         ("dp", ALL_REDUCE): scattered + gathered,
@@ -39,12 +39,12 @@ def test_bytes_add_up_until_they_are_taken_and_not_in_pauses() -> None:
         meter.sends("tp", "send", 10.0)
     meter.sends("tp", "send", 2.0)
     meter.add("tp", 0.5)
-    assert meter.take_sent() == {("tp", "send"): 3.0}
-    assert meter.take_sent() == {}
-    assert meter.take() == {"tp": 0.5}
+    assert meter.pop_bytes_sent() == {("tp", "send"): 3.0}
+    assert meter.pop_bytes_sent() == {}
+    assert meter.pop() == {"tp": 0.5}
 
 
 def test_a_group_of_a_pipeline_sends_under_the_name_of_its_axis() -> None:
     group = Group((0, 1), 0, None, BUBBLE)
     group.sends(ALL_REDUCE, 16)
-    assert group.meter.take_sent() == {("pp", ALL_REDUCE): 8.0}
+    assert group.meter.pop_bytes_sent() == {("pp", ALL_REDUCE): 8.0}

@@ -59,7 +59,7 @@ def check_training(kernels: Kernels, config: ModelConfig, training: TrainingConf
         for name, grad in eager_grads.items():
             assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6 * whole, name
     assert at_work[0] > 0
-    assert at_work == at_work[:1] * 3, "a shape or a number was compiled anew"
+    assert at_work == at_work[:1] * 3, "a shape or a number was compiled again"
 
 
 def test_a_compiled_model_trains_like_an_eager_one() -> None:
@@ -207,7 +207,7 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
     assert "triton" in str(compiler_missing(torch.device("cuda"), torch.float32))
 
 
-def test_every_run_of_a_process_is_as_deterministic_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_of_a_process_has_its_own_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that follows a run that was not."""
     import torch._inductor.config as inductor
 

@@ -1,4 +1,4 @@
-"""Weight gradients and AdamW: torch's against formulas, apex's behind doubles that have its signatures."""
+"""Linear layers and AdamW: torch's against formulas, apex's behind doubles that have its signatures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.adam import ADAM, AdamSettings, AdamState, adam
-from megatron.kernels.linear import WEIGHT_GRADIENT, accumulate_wgrad
+from megatron.kernels.linear import LINEAR, accumulate_wgrad
 from megatron.kernels.operation import Operation, check_kernel
 from tests.unit.kernels.doubles import install
 
@@ -73,7 +73,7 @@ def no_decay(*arguments: object) -> None:
 
 
 APEX = {
-    "weight_gradient": (WEIGHT_GRADIENT, "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
+    "linear": (LINEAR, "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
     "adam": (ADAM, "amp_C", "multi_tensor_adam_capturable"),
 }
 
@@ -81,9 +81,9 @@ APEX = {
 @pytest.mark.parametrize(
     ("operation", "does", "right"),
     [
-        ("weight_gradient", wgrad_gemm_accum_fp32, True),
-        ("weight_gradient", no_beta, False),
-        ("weight_gradient", rounded, False),
+        ("linear", wgrad_gemm_accum_fp32, True),
+        ("linear", no_beta, False),
+        ("linear", rounded, False),
         ("adam", multi_tensor_adam_capturable, True),
         ("adam", no_skip, False),
         ("adam", no_decay, False),
@@ -98,22 +98,22 @@ def test_apex_is_called_as_it_wants_and_proven(
         assert (check_kernel(table, table.candidates["apex"].make(), CPU, dtype) is None) is right
 
 
-@pytest.mark.parametrize("table", [WEIGHT_GRADIENT, ADAM])
+@pytest.mark.parametrize("table", [LINEAR, ADAM])
 def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
-    told = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
-    assert [name for name, reason in told.items() if reason is None] == ["torch"]
+    reasons = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
+    assert [name for name, reason in reasons.items() if reason is None] == ["torch"]
 
 
-@pytest.mark.parametrize("table", [WEIGHT_GRADIENT, ADAM])
+@pytest.mark.parametrize("table", [LINEAR, ADAM])
 def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
-    told = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
-    assert told is not None
-    assert "cannot be imported" in told
+    reason = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
+    assert reason is not None
+    assert "cannot be imported" in reason
 
 
 def test_the_product_accumulates_where_formats_are_equal() -> None:
     """The path on GPUs needs one; where nothing has to be widened, it is the same call."""
-    assert check_kernel(WEIGHT_GRADIENT, WEIGHT_GRADIENT.candidates["addmm"].make(), CPU, torch.float32) is None
+    assert check_kernel(LINEAR, LINEAR.candidates["addmm"].make(), CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -149,6 +149,6 @@ def test_adam_is_its_formula() -> None:
 def test_the_accumulating_product_takes_narrow_operands() -> None:
     """Only GPUs compute it; tensors without values know formats and shapes."""
     x, dy, target = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((4, 2, 5), (4, 2, 6), (6, 5)))
-    WEIGHT_GRADIENT.candidates["addmm"].make()(target.float(), x, dy, beta=0.0)
+    LINEAR.candidates["addmm"].make().weight_gradient(target.float(), x, dy, beta=0.0)
     with pytest.raises(RuntimeError):
-        WEIGHT_GRADIENT.candidates["addmm"].make()(target.float(), x, dy[..., :3])
+        LINEAR.candidates["addmm"].make().weight_gradient(target.float(), x, dy[..., :3])

@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.arguments.cli import parse
+from megatron.config import plugins
 from megatron.config.errors import UserError
-from megatron.config.run import KERNEL_CANDIDATES
+from megatron.config.run import KERNEL_CANDIDATES, kernel_problems
 from megatron.kernels import registry
+from megatron.kernels.linear import LinearKernel, accumulate_wgrad
 from megatron.kernels.operation import Candidate, check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels, select_kernels
+from tests.solo import Solo, random_batch, tiny
 
 CPU = torch.device("cpu")
 
@@ -74,7 +78,7 @@ DOUBLES: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (lambda: no_kernel, "failed (RuntimeError: no kernel image)"),
     "import": (broken_package, "cannot be loaded (ImportError: libcudart.so.99: no such file)"),
 }
-"""Implementations of norm that must not be used, and what is said of them."""
+"""Implementations of norm that must not be used, and the reason that is reported."""
 
 
 OTHERS = [f"{operation}=torch" for operation in KERNEL_CANDIDATES if operation != "norm"]
@@ -92,13 +96,13 @@ def offer(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, name: str = "ap
 def test_one_that_computes_wrongly_is_not_used(
     monkeypatch: pytest.MonkeyPatch, double: str, dtype: torch.dtype
 ) -> None:
-    make, said = DOUBLES[double]
+    make, reason = DOUBLES[double]
     offer(monkeypatch, Candidate(make))
     with pytest.raises(UserError) as caught:
         select_kernels(("norm=apex",), CPU, dtype)
     (problem,) = caught.value.problems
     assert problem.code == "E903"
-    assert said in problem.sentence
+    assert reason in problem.sentence
     assert "\n" not in problem.sentence
 
 
@@ -133,7 +137,7 @@ def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatc
         select_kernels(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
 
 
-def test_all_that_cannot_be_had_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         select_kernels(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
     assert [problem.code for problem in caught.value.problems] == ["E903", "E903"]
@@ -151,3 +155,64 @@ def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.M
 def test_where_nothing_is_computed_all_is_torchs_whatever_is_asked_for() -> None:
     kernels, notes = select_kernels(["attention=cudnn", "compiled"], torch.device("meta"), torch.bfloat16)
     assert (kernels, notes) == (Kernels(), ["kernels: torch"])
+
+
+@pytest.fixture
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plugins._registered, "kernel", {})
+
+
+def scaled_linear(forward: float = 1.0, dx: float = 1.0, dw: float = 1.0) -> LinearKernel:
+    """A linear whose three functions are off by factors."""
+
+    def weight_gradient(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+        accumulate_wgrad(target, x, dy * dw, beta)
+
+    return LinearKernel(
+        lambda x, weight, bias: F.linear(x, weight, bias) * forward,
+        lambda dy, weight: dy @ weight * dx,
+        weight_gradient,
+    )
+
+
+@pytest.mark.parametrize("fault", ["none", "forward", "dx", "dw"])
+def test_a_plugins_linear_is_checked_and_trains(fault: str, no_plugins: None) -> None:
+    """Every one of its three functions is compared with PyTorch, and computes a part of the gradients."""
+    made = scaled_linear(**{} if fault == "none" else {fault: 1.05})
+    assert [problem.code for problem in kernel_problems(("linear=mine",))] == ["E901"]
+    plugins.register("kernel", "linear=mine")(Candidate(lambda: made))
+    for word in ("linear=mine", "weight_gradient=mine"):
+        assert list(kernel_problems((word,))) == []
+        if fault == "none":
+            kernels, notes = select_kernels((word,), CPU, torch.float32)
+            assert kernels == replace(Kernels(), linear=made)
+            assert notes[0].startswith("kernels: ")
+            assert "mine (linear)" in notes[0]
+        else:
+            with pytest.raises(UserError, match="E903"):
+                select_kernels((word,), CPU, torch.float32)
+    batch = random_batch(tiny())
+    plain, other = Solo.build(tiny()), Solo.build(tiny(), kernels=Kernels(linear=made))
+    for solo in (plain, other):
+        solo.grad_accumulator.multiply = solo.chunk.context.kernels.linear.weight_gradient
+        solo.backward([batch])
+    same = [torch.allclose(other.buckets.grads[n], g, rtol=1e-9, atol=1e-12) for n, g in plain.buckets.grads.items()]
+    assert all(same) if fault == "none" else not all(same)
+
+
+def test_attention_dropout_is_computed_by_torch_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names what computes; an implementation chosen by name is refused with the configuration."""
+    known = OPERATIONS["attention"]
+    fast = Candidate(lambda: lambda *arguments: Kernels().attention(*arguments))
+    monkeypatch.setitem(OPERATIONS, "attention", replace(known, candidates={**known.candidates, "cudnn": fast}))
+    assert "cudnn (attention)" in select_kernels(("attention=cudnn",), CPU, torch.float32)[1][0]
+    assert select_kernels(("attention=cudnn",), CPU, torch.float32, attention_dropout=True)[1] == ["kernels: torch"]
+    run = ["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--kernels", "auto"]
+    for name, codes in (("cudnn", ["E903"]), ("auto", []), ("torch", [])):
+        try:
+            parse([*run, f"attention={name}", "--attention-dropout", "0.1"], {})
+            found = []
+        except UserError as error:
+            found = [problem.code for problem in error.problems]
+        assert found == codes
+    parse([*run, "attention=cudnn", "--attention-dropout", "0"], {})

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.attention import AttentionMask, make_attention_mask
+from megatron.kernels.attention import AttentionMask
 from megatron.kernels.rotary import rotate
-from megatron.layers.attention import ForwardContext, SelfAttention
-from megatron.layers.build import BuildContext
+from megatron.layers.attention import SelfAttention
+from megatron.layers.build import BuildContext, ForwardContext
 from megatron.layers.rotary import RotaryEmbedding
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -34,8 +34,9 @@ def visible(q: int, k: int, sample: int, window: int | None, documents: Tensor |
 @pytest.mark.parametrize("window", [None, 1, 4, LENGTH, 100])
 def test_mask(window: int | None, documents: Tensor | None) -> None:
     plain = window is None and documents is None
-    assert (AttentionMask(LENGTH, torch.device("cpu"), window, documents).dense is None) is plain
-    mask = make_attention_mask(LENGTH, window, documents, torch.device("cpu")).expand(2, 1, LENGTH, LENGTH)
+    found = AttentionMask.of_sequence(LENGTH, torch.device("cpu"), window, documents)
+    assert found.is_causal is plain
+    mask = found.dense.expand(2, 1, LENGTH, LENGTH)
     for sample in range(2):
         for q in range(LENGTH):
             seen = [bool(x) for x in mask[sample, 0, q]]
@@ -48,9 +49,9 @@ def attention(config: ModelConfig) -> SelfAttention:
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
-    mask = AttentionMask(LENGTH, torch.device("cpu"), config.window_size, documents)
+    mask = AttentionMask.of_sequence(LENGTH, torch.device("cpu"), config.window_size, documents)
     rotary = RotaryEmbedding(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return ForwardContext(batch, rotary(LENGTH, None) if rotary else None, mask)
+    return ForwardContext(batch, mask, rotary(LENGTH, None) if rotary else None, training=True)
 
 
 def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documents: Tensor | None) -> Tensor:

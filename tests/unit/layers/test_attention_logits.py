@@ -51,7 +51,7 @@ def test_half_precision_is_multiplied_in_fp32() -> None:
     )
 
 
-def test_a_nan_is_told() -> None:
+def test_a_nan_is_reported() -> None:
     q, k = operands(0)
     q[3, 1, 2, 0] = torch.nan
     assert largest_logit(q, k, None, None).isnan()

@@ -25,19 +25,19 @@ def context() -> BuildContext:
 def test_a_name_is_taken_once() -> None:
     c = context()
     spec = c.shard.split((4, 3), 0, Init(0.02))
-    c.at("a").parameter("weight", spec)
+    c.submodule("a").parameter("weight", spec)
     with pytest.raises(ValueError, match=r"a\.weight is declared twice"):
-        c.at("a").parameter("weight", spec)
+        c.submodule("a").parameter("weight", spec)
 
 
 def test_a_tied_weight_is_one_parameter_with_two_uses() -> None:
     c = context()
     spec = replace(c.shard.split((4, 3), 0, Init(0.02)), tied=True)
-    first, second = c.at("a").parameter("weight", spec), c.root.at("a").parameter("weight", spec)
+    first, second = c.submodule("a").parameter("weight", spec), c.root.submodule("a").parameter("weight", spec)
     assert first is second
-    assert c.specs["a.weight"].uses == 2
+    assert c.specs["a.weight"].contributions == 2
     with pytest.raises(ValueError, match="declared twice"):
-        c.at("a").parameter("weight", replace(spec, shape=(3, 4)))
+        c.submodule("a").parameter("weight", replace(spec, shape=(3, 4)))
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -52,5 +52,5 @@ def test_chunks_of_one_model_agree_on_names_and_initial_values(untied: bool) -> 
     for part in parts:
         assert dict(part.named_parameters()).keys() >= set(part.params) - {WORDS}
         assert all(torch.equal(p, whole.params[name]) for name, p in part.params.items())
-        assert WORDS not in part.specs or part.specs[WORDS].uses == 1
-    assert whole.specs[WORDS].uses == (1 if untied else 2)
+        assert WORDS not in part.specs or part.specs[WORDS].contributions == 1
+    assert whole.specs[WORDS].contributions == (1 if untied else 2)

@@ -65,7 +65,7 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
     expected = [(e, t) for e in range(experts) for t in range(tokens) if e in experts_TK[t]]
     assert route.counts == tuple(sum(e == at for at, _ in expected) for e in range(experts))
     assert sum(route.counts) == tokens * topk, "one is lost"
-    assert torch.equal(route.there(x_TH), x_TH[[t for _, t in expected]])
+    assert torch.equal(route.dispatch(x_TH), x_TH[[t for _, t in expected]])
 
 
 @QUICK
@@ -75,8 +75,8 @@ def test_results_come_back_to_their_token_in_the_order_of_its_choices(chosen: tu
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     factors = torch.arange(1.0, experts + 1, dtype=torch.float64)
     x_TH = rows(len(experts_TK)).requires_grad_()
-    y_RH = route.there(x_TH) * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
-    parts_TCH = route.back(y_RH, len(experts_TK))
+    y_RH = route.dispatch(x_TH) * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    parts_TCH = route.combine(y_RH, len(experts_TK))
     assert torch.equal(parts_TCH, x_TH.unsqueeze(1) * factors[experts_TK].unsqueeze(-1))
     dy = torch.randn(parts_TCH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     parts_TCH.backward(dy)

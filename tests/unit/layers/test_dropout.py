@@ -1,4 +1,4 @@
-"""Counter-based dropout: right rate, independent, and the same whoever computes which part."""
+"""Counter-based dropout: right rate, independent, and the same for any division of the work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
+from megatron.kernels.attention import AttentionMask
 from megatron.layers import dropout
-from megatron.layers.dropout import dropout_attention, dropout_rows
+from megatron.layers.build import ForwardContext
+from megatron.layers.dropout import attention_dropout, hidden_dropout
 from tests.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
@@ -24,12 +26,17 @@ def batch_of(ids: Tensor, step: int = 3) -> MicroBatch:
     return MicroBatch(empty, empty, empty, ids, step)
 
 
+def context_of(batch: MicroBatch, seed: int = 1, first_row: int = 0, length: int = S) -> ForwardContext:
+    mask = AttentionMask.of_sequence(length, torch.device("cpu"))
+    return ForwardContext(batch, mask, seed=seed, training=True, first_row=first_row)
+
+
 IDS = torch.tensor([0, 1, 2, 1000, 1001, 2**32 - 1])
 ONES = torch.ones(S, B, H, dtype=torch.float64)
 
 
 def kept(probability: float = P, batch: MicroBatch | None = None, seed: int = 1, site: str = "a") -> Tensor:
-    out = dropout_rows(ONES, probability, batch or batch_of(IDS), seed, site, 0)
+    out = hidden_dropout(ONES, probability, context_of(batch or batch_of(IDS), seed), site)
     assert set(out.unique().tolist()) == {0.0, 1.0 / (1.0 - probability)}
     return out != 0
 
@@ -66,36 +73,41 @@ def test_neighbours_are_independent(dim: int, distance: int) -> None:
 
 
 def test_slices_of_a_micro_batch_drop_the_same() -> None:
-    whole = dropout_rows(ONES, P, batch_of(IDS), 1, "a", 0)
+    whole = hidden_dropout(ONES, P, context_of(batch_of(IDS)), "a")
     half = S // 2
-    rows = [dropout_rows(ONES[:half], P, batch_of(IDS), 1, "a", first) for first in (0, half)]
+    rows = [hidden_dropout(ONES[:half], P, context_of(batch_of(IDS), first_row=first), "a") for first in (0, half)]
     assert torch.equal(torch.cat(rows), whole)
-    samples = [dropout_rows(ONES[:, :2], P, batch_of(IDS[i : i + 2]), 1, "a", 0) for i in (0, 2, 4)]
+    samples = [hidden_dropout(ONES[:, :2], P, context_of(batch_of(IDS[i : i + 2])), "a") for i in (0, 2, 4)]
     assert torch.equal(torch.cat(samples, 1), whole)
-    assert torch.equal(dropout_rows(ONES[..., :10], P, batch_of(IDS), 1, "a", 0), whole[..., :10])
+    assert torch.equal(hidden_dropout(ONES[..., :10], P, context_of(batch_of(IDS)), "a"), whole[..., :10])
 
 
 def test_slices_of_attention_drop_the_same() -> None:
     weights = torch.rand(B, 8, 16, 16, dtype=torch.float64) + 0.1
-    whole = dropout_attention(weights, P, batch_of(IDS), 1, "a", 0)
+    whole = attention_dropout(weights, P, context_of(batch_of(IDS), length=16), "a", 0)
     assert abs((whole != 0).double().mean().item() - (1 - P)) < SIGMAS * (P * (1 - P) / weights.numel()) ** 0.5
     torch.testing.assert_close(whole, weights / (1 - P) * (whole != 0), rtol=1e-15, atol=0)
-    heads = [dropout_attention(weights[:, i : i + 2], P, batch_of(IDS), 1, "a", i) for i in (0, 2, 4, 6)]
+    heads = [
+        attention_dropout(weights[:, i : i + 2], P, context_of(batch_of(IDS), length=16), "a", i) for i in (0, 2, 4, 6)
+    ]
     assert torch.equal(torch.cat(heads, 1), whole)
-    samples = [dropout_attention(weights[i : i + 3], P, batch_of(IDS[i : i + 3]), 1, "a", 0) for i in (0, 3)]
+    samples = [
+        attention_dropout(weights[i : i + 3], P, context_of(batch_of(IDS[i : i + 3]), length=16), "a", 0)
+        for i in (0, 3)
+    ]
     assert torch.equal(torch.cat(samples), whole)
 
 
 def test_heads_are_independent() -> None:
-    keep = dropout_attention(torch.ones(B, 8, 16, 16), P, batch_of(IDS), 1, "a", 0) != 0
+    keep = attention_dropout(torch.ones(B, 8, 16, 16), P, context_of(batch_of(IDS), length=16), "a", 0) != 0
     for shift in range(4):  # of the keys: counting them on from head to head must not make one row a shifted other
         width = 16 - shift
         assert correlation(keep[:, 1:, :, :width], keep[:, :-1, :, shift:]) < SIGMAS
 
 
 def test_no_dropout_is_the_identity() -> None:
-    assert dropout_rows(ONES, 0.0, batch_of(IDS), 1, "a", 0) is ONES
-    assert dropout_attention(ONES, 0.0, batch_of(IDS), 1, "a", 0) is ONES
+    assert hidden_dropout(ONES, 0.0, context_of(batch_of(IDS)), "a") is ONES
+    assert attention_dropout(ONES, 0.0, context_of(batch_of(IDS)), "a", 0) is ONES
 
 
 DROPPING = tiny(hidden_dropout=0.2, attention_dropout=0.2)

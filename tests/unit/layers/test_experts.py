@@ -38,7 +38,7 @@ class Made:
         self.module = MixtureOfExperts(config, self.context, 0.2, drop_activation)
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
         self.contributions: list[str] = []
-        self.context.sink.bind(self.gradients.__getitem__, self.contributions.append)
+        self.context.grad_accumulator.bind(self.gradients.__getitem__, self.contributions.append)
 
     def run(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         y, losses = self.module(x_SBH, random_batch(self.module.config, SAMPLES, LENGTH))
@@ -125,10 +125,10 @@ def test_all_tokens_at_two_experts() -> None:
 def test_weight_gradients_wait_for_w() -> None:
     now, later = Made(config_of("gated, shared")), Made(config_of("gated, shared"))
     now.run(hidden())[0].backward(hidden(seed=1))
-    with later.context.sink.deferring(0, 0):
+    with later.context.grad_accumulator.deferring_wgrad(0, 0):
         later.run(hidden())[0].backward(hidden(seed=1))
     assert set(later.contributions) == {"router.weight"}
-    later.context.sink.run(0, 0)
+    later.context.grad_accumulator.run_deferred(0, 0)
     assert all(torch.equal(later.gradients[n], g) for n, g in now.gradients.items())
 
 
@@ -147,7 +147,7 @@ def a_step(training: TrainingConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]
     model = tiny(add_bias_linear=False, activation="swiglu", ffn_hidden_size=24, **MODELS["losses"])
     solo = Solo.build(model, training=training)
     loss = solo.backward([random_batch(model, seed=seed) for seed in (1, 2)])
-    return loss, solo.chunk.sums.take()["router losses"], solo.snapshot()
+    return loss, solo.chunk.sums.pop()["router losses"], solo.snapshot()
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -172,7 +172,7 @@ def test_losses_of_routers_move_routers() -> None:
     )
     batches = [random_batch(without)]
     plain, balanced = Solo.build(without), Solo.build(with_losses)
-    assert torch.equal(plain.backward(batches), balanced.backward(batches)), "the loss that is told is that of tokens"
+    assert torch.equal(plain.backward(batches), balanced.backward(batches)), "the reported loss is that of tokens"
     name = "layers.1.mlp.router.weight"
     assert not torch.allclose(plain.buckets.grads[name], balanced.buckets.grads[name], rtol=0.1)
 
@@ -182,13 +182,13 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = moe._grouped_matmul
-        monkeypatch.setattr(moe, "_grouped_matmul", lambda x, ws, rows: product(x, ws[::-1], rows))
+        product = moe.GroupedLinear.forward
+        monkeypatch.setattr(moe.GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
     if fault == "gradients of others' rows":
-        original = GradAccumulator.add
+        original = GradAccumulator.accumulate_wgrad
         monkeypatch.setattr(
             GradAccumulator,
-            "add",
+            "accumulate_wgrad",
             lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
         )
     with pytest.raises(AssertionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels.attention import make_attention_mask
+from megatron.kernels.attention import AttentionMask
 from megatron.layers.kv_cache import KVCache
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 4, 11
@@ -60,6 +60,6 @@ def test_later_queries_see_what_they_see_in_the_whole(
     first: int, window: int | None, documents: torch.Tensor | None
 ) -> None:
     cpu = torch.device("cpu")
-    whole = make_attention_mask(6, window, documents, cpu)
-    later = make_attention_mask(6, window, documents, cpu, first)
+    whole = AttentionMask.of_sequence(6, cpu, window, documents).dense
+    later = AttentionMask.of_sequence(6, cpu, window, documents, first).dense
     assert torch.equal(later, whole[:, :, first:])

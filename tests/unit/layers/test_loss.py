@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers.loss import LossConfig, VocabularyShard, linear_cross_entropy
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy
+from megatron.pipeline.actions import BACKWARD, FORWARD, Action
+from megatron.pipeline.runtime import Pipeline
 from tests.solo import Allocations, Solo, random_batch, tiny
 
 TOKENS, HELD, PADDING, HIDDEN = 21, 37, 3, 8
@@ -36,13 +39,11 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
 
 
 def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
-    sink, x = GradAccumulator(), x.detach().requires_grad_()
+    grad_accumulator, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    sink.bind({"w": dw}.__getitem__, lambda name: None)
-    config, vocabulary = LossConfig(chunk, z_coeff), VocabularyShard(0, HELD, Group())
-    objective, entropy = linear_cross_entropy(
-        x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, sink, "w"
-    )
+    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
+    vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk)
+    objective, entropy = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
     assert x.grad is not None
     return Result(objective.detach(), entropy, x.grad, dw)
@@ -100,9 +101,9 @@ def test_gradient_by_finite_differences() -> None:
 
 def test_evaluation_computes_no_gradient() -> None:
     x, weight, labels, mask = inputs()
-    config, vocabulary = LossConfig(5, 1e-2), VocabularyShard(0, HELD, Group())
+    vocabulary = VocabularyShard(0, HELD, Group(), GradAccumulator(), "w", chunk_tokens=5)
     with torch.no_grad(), Allocations() as made:
-        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, GradAccumulator(), "w")
+        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, 1e-2)
     assert value.item() == pytest.approx(plain(x, weight, labels, mask, 1e-2).objective.item(), rel=1e-13)
     assert made.largest <= 5 * (HELD + PADDING) * x.element_size(), "something of the weight's size was made"
 
@@ -115,11 +116,11 @@ def test_full_logits_never_exist() -> None:
     solo = Solo.build(config, torch.float32)
     output = solo.chunk.output_layer
     assert output is not None
-    output.loss = LossConfig(chunk_tokens=6)
+    output.vocabulary = replace(output.vocabulary, chunk_tokens=6)
     x = torch.randn(16, 4, 16, requires_grad=True)
     solo.buckets.start_step(1)
     with Allocations() as made:
-        output(x, batch)[0].backward()
+        output(x, batch.labels, batch.loss_mask)[0].backward()
     # dW is as large as the weight, whatever the number of tokens.
     assert made.largest <= max(6, 16) * 1000 * 4 < full_logits / 3
     with Allocations() as made:
@@ -150,3 +151,46 @@ def test_logits_are_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
 def test_logits_in_training_mode_are_refused() -> None:
     with pytest.raises(ValueError, match=r"after \.eval\(\)"):
         Solo.build(tiny(hidden_dropout=0.1)).chunk.logits(torch.zeros(1, 3, dtype=torch.long))
+
+
+def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> tuple[Solo, int]:
+    """Four forwards, then four backwards; also the bytes of saved tensors as large as the output weight."""
+    solo = Solo.build(config, dtype)
+    batches = [random_batch(config, seed=seed) for seed in range(4)]
+    actions = [Action(0, kind, mb) for kind in (FORWARD, BACKWARD) for mb in range(4)]
+    seed = torch.tensor(3.0 / sum(batch.loss_mask.sum().item() for batch in batches), dtype=torch.float64)
+    output = solo.chunk.output_layer
+    assert output is not None
+    kept = []
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.shape == output.weight.shape and saved.untyped_storage().data_ptr() != output.weight.data_ptr():
+            kept.append(saved.nbytes)
+        return saved
+
+    solo.buckets.start_step(4)
+    grad_accumulator = solo.grad_accumulator if early else GradAccumulator()  # another one is not given the seed
+    pipeline = Pipeline({0: solo.chunk}, (0,), 0, {}, lambda batch: torch.empty(0), grad_accumulator)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        pipeline.run(actions, batches, seed)
+    solo.buckets.finish()
+    assert solo.grad_accumulator.loss_seed is None
+    return solo, sum(kept)
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_no_gradient_of_the_weight_is_kept_until_backward(dtype: torch.dtype, untied: bool) -> None:
+    """The seed is known before the first forward, so the gradient is accumulated there; to the bit as in backward."""
+    config = tiny(untie_embeddings_and_output_weights=untied, z_loss_coeff=1e-2)
+    (early, kept_early), (late, kept_late) = (gradients_of_gpipe(config, dtype, early) for early in (True, False))
+    weight = early.params["output_layer.weight" if untied else "embedding.word_embeddings.weight"]
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    assert (kept_early, kept_late) == (0, 4 * weight.numel() * wide)
+    for name, grad in early.buckets.grads.items():
+        expected = late.buckets.grads[name]
+        assert expected.any()
+        if untied or name != "embedding.word_embeddings.weight":
+            assert torch.equal(grad, expected), name
+        else:  # the lookup's contributions now come after the output layer's
+            torch.testing.assert_close(grad, expected, rtol=1e-5 if wide == 4 else 1e-12, atol=1e-6)

@@ -22,9 +22,9 @@ WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}
 def router(**changes: Any) -> tuple[Router, dict[str, Tensor]]:
     """A router in fp64, and where its gradient goes."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-    made = Router(tiny(**WIDE | changes), context.at("router"))
+    made = Router(tiny(**WIDE | changes), context.submodule("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
-    context.sink.bind(gradients.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(gradients.__getitem__, lambda name: None)
     return made, gradients
 
 
@@ -163,7 +163,7 @@ def test_equal_experts_are_chosen_alike_every_time() -> None:
 
 def test_bf16_tokens_are_judged_in_fp32() -> None:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.bfloat16)
-    made = Router(tiny(**WIDE), context.at("router"))
+    made = Router(tiny(**WIDE), context.submodule("router"))
     x_SBH = hidden().bfloat16()
     routing = run(made, x_SBH)
     assert routing.weights.dtype == torch.float32

@@ -14,7 +14,7 @@ from megatron.optimizer.rules import iterate_blocks
 def test_blocks_are_a_partition(sizes: list[int], elements: int) -> None:
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     tensors = [torch.arange(a, b) for a, b in zip(ends, ends[1:])]
-    found = [[cut.of(tensors) for cut in block] for block in iterate_blocks(tensors, elements)]
+    found = [[cut.view_in(tensors) for cut in block] for block in iterate_blocks(tensors, elements)]
     lengths = [sum(map(len, block)) for block in found]
     assert [i for block in found for piece in block for i in piece.tolist()] == list(range(ends[-1]))
     assert all(length == elements for length in lengths[:-1])
@@ -25,5 +25,5 @@ def test_a_cut_is_a_view() -> None:
     tensors = [torch.zeros(2, 3), torch.zeros(4)]
     for block in iterate_blocks(tensors, 5):
         for cut in block:
-            cut.of(tensors).add_(1)
+            cut.view_in(tensors).add_(1)
     assert all((t == 1).all() for t in tensors)

@@ -26,7 +26,7 @@ from tests.solo import one_rank_mesh
 
 SHARD = DenseSharding(0, 1)
 SPECS = {
-    "first": replace(SHARD.split((10, 7), 0, Init()), uses=2),
+    "first": replace(SHARD.split((10, 7), 0, Init()), contributions=2),
     "bias": SHARD.split((3,), 0, Init()),
     "middle": SHARD.split((64, 2), 0, Init()),
     "last": SHARD.split((5, 5), 0, Init()),
@@ -41,35 +41,37 @@ def build(
     uncut: Collection[str] = (),
     **changes: Any,
 ) -> tuple[GradBuffer, GradAccumulator]:
-    specs, sink = specs or SPECS, GradAccumulator()
+    specs, grad_accumulator = specs or SPECS, GradAccumulator()
     dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
     config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap, **changes)
-    return GradBuffer(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config, uncut), sink
+    return GradBuffer(
+        specs, dtypes, one_rank_mesh(), grad_accumulator, torch.device("cpu"), config, uncut
+    ), grad_accumulator
 
 
 def names(buckets: GradBuffer) -> list[list[str]]:
     return [list(b.specs) for b in buckets.buckets]
 
 
-def contribute(sink: GradAccumulator, *parameters: str) -> None:
+def contribute(grad_accumulator: GradAccumulator, *parameters: str) -> None:
     for name in parameters:
-        sink.accumulate(name, torch.ones(SPECS[name].local_shape))
+        grad_accumulator.accumulate(name, torch.ones(SPECS[name].local_shape))
 
 
 def test_parameters_lie_apart_and_aligned() -> None:
     buckets, _ = build()
     (bucket,) = buckets.buckets
-    marks = torch.zeros_like(bucket.own)
+    marks = torch.zeros_like(bucket.shard)
     for i, (name, grad) in enumerate(buckets.grads.items()):
         assert grad.shape == SPECS[name].local_shape
         assert grad.is_contiguous()
-        offset = (grad.data_ptr() - bucket.own.data_ptr()) // bucket.own.element_size()
-        assert offset == bucket.room.packing.offsets[name]
+        offset = (grad.data_ptr() - bucket.shard.data_ptr()) // bucket.shard.element_size()
+        assert offset == bucket.layout.packing.offsets[name]
         assert offset % ALIGNMENT == 0
         grad.fill_(i + 1)
         marks[offset : offset + grad.numel()] += i + 1
-    assert torch.equal(bucket.own, marks), "two parameters overlap"
-    assert bucket.own.numel() == ALIGNMENT * (2 + 1 + 2 + 1)
+    assert torch.equal(bucket.shard, marks), "two parameters overlap"
+    assert bucket.shard.numel() == ALIGNMENT * (2 + 1 + 2 + 1)
 
 
 def test_filled_in_reverse_order_of_use() -> None:
@@ -82,10 +84,10 @@ def test_a_tied_weight_is_alone_in_its_bucket() -> None:
 
 
 def test_data_parallel_ranks_can_cut_a_bucket_into_equal_aligned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group((0, 1, 2, 3)))
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group((0, 1, 2, 3)))
     (bucket,) = build()[0].buckets
-    assert bucket.own.numel() == 8 * ALIGNMENT  # 6 are used
-    assert bucket.own.numel() % (4 * ALIGNMENT) == 0
+    assert bucket.shard.numel() == 8 * ALIGNMENT  # 6 are used
+    assert bucket.shard.numel() % (4 * ALIGNMENT) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_one_dtype_and_one_reduction_group_each() -> None:
     specs = SPECS | {"expert": replace(SPECS["last"], reduce_axes=("edp",))}
     buckets, _ = build(specs, {"middle": torch.bfloat16, "bias": torch.float64})
     assert sorted(map(sorted, names(buckets))) == [["bias"], ["expert"], ["first", "last"], ["middle"]]
-    kinds = {name: b.own.dtype for b in buckets.buckets for name in b.specs}
+    kinds = {name: b.shard.dtype for b in buckets.buckets for name in b.specs}
     assert kinds["middle"] == torch.float32, "gradients of bf16 weights are summed in fp32"
     assert kinds["bias"] == torch.float64
 
@@ -124,16 +126,16 @@ class Reductions:
 
 def test_reduced_when_the_last_contribution_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     reductions = Reductions(monkeypatch)
-    buckets, sink = build(size=65)
-    early, late = (b.own.data_ptr() for b in buckets.buckets)
+    buckets, grad_accumulator = build(size=65)
+    early, late = (b.shard.data_ptr() for b in buckets.buckets)
     buckets.start_step(2)
-    contribute(sink, "last", "middle", "bias", "first", "first", "last")
+    contribute(grad_accumulator, "last", "middle", "bias", "first", "first", "last")
     assert reductions.started == []
-    contribute(sink, "middle")
+    contribute(grad_accumulator, "middle")
     assert reductions.started == [early], "two contributions to each of last and middle complete the first bucket"
-    contribute(sink, "bias", "first")
+    contribute(grad_accumulator, "bias", "first")
     assert reductions.started == [early], "a tied weight has two uses per micro-batch"
-    contribute(sink, "first")
+    contribute(grad_accumulator, "first")
     assert reductions.started == [early, late]
     buckets.finish()
     assert reductions.started == [early, late]
@@ -143,14 +145,14 @@ def test_reduced_when_the_last_contribution_is_there(monkeypatch: pytest.MonkeyP
 
 def test_without_overlap_all_are_reduced_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     reductions = Reductions(monkeypatch)
-    buckets, sink = build(size=65, overlap=False)
+    buckets, grad_accumulator = build(size=65, overlap=False)
     for _ in range(2):  # nothing of a step may leak into the next
         reductions.started.clear()
         buckets.start_step(1)
-        contribute(sink, "last", "middle", "bias", "first", "first")
+        contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
         assert reductions.started == []
         buckets.finish()
-        assert reductions.started == [b.own.data_ptr() for b in buckets.buckets]
+        assert reductions.started == [b.shard.data_ptr() for b in buckets.buckets]
         assert all((buckets.grads[n] == (4.0 if n == "first" else 2.0)).all() for n in SPECS)
 
 
@@ -162,31 +164,31 @@ def test_few_sums_of_rounded_addends_are_on_their_way(
     """Each needs as much memory as the gradients of its bucket."""
     pending, most = 0, 0
 
-    def start(x: Tensor, group: Group, wire: torch.dtype) -> ReduceHandle:
+    def start(x: Tensor, group: Group, comm_dtype: torch.dtype) -> ReduceHandle:
         nonlocal pending, most
         pending, part = pending + 1, x.view(group.size, -1)[group.rank].clone()
         most = max(most, pending)
 
-        def made_of(_: Tensor) -> Tensor:
+        def finish(_: Tensor) -> Tensor:
             nonlocal pending
             pending -= 1
             return 2 * part
 
-        return ReduceHandle(Pending(x), made_of)
+        return ReduceHandle(Pending(x), finish)
 
-    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(shards)), 0))
+    monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(shards)), 0))
     monkeypatch.setattr(module, "start_grad_reduce_scatter", start)
-    monkeypatch.setattr(module, "start_grad_all_reduce", lambda x, group, wire: start(x, Group(), wire))
+    monkeypatch.setattr(module, "start_grad_all_reduce", lambda x, group, comm_dtype: start(x, Group(), comm_dtype))
     specs = {f"{name} {i}": spec for i in range(3) for name, spec in SPECS.items()}
-    buckets, sink = build(specs, size=1, overlap=overlap, grad_reduce_in_bf16=True)
+    buckets, grad_accumulator = build(specs, size=1, overlap=overlap, grad_reduce_in_bf16=True)
     for _ in range(2):  # nothing of a step may leak into the next
         buckets.start_step(1)
         for name in reversed(specs):
-            for _ in range(specs[name].uses):
-                sink.accumulate(name, torch.ones(specs[name].local_shape))
+            for _ in range(specs[name].contributions):
+                grad_accumulator.accumulate(name, torch.ones(specs[name].local_shape))
         buckets.finish()
         doubled = 2 if shards == 1 else 4
-        assert all((grad == doubled * specs[name].uses).all() for name, grad in buckets.grads.items())
+        assert all((grad == doubled * specs[name].contributions).all() for name, grad in buckets.grads.items())
         assert pending == 0
     assert most <= MAX_REDUCTIONS_IN_FLIGHT + 1
 
@@ -201,9 +203,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("given", "told"), WRONG)
 def test_a_wrong_number_of_contributions_is_an_error(given: str, told: str) -> None:
-    buckets, sink = build()
+    buckets, grad_accumulator = build()
     buckets.start_step(1)
-    contribute(sink, *given.split())
+    contribute(grad_accumulator, *given.split())
     with pytest.raises(RuntimeError, match=told):
         buckets.finish()
 
@@ -218,12 +220,12 @@ def test_views_are_made_once() -> None:
 
 
 def test_start_step_forgets_the_last_step() -> None:
-    buckets, sink = build()
+    buckets, grad_accumulator = build()
     buckets.start_step(1)
-    contribute(sink, "last", "middle")
+    contribute(grad_accumulator, "last", "middle")
     buckets.start_step(1)
     assert not any(grad.any() for grad in buckets.grads.values())
-    contribute(sink, "last", "middle", "bias", "first", "first")
+    contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
     buckets.finish()
 
 
@@ -234,18 +236,18 @@ def test_a_sum_of_a_step_that_was_given_up_comes_before_the_next_begins(monkeypa
         """Writes the sum when it is waited for, as a device would at any time before."""
 
         def wait(self) -> None:
-            waits.append(bucket.own.fill_(7.0))
+            waits.append(bucket.shard.fill_(7.0))
 
-    buckets, sink = build()
+    buckets, grad_accumulator = build()
     (bucket,) = buckets.buckets
     monkeypatch.setattr(comm, "start_all_reduce", lambda x, group: Pending(x, Late()))  # type: ignore[arg-type]
     buckets.start_step(1)
-    contribute(sink, "last", "middle", "bias", "first", "first")
+    contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
     buckets.start_step(1)
     assert len(waits) == 1
-    assert not bucket.own.any()
+    assert not bucket.shard.any()
     monkeypatch.setattr(comm, "start_all_reduce", lambda x, group: Pending(x))
-    contribute(sink, "last", "middle", "bias", "first", "first")
+    contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
     buckets.finish()
     assert (buckets.grads["last"] == 1).all()
 
@@ -274,12 +276,12 @@ class Scattered:
         self.most = max(self.most, self.pending)
         given = buffer.clone()
 
-        def made_of(sent: Tensor) -> Tensor:
+        def finish(sent: Tensor) -> Tensor:
             assert torch.equal(sent, given), "a buffer was written to while it was on its way"
             self.pending -= 1
             return sent.view(RANKS, -1)[RANK] * RANKS
 
-        return ReduceHandle(Pending(buffer), made_of)
+        return ReduceHandle(Pending(buffer), finish)
 
 
 @contextmanager
@@ -287,15 +289,15 @@ def streaming(size: int = 65, overlap: bool = True) -> Iterator[tuple[GradBuffer
     """ZeRO-2 of several ranks, as one of them sees it."""
     scattered = Scattered()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
-        patch.setattr(Mesh, "copies", lambda self, *axes: Group())
+        patch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
+        patch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
         patch.setattr(module, "start_grad_reduce_scatter", scattered)
-        buckets, sink = build(size=size, overlap=overlap, data_parallel_sharding_strategy="optim_grads")
-        yield buckets, sink, scattered
+        buckets, grad_accumulator = build(size=size, overlap=overlap, data_parallel_sharding_strategy="optim_grads")
+        yield buckets, grad_accumulator, scattered
 
 
 def contributions(microbatches: int) -> list[str]:
-    return [name for name, spec in SPECS.items() for _ in range(microbatches * spec.uses)]
+    return [name for name, spec in SPECS.items() for _ in range(microbatches * spec.contributions)]
 
 
 def value_of(name: str, number: int) -> Tensor:
@@ -308,13 +310,13 @@ def check_sums(buckets: GradBuffer, counts: dict[str, int]) -> None:
     """This rank has its parts of the sums over all ranks, which are all equal."""
     held = 0
     for bucket in buckets.buckets:
-        whole = torch.zeros(bucket.room.packing.size)
+        whole = torch.zeros(bucket.layout.packing.size)
         for name in bucket.specs:
             total = sum((value_of(name, i) for i in range(counts[name])), torch.zeros(SPECS[name].local_shape))
-            first = bucket.room.packing.offsets[name]
+            first = bucket.layout.packing.offsets[name]
             whole[first : first + total.numel()] = RANKS * total.flatten()
-        assert torch.equal(bucket.own, whole.view(RANKS, -1)[RANK])
-        held += bucket.own.numel()
+        assert torch.equal(bucket.shard, whole.view(RANKS, -1)[RANK])
+        held += bucket.shard.numel()
     assert sum(grad.numel() for grad in buckets.grads.values()) <= held
 
 
@@ -325,12 +327,12 @@ def test_a_streamed_sum_is_whole_in_whatever_order_gradients_come(
 ) -> None:
     """As where weight gradients of some layers are put off, and micro-batches are at several places at once."""
     order = data.draw(st.permutations(contributions(microbatches)))
-    with streaming(size, overlap) as (buckets, sink, scattered):
+    with streaming(size, overlap) as (buckets, grad_accumulator, scattered):
         for _ in range(2):  # nothing of a step may leak into the next
             buckets.start_step(microbatches)
             counts = dict.fromkeys(SPECS, 0)
             for name in order:
-                sink.accumulate(name, value_of(name, counts[name]))
+                grad_accumulator.accumulate(name, value_of(name, counts[name]))
                 counts[name] += 1
             buckets.finish()
             check_sums(buckets, counts)
@@ -340,7 +342,7 @@ def test_a_streamed_sum_is_whole_in_whatever_order_gradients_come(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -> None:
-    with streaming(10_000, overlap) as (buckets, sink, scattered):
+    with streaming(10_000, overlap) as (buckets, grad_accumulator, scattered):
         assert [list(bucket.specs) for bucket in buckets.buckets] == [["last", "middle", "first"], ["bias"]], (
             "vectors are apart: their gradients are never put off"
         )
@@ -349,11 +351,11 @@ def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -
             buckets.start_step(4)
             for i in range(4):
                 for name, spec in reversed(SPECS.items()):
-                    for use in range(spec.uses):
-                        sink.accumulate(name, value_of(name, i * spec.uses + use))
+                    for use in range(spec.contributions):
+                        grad_accumulator.accumulate(name, value_of(name, i * spec.contributions + use))
             buckets.finish()
-            check_sums(buckets, {name: 4 * spec.uses for name, spec in SPECS.items()})
-        sizes = {bucket.room.packing.size for bucket in buckets.buckets}
+            check_sums(buckets, {name: 4 * spec.contributions for name, spec in SPECS.items()})
+        sizes = {bucket.layout.packing.size for bucket in buckets.buckets}
         assert len(scattered.started) == 3 * 4 * 2
         for size in sizes:
             used = {buffer.data_ptr() for buffer in scattered.started if buffer.numel() == size}
@@ -362,33 +364,35 @@ def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -
 
 @pytest.mark.parametrize(("given_names", "told"), WRONG)
 def test_a_wrong_number_is_told_where_gradients_are_streamed_too(given_names: str, told: str) -> None:
-    with streaming() as (buckets, sink, _):
+    with streaming() as (buckets, grad_accumulator, _):
         buckets.start_step(1)
-        contribute(sink, *given_names.split())
+        contribute(grad_accumulator, *given_names.split())
         with pytest.raises(RuntimeError, match=told):
             buckets.finish()
         buckets.start_step(1)
         for name, spec in SPECS.items():
-            for use in range(spec.uses):
-                sink.accumulate(name, value_of(name, use))
+            for use in range(spec.contributions):
+                grad_accumulator.accumulate(name, value_of(name, use))
         buckets.finish()
-        check_sums(buckets, {name: spec.uses for name, spec in SPECS.items()})
+        check_sums(buckets, {name: spec.contributions for name, spec in SPECS.items()})
 
 
 def test_gradients_that_are_looked_at_are_not_sent() -> None:
-    with streaming() as (buckets, sink, scattered):
+    with streaming() as (buckets, grad_accumulator, scattered):
         buckets.start_step(1)
-        with buckets.unreduced():
-            contribute(sink, *SPECS, "first")
+        with buckets.without_reduction():
+            contribute(grad_accumulator, *SPECS, "first")
         assert scattered.started == []
-        assert all((buckets.target(name) == spec.uses).all() for name, spec in SPECS.items())
+        assert all((buckets.target(name) == spec.contributions).all() for name, spec in SPECS.items())
 
 
 def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
     found: dict[str, int] = dict.fromkeys(SPECS, 0)
     for rank in range(RANKS):
-        monkeypatch.setattr(Mesh, "shards", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here))
+        monkeypatch.setattr(
+            Mesh, "optimizer_shard_group", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here)
+        )
         buckets, _ = build(uncut={"first", "middle", "last"}, use_distributed_optimizer=True)
         for name, grad in buckets.grads.items():
             found[name] += 1

@@ -26,7 +26,7 @@ def addend(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 def sums(rank: int, size: int, dtype: torch.dtype, wire: torch.dtype, elements: int) -> tuple[Tensor, Tensor, bool]:
     """The part of a reduce-scatter, an all-reduce, and whether the addends are as they were after the former."""
-    group = Mesh(Layout.from_config(ParallelConfig(), size), rank).replicas
+    group = Mesh(Layout.from_config(ParallelConfig(), size), rank).dp_cp
     x = addend(rank, elements, dtype)
     given = x.clone()
     part = start_grad_reduce_scatter(x, group, wire).wait()
@@ -80,6 +80,6 @@ def test_a_sum_of_many_small_numbers_is_not_lost_in_bf16(pool: Pool) -> None:
 
 
 def small(rank: int, size: int, elements: int) -> Tensor:
-    group = Mesh(Layout.from_config(ParallelConfig(), size), rank).replicas
+    group = Mesh(Layout.from_config(ParallelConfig(), size), rank).dp_cp
     x = torch.full((elements,), 1.0 if rank == 0 else 2.0**-9)
     return start_grad_reduce_scatter(x, group, torch.bfloat16).wait()

@@ -29,7 +29,7 @@ INIT = Init()
 
 
 def made(
-    masters: dict[str, Tensor],
+    main_params: dict[str, Tensor],
     specs: dict[str, ShardSpec],
     config: OptimizerConfig,
     seed: int,
@@ -38,7 +38,9 @@ def made(
     """The rule of all parameters, which this rank updates whole."""
     group = ParamGroup(tuple(specs), config.optimizer, decoupled=False, lr_factor=1.0, weight_decay_factor=1.0)
     shares = {name: ParamShard(0, prod(spec.local_shape)) for name, spec in specs.items()}
-    return build_rule(group, MainParams(masters, config.store_param_remainders), specs, shares, config, seed, kernel)
+    return build_rule(
+        group, MainParams(main_params, config.store_param_remainders), specs, shares, config, seed, kernel
+    )
 
 
 def neighbours(value: float) -> tuple[float, float]:
@@ -115,14 +117,14 @@ def part(spec: ShardSpec, whole: Tensor) -> Tensor:
     """What a rank holds of a global tensor; padding is 0."""
     local = torch.zeros(spec.local_view, dtype=whole.dtype)
     for piece in spec.pieces:
-        local[piece.local.slices] = whole.view(spec.view)[piece.place.slices]
+        local[piece.local_box.slices] = whole.view(spec.view)[piece.global_box.slices]
     return local.view(spec.local_shape)
 
 
 def whole_of(spec: ShardSpec, local: Tensor) -> Tensor:
     """The global tensor, of a rank that is alone."""
     (piece,) = spec.pieces
-    return local.view(spec.local_view)[piece.local.slices].reshape(spec.shape)
+    return local.view(spec.local_view)[piece.local_box.slices].reshape(spec.shape)
 
 
 def held(spec: ShardSpec) -> Tensor:
@@ -133,7 +135,7 @@ def held(spec: ShardSpec) -> Tensor:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.sampled_from(("adam", "lion")), st.booleans(), st.integers(0, 1), st.data())
 def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank: int, data: st.DataObject) -> None:
-    """A flat range of a rank's part, to the bit: weights, masters and moments."""
+    """A flat range of a rank's part, to the bit: weights, main_params and moments."""
     config = OptimizerConfig(
         optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=remainders
     )
@@ -146,13 +148,13 @@ def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank:
     for held_shares in (whole_shares, shares):
         weights = {n: part(spec, normal(spec, len(n))).flatten().bfloat16() for n, spec in specs.items()}
         weights = {name: weights[name][s.start : s.stop].clone() for name, s in held_shares.items()}
-        masters = MainParams(weights, remainders)
-        rule = build_rule(group, masters, specs, held_shares, config, 5, plain_adam)
+        main_params = MainParams(weights, remainders)
+        rule = build_rule(group, main_params, specs, held_shares, config, 5, plain_adam)
         for step in range(3):
             grads = {name: part(spec, normal(spec, 100 * step + 1)).flatten() for name, spec in specs.items()}
             rule.update([grads[name][s.start : s.stop] for name, s in held_shares.items()], 0.1, 0.05, GO)
-        masters.publish()
-        found = {f"weight {name}": weight for name, weight in weights.items()} | dict(masters)
+        main_params.write_weights()
+        found = {f"weight {name}": weight for name, weight in weights.items()} | dict(main_params)
         for kind, moments in rule.state.items():
             found |= {f"{kind} {name}": moment for name, moment in zip(specs, moments)}
         results.append(found)
@@ -193,12 +195,12 @@ def trained(
     specs: dict[str, ShardSpec], config: OptimizerConfig, seed: int = 3
 ) -> tuple[UpdateRule, dict[str, Tensor]]:
     """A rule on a rank's parts after five steps, one of them skipped; and the parts."""
-    masters = {name: part(spec, normal(spec, len(name))) for name, spec in specs.items()}
-    rule = made(masters, specs, config, seed, plain_adam)
+    main_params = {name: part(spec, normal(spec, len(name))) for name, spec in specs.items()}
+    rule = made(main_params, specs, config, seed, plain_adam)
     for step in range(5):
         grads = [part(spec, normal(spec, 100 * step + 1)) for spec in specs.values()]
         rule.update(grads, 0.1, 0.05, SKIP if step == 2 else GO)
-    return rule, masters
+    return rule, main_params
 
 
 def normal(spec: ShardSpec, seed: int) -> Tensor:
@@ -211,13 +213,13 @@ def test_every_layout_rounds_alike(optimizer: str, tp: int, monkeypatch: pytest.
     """To the bit, copies on several ranks too; and wherever blocks are cut."""
     config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     alone = specs_of(DenseSharding(0, 1))
-    whole, masters = trained(alone, config)
+    whole, main_params = trained(alone, config)
     monkeypatch.setattr(low_precision_state, "iterate_blocks", lambda tensors: iterate_blocks(tensors, 16))
     for rank in range(tp):
         specs = specs_of(DenseSharding(rank, tp))
         cut, parts = trained(specs, config)
         for i, (name, spec) in enumerate(specs.items()):
-            assert torch.equal(parts[name], part(spec, whole_of(alone[name], masters[name]))), (name, rank)
+            assert torch.equal(parts[name], part(spec, whole_of(alone[name], main_params[name]))), (name, rank)
             for kind in whole.state:
                 expected = part(spec, whole_of(alone[name], whole.state[kind][i]))
                 assert expected.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Masters as the bits that bf16 weights lack: nothing is lost, and a run is that of whole masters."""
+"""Masters as the bits that bf16 weights lack: nothing is lost, and a run is that of whole main_params."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def test_a_run_is_that_of_whole_masters(optimizer: str, moments: str) -> None:
         )
         for remainders in (False, True)
     )
-    assert len(lean.optimizer.masters.remainders) == len(lean.params)
+    assert len(lean.optimizer.main_params.remainders) == len(lean.params)
     for _ in range(3):
         assert whole.step(BATCHES)[0] == lean.step(BATCHES)[0]
-        for kept in ("masters", "average"):
+        for kept in ("main_params", "ema"):
             ours, theirs = getattr(lean.optimizer, kept), getattr(whole.optimizer, kept)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with lean.optimizer.averaged(), whole.optimizer.averaged():  # averages are ties here and there
-        assert all(torch.equal(lean.optimizer.masters[name], m) for name, m in whole.optimizer.masters.items())
-    for name, master in lean.optimizer.masters.items():
-        assert torch.equal(master, whole.optimizer.masters[name])
+        assert all(torch.equal(lean.optimizer.main_params[name], m) for name, m in whole.optimizer.main_params.items())
+    for name, master in lean.optimizer.main_params.items():
+        assert torch.equal(master, whole.optimizer.main_params[name])
         assert torch.equal(lean.params[name], split_fp32(master)[0])
 
 
 def test_fp32_weights_are_their_own_masters() -> None:
     weight = torch.ones(3)
-    masters = MainParams({"w": weight}, as_remainders=True)
-    assert not masters.remainders
-    masters["w"].mul_(2)
+    main_params = MainParams({"w": weight}, as_remainders=True)
+    assert not main_params.remainders
+    main_params["w"].mul_(2)
     assert weight.tolist() == [2, 2, 2]

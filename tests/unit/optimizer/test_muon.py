@@ -157,7 +157,7 @@ def held(spec: ShardSpec, stored: Tensor) -> Tensor:
     """A rank's tensor, piece by piece out of the whole one."""
     local = torch.zeros(spec.local_view, dtype=stored.dtype)
     for piece in spec.pieces:
-        local[piece.local.slices] = stored.view(spec.view)[piece.place.slices]
+        local[piece.local_box.slices] = stored.view(spec.view)[piece.global_box.slices]
     return local.view(spec.local_shape)
 
 
@@ -176,7 +176,7 @@ def test_parts_of_all_ranks_are_the_matrices(name: str, tp: int) -> None:
         for spec, parts in zip(specs, cuts):
             part, i = parts[number]
             assert part.shape == matrix.shape
-            x = part.of(held(spec, stored), spec)
+            x = part.view_in(held(spec, stored), spec)
             over_rows = part.sharded_dim == 0
             here = part.once(x).mT @ x if over_rows else x @ x.mT
             gram = gram + here[i] / (tp if part.sharded_dim is None else 1)
@@ -279,7 +279,7 @@ def test_a_rate_on_the_device_is_as_good() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_it_keeps_one_momentum_in_the_format_of_masters(dtype: torch.dtype) -> None:
     solo = Solo.build(MODELS["dense"], dtype, optimizer=OptimizerConfig(optimizer="muon"))
-    moments, specs = solo.optimizer.moments(), solo.chunk.specs
+    moments, specs = solo.optimizer.state(), solo.chunk.specs
     assert moments["exp_avg"].keys() == specs.keys()
     assert moments["exp_avg_sq"].keys() == {name for name, spec in specs.items() if not is_muon_param(name, spec)}
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Finishing a step: norm, clipping, decay, masters, skips."""
+"""Finishing a step: norm, clipping, decay, main_params, skips."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def buckets_of(
 
 
 def state(solo: Solo) -> dict[str, Tensor]:
-    """Copies of weights, masters, moments and step counts."""
+    """Copies of weights, main_params, moments and step counts."""
     out = {f"weight {n}": p for n, p in solo.params.items()}
-    out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
+    out |= {f"master {n}": m for n, m in solo.optimizer.main_params.items()}
     for group, rule in solo.optimizer.groups:
         out |= {f"{kind} {group.names[i]}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
-    out |= {f"average {n}": a for n, a in solo.optimizer.average.items()}
+    out |= {f"average {n}": a for n, a in solo.optimizer.ema.items()}
     return {name: t.detach().clone() for name, t in out.items()}
 
 
@@ -54,7 +54,7 @@ def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -
         param.grad = grad
     norm = nn.utils.clip_grad_norm_(reference, clip if clip else float("inf"))
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    solo.optimizer.finish()
+    solo.optimizer.reduce_gradients()
     outcome = solo.optimizer.update(Rates(1e-3, 0.0), torch.ones(()))
     assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
     assert outcome.grad_norm.dtype == torch.float64
@@ -103,7 +103,7 @@ def test_a_skipped_step_leaves_the_bad_gradient_where_it_was(clip: float) -> Non
     solo.backward(BATCHES)
     bad = "layers.0.mlp.linear_fc1.weight"
     solo.buckets.grads[bad][0, 0] = float("nan")
-    solo.optimizer.finish()
+    solo.optimizer.reduce_gradients()
     solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
     assert [name for name, grad in solo.buckets.grads.items() if not grad.isfinite().all()] == [bad]
 
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(dtype: torch.dtype, bad: f
     before = state(solo)
     solo.backward(BATCHES)
     solo.buckets.grads["layers.1.mlp.linear_fc2.bias"][3] = bad
-    solo.optimizer.finish()
+    solo.optimizer.reduce_gradients()
     outcome = solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
     assert outcome.skipped.item() == 1
     assert not outcome.grad_norm.isfinite()
@@ -134,8 +134,8 @@ def test_the_loss_scale_is_taken_out(scale: float) -> None:
         solo.step(BATCHES)
         scaled.backward(BATCHES)
         for bucket in scaled.buckets.buckets:
-            bucket.own.mul_(scale)
-        scaled.optimizer.finish()
+            bucket.shard.mul_(scale)
+        scaled.optimizer.reduce_gradients()
         outcome = scaled.optimizer.update(Rates(1e-3, 0.1), torch.tensor(scale))
         assert outcome.skipped.item() == 0
     for name, value in state(solo).items():
@@ -148,7 +148,7 @@ def test_decay_shrinks_matrices_only(name: str) -> None:
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(optimizer=name))
     before = {n: p.detach().clone() for n, p in solo.params.items()}
     solo.buckets.start_step(0)
-    solo.optimizer.finish()
+    solo.optimizer.reduce_gradients()
     solo.optimizer.update(Rates(0.5, 0.1), torch.ones(()))
     for n, param in solo.params.items():
         expected = before[n] * (1 - 0.5 * 0.1) if param.dim() == 2 else before[n]
@@ -162,7 +162,7 @@ def test_clip_is_what_gradients_were_multiplied_by(clip: float, scale: float) ->
     solo.backward(BATCHES)
     before = solo.snapshot()
     for bucket in solo.buckets.buckets:
-        bucket.own.mul_(scale)
+        bucket.shard.mul_(scale)
     outcome = solo.optimizer.update(RATES, torch.tensor(scale))
     assert (outcome.clip < 1) == (clip == 0.01)
     for name, grad in solo.snapshot().items():
@@ -181,7 +181,7 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
     for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
         solo.backward(BATCHES)
         if nonfinite:
-            solo.buckets.buckets[0].own[0] = torch.nan
+            solo.buckets.buckets[0].shard[0] = torch.nan
         outcome = solo.optimizer.update(RATES, torch.ones(()), value)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
         assert outcome.clip.isfinite()
@@ -243,16 +243,16 @@ def test_a_decoupled_rate_that_is_missing_is_a_mistake() -> None:
 def test_masters_collect_what_bf16_would_lose() -> None:
     """Each update is far below a bf16 step; a hundred of them are not."""
     solo = Solo.build(CONFIG, torch.bfloat16)
-    masters = solo.optimizer.masters
-    assert {m.dtype for m in masters.values()} == {torch.float32}
+    main_params = solo.optimizer.main_params
+    assert {m.dtype for m in main_params.values()} == {torch.float32}
     start = {n: p.detach().clone() for n, p in solo.params.items()}
     for _ in range(100):
         solo.step(BATCHES, lr=1e-4, weight_decay=0.0)
         for name, param in solo.params.items():
-            assert torch.equal(param, masters[name].bfloat16()), name
+            assert torch.equal(param, main_params[name].bfloat16()), name
     name = "final_layernorm.weight"
     assert (start[name] == 1).all()
-    assert (masters[name] - 1).abs().max() > 5e-3
+    assert (main_params[name] - 1).abs().max() > 5e-3
     assert (solo.params[name] != 1).any(), "no weight moved: 1e-4 alone is lost, a hundred times 1e-4 is not"
 
 
@@ -260,7 +260,7 @@ def test_masters_collect_what_bf16_would_lose() -> None:
 def test_wide_weights_are_their_own_masters(dtype: torch.dtype) -> None:
     solo = Solo.build(CONFIG, dtype)
     for name, param in solo.params.items():
-        assert solo.optimizer.masters[name].data_ptr() == param.data_ptr()
+        assert solo.optimizer.main_params[name].data_ptr() == param.data_ptr()
 
 
 def test_loss_falls() -> None:
@@ -273,9 +273,9 @@ def test_loss_falls() -> None:
 
 def cut_over(monkeypatch: pytest.MonkeyPatch, shards: Group, copies: Group) -> None:
     """Let this rank be one of several that cut everything."""
-    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: shards)
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: copies)
-    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: Group())
+    monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: shards)
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: copies)
+    monkeypatch.setattr(Mesh, "weight_gather_group", lambda self, *axes: Group())
 
 
 @pytest.mark.parametrize(("shards", "copies"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2)])
@@ -294,10 +294,10 @@ def test_every_element_counts_once_in_the_norm_however_it_is_cut(
         cut_over(monkeypatch, Group(tuple(range(shards)), part), Group(tuple(range(copies)), copy))
         buckets = buckets_of(specs, torch.float64, use_distributed_optimizer=True)
         for bucket in buckets.buckets:
-            bucket.own.fill_(1e9)  # what alignment leaves between parameters counts nowhere
+            bucket.shard.fill_(1e9)  # what alignment leaves between parameters counts nowhere
         for name, grad in buckets.grads.items():
             places = torch.arange(math.prod(specs[name].local_shape), dtype=torch.float64)
-            grad.view(-1).copy_(places[buckets.shares[name].start : buckets.shares[name].stop])
+            grad.view(-1).copy_(places[buckets.shards[name].start : buckets.shards[name].stop])
         total += GradNorm(specs, buckets, one_rank_mesh()).compute().square().item()
     elements = {"matrix": 37 * 9, "padded": 21 * 5, "vector": 70, "tiny": 3}
     assert total == pytest.approx(sum(i * i for n in elements.values() for i in range(n)), rel=1e-13)

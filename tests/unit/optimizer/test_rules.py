@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config import plugins
 from megatron.config.run import OptimizerConfig
 from megatron.optimizer import rules
 from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
-from tests.solo import Allocations
+from megatron.planner.memory import _moment_bytes
+from tests.solo import Allocations, Solo, random_batch, tiny
 
 CONFIG = OptimizerConfig(
     adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, sgd_momentum=0.7, lion_beta1=0.6, lion_beta2=0.9
@@ -145,3 +147,62 @@ def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     with Allocations() as seen:
         rule.update(grads, 0.1, 0.5, GO)
     assert seen.largest <= 100 * 4
+
+
+class SignOfMomentum:
+    """A rule as a plugin would register it: it keeps what it declares under a name of its own."""
+
+    state_kinds: tuple[str, ...] = ("direction",)
+
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
+        self.params, self.momentum = list(params), config.sgd_momentum
+        self.state = {"direction": [torch.zeros_like(p) for p in self.params]}
+        self.step_counts: list[Tensor] = []
+
+    def update(self, grads: Sequence[Tensor], lr: Any, weight_decay: float, skip: Tensor) -> None:
+        for p, g, m in zip(self.params, grads, self.state["direction"]):
+            m.copy_(torch.where(skip > 0, m, m.lerp(g, 1 - self.momentum)))
+            p.copy_(torch.where(skip > 0, p, p * (1 - lr * weight_decay) - lr * m.sign()))
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
+    """Registers optimizers for the duration of a test."""
+    monkeypatch.setitem(plugins._registered, "optimizer", {})
+    return lambda rule: plugins.register("optimizer", "mine")(rule) and None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_registered_rule_updates_and_its_state_is_kept(plugin: Callable[[type], None], dtype: torch.dtype) -> None:
+    plugin(SignOfMomentum)
+    model = tiny()
+    config = OptimizerConfig(optimizer="mine", sgd_momentum=0.5, store_param_remainders=dtype == torch.bfloat16)
+    solo = Solo.build(model, dtype, optimizer=config)
+    before = {name: p.detach().clone() for name, p in solo.params.items()}
+    solo.step([random_batch(model)])
+    state = solo.optimizer.state()
+    assert list(state) == ["direction"]
+    assert state["direction"].keys() == before.keys()
+    assert all(state["direction"][name].any() for name in before)
+    assert any(not torch.equal(before[name], p) for name, p in solo.params.items())
+    assert list(solo.optimizer.extra_state()) == ["direction"], "checkpoints hold it under its name"
+
+
+def test_memory_counts_what_a_registered_rule_declares(
+    plugin: Callable[[type], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin(SignOfMomentum)
+    config = OptimizerConfig(optimizer="mine", exp_avg_dtype="bf16")
+    assert _moment_bytes(config, muons=False, wide=4) == 4
+    monkeypatch.setattr(SignOfMomentum, "state_kinds", ("exp_avg", "direction"))
+    assert _moment_bytes(config, muons=False, wide=4) == 2 + 4
+
+
+def test_a_rule_that_keeps_other_state_than_it_declares_is_refused(
+    plugin: Callable[[type], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin(SignOfMomentum)
+    monkeypatch.setattr(SignOfMomentum, "state_kinds", ("direction", "velocity"))
+    model = tiny()
+    with pytest.raises(ValueError, match="state_kinds"):
+        Solo.build(model, optimizer=OptimizerConfig(optimizer="mine"))

@@ -81,14 +81,14 @@ class WatchedSink(GradAccumulator):
 Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]
 
 
-def linear_stages(numbers: Sequence[int], stages: int, sink: WatchedSink) -> dict[int, nn.Module]:
-    chunks: dict[int, nn.Module] = {number: LinearStage(number, stages, sink) for number in numbers}
+def linear_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSink) -> dict[int, nn.Module]:
+    chunks: dict[int, nn.Module] = {number: LinearStage(number, stages, grad_accumulator) for number in numbers}
     targets = {str(number): torch.zeros(8, 8, dtype=torch.float64) for number in numbers}
-    sink.bind(targets.__getitem__, lambda name: None)
+    grad_accumulator.bind(targets.__getitem__, lambda name: None)
     return chunks
 
 
-def gpt_stages(numbers: Sequence[int], stages: int, sink: WatchedSink) -> dict[int, nn.Module]:
+def gpt_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSink) -> dict[int, nn.Module]:
     """One block each, in the first after the embedding, in the last before the loss."""
     model = ModelConfig(
         num_layers=stages,
@@ -98,12 +98,14 @@ def gpt_stages(numbers: Sequence[int], stages: int, sink: WatchedSink) -> dict[i
         vocab_size=32,
         max_position_embeddings=8,
     )
-    context = BuildContext(one_rank_mesh(), sink, torch.float64)
+    context = BuildContext(one_rank_mesh(), grad_accumulator, torch.float64)
     chunks: dict[int, nn.Module] = {}
     for number in numbers:
         stage = StageLayers(range(number, number + 1), number == 0, number + 1 == stages)
         chunks[number] = GPTChunk(model, TrainingConfig(), context, stage)
-    sink.bind({name: torch.zeros_like(p) for name, p in context.params.items()}.__getitem__, lambda name: None)
+    grad_accumulator.bind(
+        {name: torch.zeros_like(p) for name, p in context.params.items()}.__getitem__, lambda name: None
+    )
     return chunks
 
 
@@ -116,11 +118,11 @@ def lasting(chunks: Mapping[int, nn.Module], batches: Sequence[MicroBatch]) -> l
 def watch(program: PipelineSchedule, rank: int, roads: Mapping[tuple[int, int], Channel], build: Build) -> list[Held]:
     """What a rank holds after each of its computing actions."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
-    sink, batches, held = WatchedSink(), batches_of(program.microbatches), []
-    chunks = build(numbers, program.stages, sink)
-    sink.ledger = ledger = Ledger([*lasting(chunks, batches), SEED])
+    grad_accumulator, batches, held = WatchedSink(), batches_of(program.microbatches), []
+    chunks = build(numbers, program.stages, grad_accumulator)
+    grad_accumulator.ledger = ledger = Ledger([*lasting(chunks, batches), SEED])
     buffers = empty if build is linear_stages else buffer
-    pipeline = Pipeline(chunks, program.placement, rank, roads, buffers, sink)
+    pipeline = Pipeline(chunks, program.placement, rank, roads, buffers, grad_accumulator)
 
     @contextmanager
     def note(action: Action) -> Iterator[None]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.arguments.cli import parse
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.settings import SETTINGS
 from megatron.pipeline import plan
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, ScheduleError
@@ -219,7 +219,7 @@ def test_a_name_in_other_letters_is_recognised(name: str) -> None:
 
 def test_the_help_names_every_schedule() -> None:
     words = SETTINGS["pipeline_schedule"].option.help
-    assert [name for name in plan.NAMES if f" {name}," not in words] == []
+    assert [name for name in PIPELINE_SCHEDULES if f" {name}," not in words] == []
 
 
 LARGE = """--check-config --mock-data --vocab-size 51200 --train-samples 200000000 --world-size 1024 --bf16
@@ -236,3 +236,7 @@ def test_a_long_ramp_on_a_long_pipeline_is_checked_in_seconds(rise: int) -> None
     told = parse([*LARGE.split(), "--rampup-batch-size", str(rise), str(rise), "5859375"], {}).summary()
     assert time.process_time() - start < 10
     assert "bubble 2.5%" in told
+
+
+def test_the_names_of_the_flag_are_those_of_the_schedules() -> None:
+    assert (*plan.SCHEDULES, plan.SEARCHED) == PIPELINE_SCHEDULES

@@ -132,7 +132,7 @@ def test_an_evaluation_goes_forward_only_and_makes_no_graph() -> None:
 
 
 def plain_losses(microbatches: int) -> list[float]:
-    chunks = [LinearStage(number, 4, Ends().sink([number])) for number in range(4)]
+    chunks = [LinearStage(number, 4, Ends().grad_accumulator([number])) for number in range(4)]
     losses = []
     for batch in batches_of(microbatches):
         x: Tensor | None = None

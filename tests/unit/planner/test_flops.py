@@ -150,7 +150,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str,
     context = BuildContext(one_rank_mesh(), GradAccumulator())
     chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel))))
     sizes = {name: torch.zeros(spec.local_shape) for name, spec in context.specs.items()}
-    context.sink.bind(sizes.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(sizes.__getitem__, lambda name: None)
     batch = random_batch(model, SAMPLES, SEQ)
     x: torch.Tensor | None = None
     with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:

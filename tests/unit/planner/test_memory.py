@@ -23,8 +23,9 @@ from megatron.planner.memory import (
     rank_state_bytes,
     reduction_buffer_bytes,
 )
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import local_tensors, parameter_name
 from tests.distributed.pool import Pool
 
@@ -63,15 +64,17 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
     optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
-    moments = (t for tensors in optimizer.moments().values() for t in tensors.values())
-    remainders = optimizer.masters.remainders
-    masters = (optimizer.masters[name] if name not in remainders else remainders[name] for name in optimizer.masters)
+    moments = (t for tensors in optimizer.state().values() for t in tensors.values())
+    remainders = optimizer.main_params.remainders
+    masters = (
+        optimizer.main_params[name] if name not in remainders else remainders[name] for name in optimizer.main_params
+    )
     parts: dict[str, Iterable[Tensor]] = {
         "weights": (p.detach() for p in trainer.params.values()),
-        "gradients": (bucket.own for bucket in trainer.buckets.buckets),
+        "gradients": (bucket.shard for bucket in trainer.buckets.buckets),
         "masters": masters,
         "moments": moments,
-        "average": optimizer.average.values(),
+        "average": optimizer.ema.values(),
     }
     found = {}
     for part, tensors in parts.items():

@@ -57,7 +57,7 @@ def test_a_run_builds_nothing_any_more(tmp_path: Path, monkeypatch: pytest.Monke
     source = build_data(config.data, config.training, 60000, 2)
     for split, dataset in source.datasets.items():
         places = np.arange(len(dataset))
-        assert np.array_equal(dataset.identities(places), in_memory.datasets[split].identities(places))
+        assert np.array_equal(dataset.sample_hashes(places), in_memory.datasets[split].sample_hashes(places))
         assert dataset[0].tokens.tolist() == in_memory.datasets[split][0].tokens.tolist()
 
 
@@ -74,7 +74,7 @@ def test_only_what_is_missing_is_built(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_sources_used_up_are_laid_out_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without weights a stretch is one epoch at most."""
+    """Without weights a segment is one epoch at most."""
     flags = [*RUN, "--data-path", *CASES, *CASES[:1], "--train-iters", "1500", "--eval-iters", "0"]
     assert main([*flags, "--data-cache-path", str(tmp_path)]) == 0
     rows = table(capsys.readouterr().out)[1:]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +141,25 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--load-hf DIR" in done.stdout
+
+
+def test_a_family_of_a_plugin(tmp_path: Path) -> None:
+    """In a process of its own, because a plugin stays registered."""
+    plugin = (
+        "from megatron.config.plugins import register\n"
+        "from megatron.convert.huggingface.families import MODEL_FAMILIES\n"
+        "register('model_family', 'cousin')(MODEL_FAMILIES['llama'])\n"
+    )
+    (tmp_path / "cousins.py").write_text(plugin)
+    model = llama()
+    folder = write_folder(tmp_path / "hf", model, random_weights(model))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "cousin"}))
+    command = [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), "--no-check", "--load-hf", str(folder)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    cases = ([], 1, "E851"), (["--plugin", "cousins"], 0, "wrote"), (["--plugin", "no_such"], 1, "E914")
+    for plugins, status, text in cases:
+        save = ["--save", str(tmp_path / f"save-{len(plugins)}{status}")]
+        done = subprocess.run([*command, *save, *plugins], capture_output=True, text=True, env=environment)
+        assert done.returncode == status, done.stderr
+        assert text in done.stdout + done.stderr

@@ -120,7 +120,7 @@ class Reordered:
     def __len__(self) -> int:
         return len(self.known)
 
-    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         return self.known[places]
 
 
@@ -146,11 +146,11 @@ def test_other_samples(runs: Path, capsys: pytest.CaptureFixture[str], other: st
 
 
 def test_a_run_that_was_made_longer_has_its_own_order(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The order of samples is frozen in stretches; those of a run that went on are not those of one planned as long."""
+    """The order of samples is frozen in segments; those of a run that went on are not those of one planned as long."""
     config = from_dict(yaml.safe_load((runs / "extended" / "config.yaml").read_text()))
     laid_out = json.loads((runs / "extended" / "data.json").read_text())["train"]["laid_out_for_samples"]
     assert len(laid_out) > 1
-    extended = build_data(config.data, config.training, 31, 1, stretches={"train": laid_out}).datasets["train"]
+    extended = build_data(config.data, config.training, 31, 1, segments={"train": laid_out}).datasets["train"]
     by_hand = by_tokens(train_data(runs / "planned"), extended)
     _, lines = told(runs, "planned", "extended", capsys)
     assert any(line.startswith(f"samples: sample {by_hand} (from 0) is the first that differs") for line in lines)
@@ -182,7 +182,7 @@ def test_an_order_that_changes_late_is_found_block_by_block(runs: Path) -> None:
     """Of the same content, orders are compared by what identifies a sample."""
     a, b = open_samples(read_run(runs / "plain")), open_samples(read_run(runs / "plain"))
     numbers, place = np.arange(24), 13
-    known = a.datasets["train"].identities(numbers)
+    known = a.datasets["train"].sample_hashes(numbers)
     other = Reordered(a.datasets["train"].fingerprint, np.where(numbers == place, known + np.uint64(1), known))
     with patch("tools.lib.compare_runs.DIGEST_BLOCK", 5):
         assert first_different_index(a, b, 0, 24) is None

@@ -93,11 +93,11 @@ def test_memory_bounds_the_searched_one(capsys: pytest.CaptureFixture[str]) -> N
     assert float(row[-3]) <= 2
 
 
-def measured_file(path: Path, stretch: float, late: float) -> Timeline:
-    """A trace of zb-h1 in which everything takes ``stretch``, and rank 0 stops ``late`` seconds before the last W."""
+def measured_file(path: Path, segment: float, late: float) -> Timeline:
+    """A trace of zb-h1 in which everything takes ``segment``, and rank 0 stops ``late`` seconds before the last W."""
     main(["--schedule", "zb-h1", "--pipeline", "3", "--microbatches", "5", "--latency", "0.5", "--trace", str(path)])
     ranks = [
-        [Interval(action, 7 + start * stretch, 7 + end * stretch) for action, start, end in rank]
+        [Interval(action, 7 + start * segment, 7 + end * segment) for action, start, end in rank]
         for rank in read_trace(path).intervals
     ]
     action, start, end = ranks[0][-1]

@@ -13,8 +13,8 @@ import torch
 
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, marker_content
-from megatron.checkpoint.load import save_sharded
 from megatron.checkpoint.object_store import RemotePath
+from megatron.checkpoint.save import save_sharded
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
 from tools.inspect_checkpoint import main
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import ByteProgress
+from megatron.data.progress import ByteProgress
 from tests.unit.data.pairs import content, pair, write
 from tools.merge_datasets import main
 from tools.preprocess_data import main as preprocess

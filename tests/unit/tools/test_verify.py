@@ -18,7 +18,7 @@ def trace(spec: ShardSpec, *, loss: float = 1.0, first_replica: bool = True, err
     """What a rank notes when its gradient and weight are its pieces of ``ROWS``, plus an error."""
     local = torch.full(spec.local_shape, float("nan"))
     for piece in spec.pieces:
-        local.view(spec.local_view)[piece.local.slices] = ROWS.view(spec.view)[piece.place.slices] + error
+        local.view(spec.local_view)[piece.local_box.slices] = ROWS.view(spec.view)[piece.global_box.slices] + error
     held = {"weight": trace_pieces(spec, ParamShard(0, local.numel()), local, first_replica)}
     return RankTrace(loss, 2.0, held, held)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.convert.saved_model import EMA_PREFIX, SavedModel, open_checkpoint
 from megatron.inference.load import open_pretrained
@@ -64,7 +64,7 @@ def test_it_is_evaluated_and_the_run_notices_nothing_of_that(tmp_path: Path) -> 
     assert f"ema {losses[0]:.4f}" in out
     trainer = build_trainer(tiny_run(tmp_path, "--eval-iters 1"), 0, 1)
     for name, value in weights_and_average(tmp_path / "run", 6)[1].items():
-        weight = trainer.optimizer.masters[name].data
+        weight = trainer.optimizer.main_params[name].data
         weight.zero_().view(-1)[: value.numel()] = value.view(-1).to(weight.dtype)
     assert evaluate(trainer).item() == losses[-1]
 

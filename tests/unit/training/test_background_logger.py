@@ -10,7 +10,7 @@ from megatron.training.loggers.base import (
     BackgroundLogger,
     LoggerCollection,
     LoggerStalledError,
-    MetricValues,
+    Metrics,
     error_summary,
     scalar_metrics,
 )
@@ -30,38 +30,38 @@ class Kept:
             self.gate.wait(10)
         self.calls.append((name, value))
 
-    def record(self, values: MetricValues) -> None:
-        self._called("record", dict(values))
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._called("log", step)
 
-    def event(self, values: MetricValues) -> None:
-        self._called("event", dict(values))
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        self._called("event", kind)
 
     def flush(self) -> None:
         self._called("flush", None)
 
-    def close(self, failed: bool) -> None:
-        self._called("close", failed)
+    def close(self) -> None:
+        self._called("close", None)
 
 
 def use(sinks: LoggerCollection | BackgroundLogger) -> None:
-    sinks.record({"iteration": 1})
-    sinks.event({"event": "note"})
+    sinks.log(1, {})
+    sinks.event(1, "note", {})
     sinks.flush()
-    sinks.record({"iteration": 2})
-    sinks.close(False)
+    sinks.log(2, {})
+    sinks.close()
 
 
 EVERYTHING = [
-    ("record", {"iteration": 1}),
-    ("event", {"event": "note"}),
+    ("log", 1),
+    ("event", "note"),
     ("flush", None),
-    ("record", {"iteration": 2}),
-    ("close", False),
+    ("log", 2),
+    ("close", None),
 ]
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("at", ["make", "record", "event", "flush", "close"])
+@pytest.mark.parametrize("at", ["make", "log", "event", "flush", "close"])
 def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(at: str, background: bool) -> None:
     good, warnings = Kept(), list[str]()
 
@@ -81,13 +81,13 @@ def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(at: s
 
 def test_a_warning_may_go_to_the_sinks_that_are_left() -> None:
     good = Kept()
-    sinks = LoggerCollection(lambda text: sinks.event({"event": "warning", "text": text}))
+    sinks = LoggerCollection(lambda text: sinks.event(1, "warning", {"text": text}))
     sinks.add("good", lambda: good)
     sinks.add("bad", lambda: Kept("close"))
-    sinks.add("worse", lambda: Kept("record"))
-    sinks.record({})
-    sinks.close(True)
-    assert [name for name, _ in good.calls] == ["record", "event", "event", "close"]
+    sinks.add("worse", lambda: Kept("log"))
+    sinks.log(1, {})
+    sinks.close()
+    assert [name for name, _ in good.calls] == ["log", "event", "event", "close"]
 
 
 def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too() -> None:
@@ -95,14 +95,37 @@ def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too() -> 
 
     def warn(text: str) -> None:
         told.append(text.split()[0])
-        sinks.event({"event": "warning"})
+        sinks.event(1, "warning", {})
 
     sinks = LoggerCollection(warn)
-    for number, at in enumerate(("event", "record", "event", "close", "event")):
+    for number, at in enumerate(("event", "log", "event", "close", "event")):
         sinks.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
-    sinks.record({})
-    sinks.close(False)
-    assert sorted(told) == ["0:event", "1:record", "2:event", "3:close", "4:event"]
+    sinks.log(1, {})
+    sinks.close()
+    assert sorted(told) == ["0:event", "1:log", "2:event", "3:close", "4:event"]
+
+
+class Least:
+    """A logger with the two methods that every logger has."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_events_and_flushes_are_optional(background: bool) -> None:
+    least, warnings = Least(), list[str]()
+    loggers = LoggerCollection(warnings.append)
+    loggers.add("least", (lambda: BackgroundLogger(lambda: least)) if background else (lambda: least))
+    use(loggers)
+    assert (least.steps, least.closed, warnings) == ([1, 2], True, [])
 
 
 def test_a_thread_hands_on_everything_in_order() -> None:
@@ -113,15 +136,15 @@ def test_a_thread_hands_on_everything_in_order() -> None:
 
 def test_a_sink_that_hangs_holds_up_one_flush_and_the_end_for_no_longer_than_its_patience() -> None:
     gate = threading.Event()
-    kept = Kept("record", gate)
-    sink = BackgroundLogger(lambda: kept, patience=0.2)
+    kept = Kept("log", gate)
+    sink = BackgroundLogger(lambda: kept, timeout=0.2)
     began = time.monotonic()
     for _ in range(100):
-        sink.record({})
+        sink.log(1, {})
         sink.flush()
     assert 0.2 <= time.monotonic() - began < 1.0  # once, not a hundred times
     with pytest.raises(LoggerStalledError, match=r"did not finish within 0 s"):
-        sink.close(False)
+        sink.close()
     assert time.monotonic() - began < 2.0
     gate.set()
 
@@ -133,36 +156,36 @@ def test_a_library_that_exits_ends_its_thread_only() -> None:
     warnings = list[str]()
     sinks = LoggerCollection(warnings.append)
     sinks.add("x", lambda: BackgroundLogger(leave))
-    sinks.close(False)
+    sinks.close()
     assert warnings == ["x receives no data from this run: it raised SystemExit; training continues"]
 
 
 def test_a_sink_that_caught_up_is_waited_for_again() -> None:
     gate = threading.Event()
-    kept = Kept("record", gate)
-    sink = BackgroundLogger(lambda: kept, patience=0.1)
-    sink.record({})
+    kept = Kept("log", gate)
+    sink = BackgroundLogger(lambda: kept, timeout=0.1)
+    sink.log(1, {})
     sink.flush()
     gate.set()
     deadline = time.monotonic() + 5
     while len(kept.calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     sink._timeout = 10
-    sink.record({"iteration": 2})
+    sink.log(2, {})
     sink.flush()
-    assert kept.calls[-2:] == [("record", {"iteration": 2}), ("flush", None)]
-    sink.close(False)
+    assert kept.calls[-2:] == [("log", 2), ("flush", None)]
+    sink.close()
 
 
 def test_records_do_not_pile_up_before_a_sink_that_hangs() -> None:
     gate = threading.Event()
-    sink = BackgroundLogger(lambda: Kept("record", gate), patience=0.1, capacity=5)
+    sink = BackgroundLogger(lambda: Kept("log", gate), timeout=0.1, capacity=5)
     for _ in range(5):
-        sink.record({})
+        sink.log(1, {})
     time.sleep(0.1)  # the first of them is taken, and hangs
-    sink.record({})
+    sink.log(1, {})
     with pytest.raises(LoggerStalledError, match="is 5 records behind"):
-        sink.record({})
+        sink.log(1, {})
     gate.set()
 
 

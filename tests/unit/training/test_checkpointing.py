@@ -19,7 +19,8 @@ from megatron.data.build import build_segment
 from megatron.data.dataset import Dataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
 from tests.runs import (
     before_step,
     checkpoint,

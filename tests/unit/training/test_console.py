@@ -9,25 +9,27 @@ import pytest
 
 from megatron.planner.flops import FlopsPerToken
 from megatron.training.loggers import console
-from megatron.training.loggers.base import EvaluationRecord, TimerStats, TrainRecord
+from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.loggers.console import evaluation_line, progress_line, timing_line
+from megatron.training.metrics import evaluation_metrics
 from megatron.training.throughput import ThroughputModel
 
-RECORD = TrainRecord(
-    iteration=1240,
-    consumed_samples=1_904_640,
-    consumed_tokens=3_900_702_720,
-    loss=2.41374,
-    grad_norm=0.4129,
-    learning_rate=6e-5,
-    weight_decay=0.1,
-    batch_size=1536,
-    loss_scale=1.0,
-    seconds_per_step=7.6,
-    tokens_per_second=404 * 1024,
-    memory_bytes=27 * 2**30,
-    memory_total_bytes=80 * 2**30,
-)
+STEP = 1240
+RECORD: Metrics = {
+    "consumed-samples": 1_904_640,
+    "consumed-tokens": 3_900_702_720,
+    "lm loss": 2.41374,
+    "grad-norm": 0.4129,
+    "learning-rate": 6e-5,
+    "weight-decay": 0.1,
+    "batch-size": 1536,
+    "loss-scale": 1.0,
+    "iteration-time": 7.6,
+    "tokens-per-second": 404 * 1024,
+    "mem-max-allocated-bytes": 27 * 2**30,
+    MEMORY_CAPACITY: 80 * 2**30,
+    "skipped-iterations": [],
+}
 YARDSTICK = ThroughputModel(
     total_iterations=95368,
     total_samples=95368 * 1536,
@@ -41,23 +43,33 @@ FULL = " 1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/
 
 
 def test_a_line_of_a_large_run() -> None:
-    assert progress_line(RECORD, YARDSTICK) == FULL
+    assert line_of(RECORD) == FULL
 
 
-LARGE = replace(
-    RECORD,
-    world_size=1024,
-    memory_rank=113,
-    data_wait=0.01,
-    communication={"tp": 0.46, "pp": 0.23, "dp": 0.15, "world": 0.001},
-    communication_share=0.11,
-    bubble=0.025,
-    slowest_rank=731,
-    slowest_excess=0.041,
-    goodput=0.979,
-    run_seconds=1e6,
-    starts=1,
-)
+LARGE: Metrics = {
+    **RECORD,
+    "mem-max-rank": 113,
+    "data-wait": 0.01,
+    "communication-tp": 0.46,
+    "communication-pp": 0.23,
+    "communication-dp": 0.15,
+    "communication-world": 0.001,
+    "communication-share": 0.11,
+    "bubble": 0.025,
+    "slowest-rank": 731,
+    "slowest-rank-excess": 0.041,
+    "goodput": 0.979,
+    "run-seconds": 1e6,
+    "starts": 1,
+}
+
+
+def line_of(metrics: Metrics, width: int | None = None, model: ThroughputModel = YARDSTICK) -> str:
+    """The line of metrics in which None stands for a name that is left out."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    return progress_line(STEP, {**known, **model.metrics(known)}, model, width)
+
+
 WIDEST = (
     FULL.split(" | mem")[0]
     + " | comm 11% (tp6 pp3 dp2) bubble 2.5% data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h"
@@ -65,70 +77,77 @@ WIDEST = (
 
 
 def test_a_line_of_many_ranks() -> None:
-    assert progress_line(LARGE, YARDSTICK) == WIDEST
+    assert line_of(LARGE) == WIDEST
+
+
+NO_WAITS: Metrics = dict.fromkeys(f"communication-{axes}" for axes in ("tp", "pp", "dp", "world"))
 
 
 @pytest.mark.parametrize(
     ("change", "column", "shown"),
     [
-        ({"slowest_excess": 0.029}, "slow", False),
-        ({"slowest_excess": None}, "slow", False),
-        ({"communication": {"tp": 0.03}, "communication_share": 0.004}, "comm 0% bubble", True),
-        ({"communication": {}, "communication_share": None}, "comm", False),
-        ({"communication": {"tp": 9.0, "dp": 1.0}, "communication_share": 0.9}, "comm 90% (tp81 dp9)", True),
+        ({"slowest-rank-excess": 0.029}, "slow", False),
+        ({"slowest-rank-excess": None}, "slow", False),
+        ({**NO_WAITS, "communication-tp": 0.03, "communication-share": 0.004}, "comm 0% bubble", True),
+        ({**NO_WAITS, "communication-share": None}, "comm", False),
+        (
+            {**NO_WAITS, "communication-tp": 9.0, "communication-dp": 1.0, "communication-share": 0.9},
+            "comm 90% (tp81 dp9)",
+            True,
+        ),
         ({"bubble": None}, "bubble", False),
         ({"goodput": 0.996}, "goodput", False),
         ({"goodput": 0.996, "starts": 2}, "goodput 99.6%", True),
-        ({"run_seconds": 599.0}, "goodput", False),
+        ({"run-seconds": 599.0}, "goodput", False),
         ({"goodput": None, "starts": 2}, "goodput", False),
-        ({"memory_rank": None}, "mem 27/80G |", True),
+        ({"mem-max-rank": None}, "mem 27/80G |", True),
     ],
 )
 def test_columns_that_say_nothing_are_left_out(change: dict[str, Any], column: str, shown: bool) -> None:
-    assert (column in progress_line(replace(LARGE, **change), YARDSTICK)) is shown
+    assert (column in line_of({**LARGE, **change})) is shown
 
 
 def test_a_wait_for_data_outlives_the_columns_that_say_little() -> None:
     """That the data are in time is the first to go, that they are not stays."""
-    slow = replace(LARGE, data_wait=3.8)
-    assert "data 50%" in progress_line(slow, YARDSTICK, 100)
-    assert "data" not in progress_line(LARGE, YARDSTICK, 100)
+    slow = {**LARGE, "data-wait": 3.8}
+    assert "data 50%" in line_of(slow, 100)
+    assert "data" not in line_of(LARGE, 100)
 
 
 def test_narrow_terminals_lose_the_new_columns_first() -> None:
-    lines = [progress_line(LARGE, YARDSTICK, width) for width in range(30, 230)]
+    lines = [line_of(LARGE, width) for width in range(30, 230)]
     assert all(len(line) <= width for line, width in zip(lines, range(30, 230)))
     assert lines[-1] == WIDEST
-    assert "(tp6" not in progress_line(LARGE, YARDSTICK, len(WIDEST) - 1)
+    assert "(tp6" not in line_of(LARGE, len(WIDEST) - 1)
 
 
 def test_timers_have_a_line_of_their_own() -> None:
     assert timing_line(RECORD) is None
-    timings = {"forward-backward": TimerStats(0.131, shortest=0.12), "optimizer": TimerStats(0.0091)}
-    line = timing_line(replace(RECORD, timings=timings))
+    times = {"forward-backward-time": 0.131, "forward-backward-time-min": 0.12, "optimizer-time": 0.0091}
+    line = timing_line({**RECORD, **times})
     assert line == "times: forward-backward 0.12s to 0.13s, optimizer 9.10ms"
-    assert timing_line(replace(RECORD, timings={"optimizer": TimerStats(2.0, None, (1.0, 2.0))})) == (
+    assert timing_line({**RECORD, "optimizer-time": 2.0, "optimizer-time-by-rank": [1.0, 2.0]}) == (
         "times: optimizer 1.00s 2.00s"
     )
 
 
 def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:
     throughput_model = replace(YARDSTICK, world_size=2, peak_flops=None, on_gpu=False, total_iterations=2000)
-    record = replace(RECORD, tokens_per_second=12_345.0, seconds_per_step=0.0123, memory_bytes=None)
-    line = progress_line(record, throughput_model)
+    record = {**RECORD, "tokens-per-second": 12_345.0, "iteration-time": 0.0123, "mem-max-allocated-bytes": None}
+    line = line_of(record, model=throughput_model)
     assert "| 12.3ms 12.3K tok/s |" in line
     assert "MFU" not in line
     assert "mem" not in line
 
 
 def test_a_line_says_what_was_skipped_and_the_loss_scale() -> None:
-    line = progress_line(replace(RECORD, skipped=(1239, 1240), loss_scale=65536.0, loss=math.nan), YARDSTICK)
+    line = line_of({**RECORD, "skipped-iterations": [1239, 1240], "loss-scale": 65536.0, "lm loss": math.nan})
     assert "loss - gnorm " in line
     assert " | scale 65.5K | skipped 2 | " in line
 
 
 def test_narrow_terminals_get_fewer_columns() -> None:
-    lines = [progress_line(RECORD, YARDSTICK, width) for width in range(30, 130)]
+    lines = [line_of(RECORD, width) for width in range(30, 130)]
     assert all(len(line) <= width for line, width in zip(lines, range(30, 130)))
     assert all(line.startswith(" 1240/95368") and "loss 2.4137" in line for line in lines)
     assert lines[-1] == FULL
@@ -137,18 +156,18 @@ def test_narrow_terminals_get_fewer_columns() -> None:
 
 
 def test_a_skipped_step_outlives_almost_every_column() -> None:
-    line = progress_line(replace(RECORD, skipped=(1240,)), YARDSTICK, 40)
+    line = line_of({**RECORD, "skipped-iterations": [1240]}, 40)
     assert line == " 1240/95368 | loss 2.4137 | skipped 1"
 
 
 def test_validation() -> None:
-    line = evaluation_line(EvaluationRecord(500, 4000, 1_024_000, math.log(12.0)))
+    line = evaluation_line(500, {"consumed-tokens": 1_024_000, **evaluation_metrics("valid", math.log(12.0))})
     assert line == "validation at 500: loss 2.4849 ppl 12.0 (1.02M tok)"
 
 
 @pytest.mark.parametrize(("split", "title"), [("valid:wiki", "validation wiki"), ("test", "test")])
 def test_evaluations_are_told_apart(split: str, title: str) -> None:
-    line = evaluation_line(EvaluationRecord(500, 4000, 1_024_000, math.nan, split))
+    line = evaluation_line(500, {"consumed-tokens": 1_024_000, **evaluation_metrics(split, math.nan)})
     assert line.startswith(f"{title} at 500: loss - ppl ")
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from megatron.config.errors import UserError
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import main
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, CudaGraphRecorder, GraphedCallable, StepRunner
 from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
 from tests.runs import column, start, tiny_run
 from tests.solo import random_batch
 
@@ -99,8 +100,8 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
     weights = [p.data for p in trainer.params.values()]
     counts = [count for _, rule in o.groups for count in rule.step_counts]
-    grads = [bucket.own for bucket in trainer.buckets.buckets]
-    return [*weights, *o.masters.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
+    grads = [bucket.shard for bucket in trainer.buckets.buckets]
+    return [*weights, *o.main_params.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
 
 
 def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:

@@ -5,8 +5,7 @@ import torch.distributed as dist
 
 from megatron.config.errors import Problem, UserError
 from megatron.training import failure_report
-from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.failure_report import LOST_CONTACT, describe_error, explain_error, publish_error
+from megatron.training.failure_report import LOST_CONTACT, NonFiniteError, describe_error, explain_error, publish_error
 
 LOST = {
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20417": (

@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.durable_files import StorageError
+from megatron.checkpoint.errors import StorageError
 from megatron.config.run import RunConfig
 from megatron.training import loop
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.runs import KilledError, before_step, full_disk, kill, records, saved_steps, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 2"
@@ -137,7 +137,7 @@ def no_room(*arguments: object) -> None:
 
 
 def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_it(tmp_path: Path) -> None:
-    failed = start(run_of(tmp_path), patch.object(loop, "write_file", no_room))
+    failed = start(run_of(tmp_path), patch.object(loop, "publish_file", no_room))
     assert (failed.status, told(tmp_path)) == (1, None)
     assert "finished.json, which marks the end of training, cannot be written: the disk is full" in failed.err
     assert "Traceback" not in failed.err
@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_i
 
 @pytest.mark.parametrize("call", ["write_file", "sync_folder", "os.rename"])
 def test_a_write_that_fails_leaves_nothing_half_written(tmp_path: Path, call: str) -> None:
-    with patch(f"megatron.training.loop.{call}", no_room), pytest.raises(StorageError):
+    with patch(f"megatron.checkpoint.durable_files.{call}", no_room), pytest.raises(StorageError):
         loop.write_facts(tmp_path, {"iteration": 1})
     assert [path.name for path in tmp_path.iterdir() if path.name != loop.FINISHED_FILE] == []
     (tmp_path / f"{loop.FINISHED_FILE}.part").write_text("{")  # of one that was killed

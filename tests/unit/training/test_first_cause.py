@@ -15,13 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError, StorageError, SupersededError
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, SupersededError
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
 from megatron.training import failure_report
-from megatron.training.callbacks.health import NonFiniteError
-from megatron.training.failure_report import StartRefusedError, failure_kind, host_name, rank_label, record_failure
+from megatron.training.failure_report import (
+    NonFiniteError,
+    StartRefusedError,
+    failure_kind,
+    host_name,
+    rank_label,
+    record_failure,
+)
 from tests.runs import before_step, spoil_step, start, tiny_run
 
 
@@ -170,7 +176,7 @@ def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path) -> None:
 
 
 def test_a_hanging_disk_does_not_keep_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_report, "CAUSE_PATIENCE", 0.05)
+    monkeypatch.setattr(failure_report, "RECORD_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr(failure_report, "_append", lambda path, line: time.sleep(5))
     began = time.monotonic()
     record_failure(str(tmp_path), ValueError("shapes"), {})

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training import checkpointer
-from megatron.training.build import Trainer
 from megatron.training.checkpointer import SavedCheckpoint, save_checkpoint
 from megatron.training.throughput import Goodput
+from megatron.training.trainer import Trainer
 from tests.runs import before_step, kill, records, start, tiny_run
 
 

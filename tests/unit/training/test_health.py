@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.training.callbacks.health import HealthRecord, layer_name, square_sum, summarize_health
+from megatron.training.loggers.console import health_line
 from megatron.training.metrics import StepMetrics
 
 NAN = math.nan
@@ -21,7 +22,7 @@ TOTALS = {"health/update-ratio/total": 1.2e-3, "params-norm": 20.0}
 
 
 def test_a_line_names_the_layers_that_stand_out() -> None:
-    line = HealthRecord(1240, 10, 100, LAYERS, TOTALS).line()
+    line = health_line(1240, HealthRecord(LAYERS, TOTALS).metrics())
     assert line == (
         "health at 1240: gradient .03 layers.0 to 1.50 head | update 1.2e-3, most 2.5e-2 layers.0"
         " | activations 12.0 layers.0 | attention logit 31.5 layers.0"
@@ -30,15 +31,14 @@ def test_a_line_names_the_layers_that_stand_out() -> None:
 
 def test_nan_stands_out() -> None:
     layers = {**LAYERS, "activation-rms": {"embedding": 0.5, "layers.0": NAN, "layers.1": 7.0}}
-    assert "activations nan layers.0 |" in HealthRecord(1, 1, 1, layers, TOTALS).line()
+    assert "activations nan layers.0 |" in health_line(1, HealthRecord(layers, TOTALS).metrics())
 
 
 def test_values_have_stable_names() -> None:
-    values = HealthRecord(1240, 10, 100, LAYERS, TOTALS).values()
-    assert list(values)[:3] == ["iteration", "consumed-samples", "consumed-tokens"]
+    values = HealthRecord(LAYERS, TOTALS).metrics()
     assert values["health/update-ratio/layers.0"] == 2.5e-2
     assert values["params-norm"] == 20.0
-    assert len(values) == 3 + 2 + 9
+    assert len(values) == 2 + 9
 
 
 def test_layers_by_name() -> None:

@@ -9,18 +9,18 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
     path = tmp_path / "incidents.md"
     at = {"time": 86400.0}
     first = IncidentLogger(path)
-    first.event({"event": "start", "iteration": 0, "run-id": "abcd1234", "world-size": 8, **at})
-    first.record({"iteration": 5, "skipped-iterations": [3, 5], **at})
-    first.record({"iteration": 6, "skipped-iterations": [], **at})
-    first.event({"event": "note", "iteration": 6, "text": "not an incident", **at})
-    first.event({"event": "warning", "iteration": 6, "text": "the disk\nis full", **at})
-    first.event({"event": "error", "iteration": 7, "text": "NonFiniteError: loss", **at})
-    first.close(True)
+    first.event(0, "start", {"run-id": "abcd1234", "world-size": 8, **at})
+    first.log(5, {"skipped-iterations": [3, 5], **at})
+    first.log(6, {"skipped-iterations": [], **at})
+    first.event(6, "note", {"text": "not an incident", **at})
+    first.event(6, "warning", {"text": "the disk\nis full", **at})
+    first.event(7, "error", {"text": "NonFiniteError: loss", **at})
+    first.close()
     second = IncidentLogger(path)
     job = {"epoch": 3, "slurm-job": "17", "slurm-restart": 2, "nodes": "n[1-3]"}
-    second.event({"event": "start", "iteration": 4, "run-id": "", "world-size": 1, **job, **at})
-    second.event({"event": "stop", "iteration": 5, "text": "stopped by signal 15", **at})
-    second.close(False)
+    second.event(4, "start", {"run-id": "", "world-size": 1, **job, **at})
+    second.event(5, "stop", {"text": "stopped by signal 15", **at})
+    second.close()
     lines = path.read_text().splitlines()
     ended = [lines.pop(4), lines.pop()]
     assert lines == [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.loggers.base import JsonLinesLogger
+from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -59,6 +59,13 @@ def test_a_line_cut_off_by_a_crash_does_not_swallow_the_next(tmp_path: Path) -> 
     lines.write({"iteration": 2})
     lines.close()
     assert path.read_text() == '{"iteration": 1}\n{"iterat\n{"iteration": 2}\n'
+    assert list(read_json_lines(path)) == [{"iteration": 1}, None, {"iteration": 2}]
+
+
+def test_lines_that_are_no_objects_are_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'\xc3\x00\n[1]\n{}\n\n{"a": 1')
+    assert list(read_json_lines(path)) == [None, None, {}, None, None]
 
 
 @pytest.mark.parametrize("room", [0, 5])

@@ -5,10 +5,10 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -16,29 +16,34 @@ import torch
 
 from megatron.arguments.sources import from_dict
 from megatron.checkpoint.durable_files import SupersededError
+from megatron.config import plugins
 from megatron.config.model import ModelConfig
 from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
-from megatron.training.loggers import run_logger as run_logging
-from megatron.training.loggers.base import EvaluationRecord, TrainRecord
+from megatron.training.loggers import console, run_logger
+from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.metrics import evaluation_metrics
 from tests.runs import column, records, start, tiny_run
 
-RECORD = TrainRecord(
-    iteration=10,
-    consumed_samples=40,
-    consumed_tokens=4000,
-    loss=2.5,
-    grad_norm=1.0,
-    learning_rate=1e-3,
-    weight_decay=0.1,
-    batch_size=4,
-    loss_scale=1.0,
-    seconds_per_step=0.5,
-    tokens_per_second=800.0,
-    skipped=(7,),
-    memory_bytes=2**30,
-    memory_total_bytes=2**34,
-)
+RECORD: Metrics = {
+    "iteration": 10,
+    "consumed-samples": 40,
+    "consumed-tokens": 4000,
+    "lm loss": 2.5,
+    "grad-norm": 1.0,
+    "learning-rate": 1e-3,
+    "weight-decay": 0.1,
+    "batch-size": 4,
+    "loss-scale": 1.0,
+    "iteration-time": 0.5,
+    "tokens-per-second": 800.0,
+    "skipped-iterations": [7],
+    "mem-max-allocated-bytes": 2**30,
+    MEMORY_CAPACITY: 2**34,
+    "skipped-iterations-count": 1,
+    "spikes-skipped": 0,
+    "tokens-per-second-per-gpu": 400.0,
+}
 
 
 def run_log(folder: Path | None, **options: Any) -> RunLogger:
@@ -58,11 +63,11 @@ def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys
     folder = tmp_path / "run"
     with run_log(folder) as log:
         log.train(RECORD)
-        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
+        log.log(evaluation_metrics("valid", 2.75))
         log.note("stopped")
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(" 10/100 4.00K tok | loss 2.5000 ")
-    assert out[1].startswith("validation at 10: loss 2.7500")
+    assert out[1].startswith("validation at 0: loss 2.7500")
     assert out[2] == "stopped"
     assert out[3] == f"loss curve: {folder / 'loss.png'}"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -80,7 +85,7 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
     """Dashboards depend on these; a change here breaks them."""
     with run_log(tmp_path) as log:
         log.train(RECORD)
-        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
+        log.log(evaluation_metrics("valid", 2.75))
     _, train, validation = lines(tmp_path)
     megatron = {
         "world-size",
@@ -110,7 +115,7 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
 def test_evaluations_are_told_apart_by_name(tmp_path: Path) -> None:
     with run_log(tmp_path) as log:
         for split in ("valid:wiki", "test"):
-            log.evaluation(EvaluationRecord(10, 40, 4000, 2.75, split))
+            log.log(evaluation_metrics(split, 2.75))
     _, wiki, test = lines(tmp_path)
     assert (wiki["validation-set"], wiki["lm loss validation"]) == ("wiki", 2.75)
     assert test["lm loss test"] == 2.75
@@ -130,7 +135,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     folder = tmp_path / "run"
     with run_log(folder, enabled=False) as log:
         log.train(RECORD)
-        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
+        log.log(evaluation_metrics("valid", 2.75))
         log.note("stopped")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -209,7 +214,7 @@ def test_an_error_is_told_after_the_steps_that_no_line_told_of(
 ) -> None:
     def act(log: RunLogger) -> None:
         log.train(RECORD)
-        log.stepped(13, 52, lambda: replace(RECORD, iteration=13, consumed_samples=52, consumed_tokens=5200))
+        log.stepped(13, 52, lambda: {**RECORD, "iteration": 13, "consumed-samples": 52, "consumed-tokens": 5200})
 
     with pytest.raises(KeyError):
         failing_run(tmp_path, act)
@@ -220,13 +225,14 @@ def test_an_error_is_told_after_the_steps_that_no_line_told_of(
     assert " 13/100 " in capsys.readouterr().out
 
 
-def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path) -> None:
+def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     superseded: list[str] = []
 
     def check() -> None:
         if superseded:
             raise SupersededError("E817 start 1 is superseded")
 
+    monkeypatch.setattr(run_logger, "SUPERSEDED_CHECK_SECONDS", 0.0)
     log = run_log(tmp_path, check=check)
     log.train(RECORD)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -237,6 +243,76 @@ def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path) -> No
     with pytest.raises(SupersededError), log:
         log.train(RECORD)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_asks_rarely_whether_it_is_superseded_and_always_at_its_end(tmp_path: Path) -> None:
+    asked = list[int]()
+    log = run_log(tmp_path, check=lambda: asked.append(len(lines(tmp_path))))
+    for _ in range(10):
+        log.train(RECORD)
+    assert asked == []
+    log.__exit__(KeyError, KeyError("cause"), None)
+    assert asked[0] == 11  # before the error is written
+
+
+def test_a_superseded_start_notices_at_a_log_line_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        raise SupersededError("E817 start 1 is superseded")
+
+    monkeypatch.setattr(run_logger, "SUPERSEDED_CHECK_SECONDS", 0.2)
+    log = run_log(tmp_path, check=check)
+    log.train(RECORD)
+    time.sleep(0.2)
+    with pytest.raises(SupersededError), log:
+        log.train(RECORD)
+    assert len(lines(tmp_path)) == 2
+
+
+class Mine:
+    """A logger of a user's module; fails at the second step."""
+
+    made: ClassVar[list[Mine]] = []
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.seen, self.closed = config, list[Any](), False
+        self.made.append(self)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if "bad" in metrics:
+            raise RuntimeError("not this one")
+        self.seen.append((step, metrics.get("lm loss", metrics.get("mine"))))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_loggers_of_plugins_get_the_metrics_and_cost_at_most_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(config: RunConfig) -> Mine:
+        raise ValueError("no such table")
+
+    monkeypatch.setattr(Mine, "made", [])
+    monkeypatch.setitem(plugins._registered, "metric_logger", {"mine": Mine, "broken": broken})
+    run_log(None, enabled=False).close()
+    assert Mine.made == []  # only the rank that reports makes them
+    for bad in ({}, {"bad": 1.0}):
+        with run_log(tmp_path / str(len(bad))) as log:
+            log.train(RECORD)
+            log.log({"mine": 5.0, **bad})
+            log.flush()
+            log.log({"mine": 6.0})
+    good, failing = Mine.made
+    assert good.config.training.train_iters == 100
+    assert (good.seen, good.closed) == ([(10, 2.5), (0, 5.0), (0, 6.0)], True)
+    assert (failing.seen, failing.closed) == ([(10, 2.5)], False)
+    warnings = [line["text"] for line in lines(tmp_path / "1") if line.get("event") == "warning"]
+    assert warnings == [
+        "broken receives no data from this run: no such table; training continues",
+        "mine receives no further data from this run: not this one; training continues",
+    ]
 
 
 def test_a_step_is_told_once(tmp_path: Path) -> None:
@@ -250,7 +326,7 @@ def test_a_step_is_told_once(tmp_path: Path) -> None:
 
 
 def test_steps_that_cannot_be_read_do_not_hide_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def read() -> TrainRecord:
+    def read() -> Metrics:
         raise RuntimeError("no device")
 
     with pytest.raises(KeyError):
@@ -266,7 +342,7 @@ def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("COLUMNS", "40")
     for stream, longest in ((Terminal(), 40), (io.StringIO(), None)):
-        monkeypatch.setattr(run_logging.sys, "stdout", stream)
+        monkeypatch.setattr(console.sys, "stdout", stream)
         run_log(None).train(RECORD)
         length = len(stream.getvalue().rstrip("\n"))
         assert length <= longest if longest else length > 80

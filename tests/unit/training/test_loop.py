@@ -15,14 +15,14 @@ import pytest
 from megatron.config.errors import Problem, UserError
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.masks import BatchArrays, MaskBuilder
-from megatron.training.build import Trainer, build_trainer
-from megatron.training.callbacks.health import HealthMonitor, NonFiniteError
-from megatron.training.callbacks.profiler import Profiler
-from megatron.training.cuda_graphs import StepRunner
+from megatron.training.build import build_trainer
+from megatron.training.callbacks.health import HealthMonitor
+from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import StopRequest, train
+from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.step import evaluate
+from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state
 from tests.runs import before_step, column, differences, kill, records, saved_steps, spoil_step, start, steps, tiny_run
 
@@ -34,8 +34,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
-            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, [*trainer.chunks.values()])
-            return train(trainer, StepRunner(trainer), log, stop, profiler), trainer
+            return train(trainer, None, log, stop, build_callbacks(trainer, log, stop)), trainer
     finally:
         stop.restore()
 
@@ -110,7 +109,7 @@ def test_looking_at_layers_and_copies_does_not_count_as_training(
 
     monkeypatch.setattr("megatron.training.metrics.time.perf_counter", lambda: now() + late[0])
     monkeypatch.setattr(HealthMonitor, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
-    monkeypatch.setattr("megatron.training.loop.check_weight_copies", slow)
+    monkeypatch.setattr("megatron.training.callbacks.health.check_weight_copies", slow)
     trained(tmp_path, "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3")
     assert late[0] == 5 * 1000.0
     assert max(column(tmp_path, "iteration-time")) < 500.0
@@ -120,7 +119,7 @@ def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 1 --check-weight-hash-across-dp-replicas-interval 3"
     differ = UserError([Problem("E707", "copies of the weights differ")])
     with (
-        patch("megatron.training.loop.check_weight_copies", side_effect=differ),
+        patch("megatron.training.callbacks.health.check_weight_copies", side_effect=differ),
         pytest.raises(UserError, match="E707"),
     ):
         trained(tmp_path, flags)

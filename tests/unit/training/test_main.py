@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pretrain_gpt
 from megatron.config.errors import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
-from megatron.training.callbacks.health import NonFiniteError
+from megatron.training.failure_report import NonFiniteError
 from megatron.training.startup import StartupTimer, process_start_time
 from tests.runs import FLAGS, column, tiny_run
 
@@ -139,7 +140,7 @@ def test_unreadable_data_are_reported_once_per_machine(
     def unreadable(*arguments: object) -> int:
         raise DataError("the tokenizer is torn")
 
-    monkeypatch.setattr(pretrain_gpt, "vocabulary", unreadable)
+    monkeypatch.setattr(pretrain_gpt, "with_vocabulary", unreadable)
     place(monkeypatch, rank, local_rank)
     assert pretrain_gpt.main([*FLAGS.split(), "--global-batch-size", "16"]) == 2
     assert capsys.readouterr().err == ("the tokenizer is torn\n" if told else "")
@@ -177,3 +178,34 @@ def test_an_unwritable_run_folder_is_refused_before_the_first_step(
     assert main.run(tiny_run(tmp_path)) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: E701 the run folder {tmp_path} cannot be written: Is a directory\n  fix: --run-dir")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "exceed"),
+    [
+        (1, "", 8, False),  # every core a thread, and nobody else
+        (1, "8", 8, False),
+        (1, "16", 8, True),
+        (2, "", 8, True),
+        (2, "4", 8, False),
+        (2, "5,2", 8, True),
+        (16, "1", 8, True),
+        (8, "1", 8, False),
+    ],
+)
+def test_threads_wait_without_spinning_only_where_they_exceed_the_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: str, cores: int, exceed: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    torchrun = {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    assert pretrain_gpt.threads_exceed_cores(torchrun | {"OMP_NUM_THREADS": threads}) == exceed
+
+
+@pytest.mark.parametrize(("tasks", "exceed"), [("4(x2),3", False), ("9(x3)", True), ("4,9", True)])
+def test_tasks_of_srun_share_all_cores_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, exceed: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # the cores that srun binds this task to
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    places = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "12", "SLURM_LOCALID": "0"}
+    assert pretrain_gpt.threads_exceed_cores(places | {"SLURM_STEP_TASKS_PER_NODE": tasks}) == exceed

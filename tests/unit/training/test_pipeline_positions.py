@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.distributed.mesh import FAILED_KEY
+from megatron.distributed.launch import FAILED_KEY
 from megatron.training import failure_report
 from megatron.training.failure_report import PositionReporter, ignore_sigterm, rank_positions
 
@@ -25,7 +25,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(failure_report, "publish_text", left.__setitem__)
     monkeypatch.setattr(failure_report, "read_texts", found)
     monkeypatch.setattr(failure_report, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(failure_report, "WHEREABOUTS_PATIENCE", 0.1)
+    monkeypatch.setattr(failure_report, "POSITION_TIMEOUT_SECONDS", 0.1)
     return left
 
 

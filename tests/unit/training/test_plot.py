@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,8 +140,8 @@ def test_the_legend_is_beside_the_data(tmp_path: Path, monkeypatch: pytest.Monke
     overlaps = []
     savefig = Figure.savefig
 
-    def look(figure: Figure, path: Path) -> None:
-        savefig(figure, path)
+    def look(figure: Figure, *arguments: Any, **options: Any) -> None:
+        savefig(figure, *arguments, **options)
         (legend,) = figure.legends
         overlaps.extend(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
 
@@ -179,7 +180,7 @@ def test_the_tool_draws_the_health_of_a_run_into_its_folder(tmp_path: Path, caps
 
 def test_the_tool_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_dir(tmp_path / "run", extra='{"iter'))]) == 0
-    assert f"line 4 of {tmp_path / 'run' / 'metrics.jsonl'}" in capsys.readouterr().err
+    assert f"{tmp_path / 'run' / 'metrics.jsonl'}: 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

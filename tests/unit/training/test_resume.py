@@ -16,7 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.convert.saved_model import import_huggingface
 from megatron.data.errors import DataError
 from megatron.training import checkpointer
-from megatron.training.build import Trainer
+from megatron.training.trainer import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
 from tests.unit.convert.folders import random_weights, write_folder
 
@@ -320,8 +320,8 @@ def test_only_the_weights(killed: Path, tmp_path: Path) -> None:
 
 
 def _copied(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    weights = {name: value.clone() for name, value in trainer.optimizer.masters.items()}
-    (moments,) = trainer.optimizer.moments().values()
+    weights = {name: value.clone() for name, value in trainer.optimizer.main_params.items()}
+    (moments,) = trainer.optimizer.state().values()
     return weights, {name: value.clone() for name, value in moments.items()}, trainer.consumed_samples
 
 
@@ -340,7 +340,7 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
     begun: list[torch.Tensor] = []
 
     def stop_first(trainer: Trainer) -> None:
-        begun.append(trainer.optimizer.masters["embedding.position_embeddings.weight"].clone())
+        begun.append(trainer.optimizer.main_params["embedding.position_embeddings.weight"].clone())
 
     with before_step(1, stop_first):
         told = start(run_of(tmp_path / "run", f"--load hf:{folder}"), before_step(4, kill))

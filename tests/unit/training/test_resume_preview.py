@@ -21,7 +21,7 @@ from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
 from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.resume_source import preview_start, stored_config
 

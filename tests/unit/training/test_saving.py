@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.durable_files import DamagedCheckpointError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -215,7 +215,7 @@ def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
 def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path: Path) -> None:
     """Not all at once, which would take the memory that remainders save."""
     trainer = build_trainer(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
-    masters = dict(trainer.optimizer.masters)
+    masters = dict(trainer.optimizer.main_params)
     with patch("megatron.optimizer.main_params.join_fp32", side_effect=AssertionError):
         tensors = tensors_to_save(trainer)
     (part,) = tensors["layers.0.mlp.linear_fc2.weight"].parts

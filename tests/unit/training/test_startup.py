@@ -104,7 +104,7 @@ def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractC
 def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
     with (
-        slowly("build.build_data", build_data, 0.01),
+        slowly("trainer.build_data", build_data, 0.01),
         slowly("main.choose_resume_source", choose_resume_source, 0.01),
     ):  # else less than is shown
         started = start(tiny_run(tmp_path, flags))
@@ -121,7 +121,7 @@ def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_pa
     """Data are opened while a checkpoint is loaded."""
     flags = f"--save {tmp_path}/saved --save-interval 2"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-    start(tiny_run(tmp_path, flags), slowly("build.build_data", build_data, 0.5))
+    start(tiny_run(tmp_path, flags), slowly("trainer.build_data", build_data, 0.5))
     events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert [event["iteration"] for event in events] == [1, 3]
     assert events[1]["phases"]["data"] > 0.4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.loggers.run_logger import SUPERSEDED_CHECK_SECONDS
 from tests.killed import ROOT
 from tests.runs import column, contents, start, tiny_run
 
@@ -26,12 +27,12 @@ from tests.runs import start, tiny_run
 
 folder, real = Path(sys.argv[1]), save.publish_staged
 
-def publish(final, shop):
+def publish(final, staging):
     if final.name == "iter_0000004":
         (folder / "hangs").touch()
         while (folder / "hangs").exists():
             time.sleep(0.01)
-    real(final, shop)
+    real(final, staging)
 
 with patch.object(save, "publish_staged", publish):
     told = start(tiny_run(folder, sys.argv[2]))
@@ -56,6 +57,7 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
         try:
             waited(hangs.exists)
             old.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
             refused = start(tiny_run(tmp_path, flags))
             assert refused.status == 1
             assert f"in use by process {old.pid} on " in refused.err
@@ -67,6 +69,7 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
             assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in told.out
             hangs.unlink()
             left = contents(tmp_path)
+            time.sleep(max(0.0, stopped + SUPERSEDED_CHECK_SECONDS - time.monotonic()))
             old.send_signal(signal.SIGCONT)
             said, _ = old.communicate(timeout=SECONDS)
         finally:

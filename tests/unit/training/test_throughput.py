@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
 from megatron.planner.flops import FlopsPerToken
-from megatron.training.loggers.base import TrainRecord
+from megatron.training.loggers.base import Metrics
 from megatron.training.throughput import PEAK_FLOPS, ThroughputModel, peak_flops
 
 
@@ -44,21 +43,8 @@ def test_every_row_of_the_table_can_be_reached() -> None:
     assert [peak_flops(f"Maker {name}", "bf16") for name, _ in PEAK_FLOPS] == [peak for _, peak in PEAK_FLOPS]
 
 
-def record(**changes: Any) -> TrainRecord:
-    values: dict[str, Any] = {
-        "iteration": 10,
-        "consumed_samples": 40,
-        "consumed_tokens": 4000,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-4,
-        "weight_decay": 0.1,
-        "batch_size": 4,
-        "loss_scale": 1.0,
-        "seconds_per_step": 0.5,
-        "tokens_per_second": 800.0,
-    }
-    return TrainRecord(**(values | changes))
+def record(consumed_samples: int = 40) -> Metrics:
+    return {"consumed-samples": consumed_samples, "tokens-per-second": 800.0}
 
 
 def test_yardstick_of_a_run() -> None:
@@ -76,22 +62,24 @@ def test_yardstick_of_a_run() -> None:
     )  # 8 ranks / TP2 = 4 samples a step
     smaller_before = ThroughputModel.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
     assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
-    assert throughput_model.mfu(record()) == pytest.approx(100 * flops.full / 312e12)  # 800 tokens/s on 8 ranks
-    assert throughput_model.values(record()) == {
+    assert throughput_model.metrics(record())["mfu"] == pytest.approx(
+        100 * flops.full / 312e12
+    )  # 800 tokens/s on 8 ranks
+    assert throughput_model.metrics(record()) == {
         "throughput": pytest.approx(100 * flops.megatron / 1e12),
-        "mfu": throughput_model.mfu(record()),
+        "mfu": throughput_model.metrics(record())["mfu"],
         "mfu-causal": pytest.approx(100 * flops.causal / 312e12),
-        "hfu": throughput_model.mfu(record()),
+        "hfu": throughput_model.metrics(record())["mfu"],
     }
     assert throughput_model.seconds_left(record()) == pytest.approx(90 * 0.5)
     assert throughput_model.seconds_left(record(consumed_samples=400)) == 0
     by_samples = replace(config, training=replace(config.training, train_iters=None, train_samples=403))
     assert ThroughputModel.from_config(by_samples, 8, "cpu").seconds_left(record(consumed_samples=400)) == 0
     cpu = ThroughputModel.from_config(config, 2, "cpu")
-    assert cpu.mfu(record()) is None
-    assert [name for name, value in cpu.values(record()).items() if value is None] == ["mfu", "mfu-causal", "hfu"]
+    assert cpu.metrics(record())["mfu"] is None
+    assert [name for name, value in cpu.metrics(record()).items() if value is None] == ["mfu", "mfu-causal", "hfu"]
     again = replace(config, training=replace(config.training, recompute_granularity="full"))
-    values = ThroughputModel.from_config(again, 8, "NVIDIA A100-SXM4-80GB").values(record())
-    assert values["mfu"] == throughput_model.mfu(record())
+    values = ThroughputModel.from_config(again, 8, "NVIDIA A100-SXM4-80GB").metrics(record())
+    assert values["mfu"] == throughput_model.metrics(record())["mfu"]
     assert values["hfu"] == pytest.approx(100 * FlopsPerToken.from_config(again).hardware / 312e12)
     assert not cpu.on_gpu

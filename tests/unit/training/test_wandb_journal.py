@@ -10,14 +10,13 @@ from megatron.training.loggers.wandb import JournalContent, WandbJournal, read_j
 def test_a_journal_tells_of_the_starts_before(tmp_path: Path) -> None:
     path = tmp_path / "wandb/journal.jsonl"
     first = WandbJournal(path, 0, pytest.fail)
-    first.record({"iteration": 1, "lm loss": 2.5, "text": "x", "time": 1.0})
-    first.record({"iteration": 1, "lm loss validation": 3.0})
-    first.event({"event": "note"})
-    first.close(False)
+    first.log(1, {"lm loss": 2.5, "text": "x", "time": 1.0})
+    first.log(1, {"lm loss validation": 3.0})
+    first.close()
     second = WandbJournal(path, 1, pytest.fail)
     assert first.past == JournalContent()
     assert second.past == JournalContent(1, {1: {"lm loss": 2.5, "lm loss validation": 3.0}})
-    second.close(False)
+    second.close()
     assert read_journal(path) == JournalContent(2, second.past.rows)
 
 

@@ -65,15 +65,16 @@ class Both:
     def __init__(self, journal: WandbJournal, client: WandbLogger | None) -> None:
         self.journal, self.client = journal, client
 
-    def record(self, values: dict[str, object]) -> None:
-        self.journal.record(values)
+    def log(self, values: dict[str, Any]) -> None:
+        step, metrics = values["iteration"], {name: x for name, x in values.items() if name != "iteration"}
+        self.journal.log(step, metrics)
         if self.client is not None:
-            self.client.record(values)
+            self.client.log(step, metrics)
 
-    def close(self, failed: bool) -> None:
-        self.journal.close(failed)
+    def close(self) -> None:
+        self.journal.close()
         if self.client is not None:
-            self.client.close(failed)
+            self.client.close()
 
 
 def sink(client: Client, folder: Path, iteration: int = 0, down: bool = False, **options: Any) -> Both:
@@ -90,7 +91,7 @@ def sink(client: Client, folder: Path, iteration: int = 0, down: bool = False, *
         )
 
 
-def step(number: int) -> dict[str, object]:
+def step(number: int) -> dict[str, Any]:
     return {
         "iteration": number,
         "consumed-samples": 4 * number,
@@ -101,7 +102,7 @@ def step(number: int) -> dict[str, object]:
     }
 
 
-def evaluation(number: int) -> dict[str, object]:
+def evaluation(number: int) -> dict[str, Any]:
     return {"iteration": number, "consumed-samples": 4 * number, "lm loss validation": float(number)}
 
 
@@ -109,8 +110,8 @@ def test_a_step_and_its_evaluation_are_one_row(tmp_path: Path) -> None:
     client = Client(offline=True)
     run = sink(client, tmp_path)
     for values in (step(1), step(2), evaluation(2), step(3)):
-        run.record(values)
-    run.close(False)
+        run.log(values)
+    run.close()
     assert [number for number, _ in client.kept] == [1, 2, 3]
     assert client.kept[1][1] == {
         "consumed-samples": 8,
@@ -125,7 +126,7 @@ def test_a_step_and_its_evaluation_are_one_row(tmp_path: Path) -> None:
 
 def test_the_run_is_asked_for_by_its_name(tmp_path: Path) -> None:
     client = Client(offline=True)
-    sink(client, tmp_path, run_dir="runs/mine", wandb_entity="us").close(True)
+    sink(client, tmp_path, run_dir="runs/mine", wandb_entity="us").close()
     asked = {key: client.asked[key] for key in ("project", "entity", "name", "id", "resume", "config")}
     assert asked == {
         "project": "p",
@@ -135,7 +136,7 @@ def test_the_run_is_asked_for_by_its_name(tmp_path: Path) -> None:
         "resume": "allow",
         "config": {"a": 1},
     }
-    assert client.exit_code == 1
+    assert client.exit_code == 0
 
 
 KILLS = st.lists(st.tuples(st.integers(1, 24), st.integers(0, 30), st.booleans()), max_size=5)
@@ -153,11 +154,11 @@ def test_a_run_that_is_killed_again_and_again_leaves_every_step_once(
             run, begin = sink(client, Path(folder), saved, down), saved
             for number in range(begin + 1, min(begin + steps, total) + 1):
                 if number % log_every == 0 or number == total:
-                    run.record(step(number))
-                    run.record(evaluation(number))
+                    run.log(step(number))
+                    run.log(evaluation(number))
                 saved = number if number % save_every == 0 else saved
             client.crash(arrived)
-        run.close(False)
+        run.close()
     expected = sorted({*range(log_every, total + 1, log_every), total})
     assert [number for number, _ in client.kept] == expected
     assert all(row["lm loss"] == number / 2 and row["lm loss validation"] == number for number, row in client.kept)
@@ -166,12 +167,12 @@ def test_a_run_that_is_killed_again_and_again_leaves_every_step_once(
 def test_an_evaluation_put_off_by_a_signal_goes_into_the_next_row(tmp_path: Path) -> None:
     client = Client(offline=True)
     first = sink(client, tmp_path)
-    first.record(step(1))
-    first.close(False)
+    first.log(step(1))
+    first.close()
     second = sink(client, tmp_path, 1)
     for values in (evaluation(1), step(2)):
-        second.record(values)
-    second.close(False)
+        second.log(values)
+    second.close()
     assert [(number, row.get("lm loss validation")) for number, row in client.kept] == [(1, None), (2, 1.0)]
     assert client.kept[1][1]["restarts"] == 1
 
@@ -180,8 +181,8 @@ def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
     client, said = Client(offline=False), list[str]()
     first = sink(client, tmp_path)
     for number in (1, 2, 3):
-        first.record(step(number))
-    first.close(False)
+        first.log(step(number))
+    first.close()
     with patch.object(
         WandbLogger, "_print_location", lambda run, say: said.append((run._last_reported, run._first_step))
     ):
@@ -194,12 +195,12 @@ def test_steps_that_are_taken_again_are_reported_as_they_are_taken_now(tmp_path:
     client = Client(offline=False)
     first = sink(client, tmp_path)
     for number in (1, 2, 3):
-        first.record(step(number))
+        first.log(step(number))
     client.crash(0)
     second = sink(client, tmp_path, 2)
     for number in (3, 4):
-        second.record(step(number) | {"lm loss": 9.0})
-    second.close(False)
+        second.log(step(number) | {"lm loss": 9.0})
+    second.close()
     assert [(number, row["lm loss"]) for number, row in client.kept] == [(1, 0.5), (2, 1.0), (3, 9.0), (4, 9.0)]
 
 
@@ -208,15 +209,17 @@ def test_the_error_of_a_start_is_not_that_of_the_next(tmp_path: Path) -> None:
     first = sink(client, tmp_path).client
     assert first is not None
     assert client.summary == {}
-    first.event({"event": "error", "text": "no more of this"})
+    first.event(3, "error", {"text": "no more of this"})
     assert client.summary == {"error": "no more of this"}
+    first.close()
+    assert client.exit_code == 1
     sink(client, tmp_path)
     assert client.summary == {"error": ""}
 
 
 def test_a_journal_that_is_elsewhere_is_missed(tmp_path: Path) -> None:
     here, elsewhere = (LoggingConfig(wandb_project="p", run_dir=str(tmp_path / name)) for name in "ab")
-    WandbJournal(journal_path(here, "run12345"), 0, pytest.fail).close(False)
+    WandbJournal(journal_path(here, "run12345"), 0, pytest.fail).close()
     assert missing_journal_notes(here, "run12345") == []
     assert missing_journal_notes(elsewhere, "") == []  # it begins
     assert missing_journal_notes(LoggingConfig(run_dir="b"), "run12345") == []  # nobody asks for it
@@ -227,14 +230,14 @@ def test_a_journal_that_is_elsewhere_is_missed(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_count_as_whole(tmp_path: Path) -> None:
     client = Client(offline=True)
     first = sink(client, tmp_path)
-    first.record(step(1))
-    first.record(step(2))
+    first.log(step(1))
+    first.log(step(2))
     client.crash(0)
     with patch.object(client, "last_step", side_effect=ValueError):
         second = sink(client, tmp_path, 1)
-    second.record(step(2))
-    second.record(step(3))
-    second.close(False)
+    second.log(step(2))
+    second.log(step(3))
+    second.close()
     assert [number for number, _ in client.kept] == [3]
 
 

@@ -21,7 +21,7 @@ from megatron.data.tokenizers.sentencepiece import (
     SentencePieceTokenizer,
     parse_model,
 )
-from megatron.data.tokenizers.train import SENTENCEPIECE_SMALLEST, SentenceSample, train_sentencepiece
+from megatron.data.tokenizers.train import MIN_SENTENCEPIECE_SIZE, SentenceSample, train_sentencepiece
 from tests.unit.data.made_tokenizers import TEXT
 
 
@@ -64,7 +64,7 @@ def test_equal_texts_give_equal_files(model_type: str) -> None:
 
 def test_pieces_are_those_of_frequent_words() -> None:
     """Of 'ab' often, 'cd' seldom, the first piece joined is 'ab'."""
-    made = parse_model(model(["ab ab ab ab cd cd"] * 5, SENTENCEPIECE_SMALLEST + 20)).pieces
+    made = parse_model(model(["ab ab ab ab cd cd"] * 5, MIN_SENTENCEPIECE_SIZE + 20)).pieces
     joined = [piece.text for piece in made if piece.kind is PieceType.NORMAL and len(piece.text) > 1]
     assert joined[0] in ("ab", "\u2581a")
     assert joined.index("\u2581ab") < joined.index("\u2581cd")
@@ -110,7 +110,7 @@ def test_fewer_lines_are_learnt_from_than_there_are() -> None:
 @pytest.mark.parametrize(
     ("texts", "size", "message"),
     [
-        (["text"], SENTENCEPIECE_SMALLEST - 1, "a vocabulary of 258 is too small for the 256 bytes"),
+        (["text"], MIN_SENTENCEPIECE_SIZE - 1, "a vocabulary of 258 is too small for the 256 bytes"),
         (["".join(map(chr, range(0x4E00, 0x4F00)))], 300, r"of the text\n  fix: --vocab-size 5\d\d or more"),
         (["", ""], 300, r"all empty \(2\)"),
     ],

@@ -6,8 +6,9 @@ import io
 
 import pytest
 
-from megatron.data.preprocess import run
-from megatron.data.preprocess.run import (
+from megatron.data import progress
+from megatron.data.progress import (
+    ByteProgress,
     PreprocessProgress,
     PreprocessTotals,
     format_count,
@@ -27,7 +28,7 @@ class Screen(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be set."""
     now = [100.0]
-    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -79,3 +80,24 @@ def test_short_numbers(number: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_bytes_in_a_file(clock: list[float]) -> None:
+    stream = io.StringIO()
+    meter = ByteProgress(stream, 10**10)
+    for clock[0] in (104.0, 110.0, 115.0, 120.0):
+        meter.add(10**9)
+    meter.close()
+    assert stream.getvalue().splitlines() == [
+        "2.0 GB of 10.0 GB, 200.0 MB/s, 40 s left",
+        "4.0 GB of 10.0 GB, 200.0 MB/s, 30 s left",
+    ]
+
+
+def test_bytes_on_a_terminal(clock: list[float]) -> None:
+    stream = Screen()
+    meter = ByteProgress(stream, 10**9)
+    for clock[0] in (100.1, 101.0):
+        meter.add(10**8)
+    meter.close()
+    assert stream.getvalue() == "\r200.0 MB of 1.0 GB, 200.0 MB/s, 4 s left\x1b[K\r\x1b[K"

@@ -20,7 +20,7 @@ from megatron.layers.build import BuildContext
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import WeightBuffers
+from megatron.optimizer.parameter_store import ParameterStore
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
@@ -71,14 +71,14 @@ class Gathers:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
     """Two ranks cut everything, and this is the first."""
     found = Gathers()
-    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: PARTS)
-    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
-    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: PARTS)
+    monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: PARTS)
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
+    monkeypatch.setattr(Mesh, "weight_gather_group", lambda self, *axes: PARTS)
     monkeypatch.setattr(comm, "start_all_gather", found)
     return found
 
 
-def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, WeightBuffers, GradBuffer]:
+def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, ParameterStore, GradBuffer]:
     """Square layers, each in a bucket of its own."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(count)))
@@ -86,10 +86,10 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
         layer.weight = context.parameter(f"layers.{i}", DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
     config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True)
     dtypes = dict.fromkeys(context.specs, torch.float64)
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), config)
-    weights = WeightBuffers(context.params, buckets, context.mesh, overlap)
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config)
+    weights = ParameterStore(context.params, buckets, context.mesh, overlap)
     if awaited:
-        weights.wait_before_forward(model)
+        weights.gather_before_forward(model)
     return model, weights, buckets
 
 
@@ -111,7 +111,7 @@ def test_parameters_are_views_and_keep_their_values() -> None:
     for name, param in solo.params.items():
         assert torch.equal(param, fresh.params[name])
         assert param.is_contiguous()
-        assert solo.optimizer.weights.own[name].data_ptr() == param.data_ptr()
+        assert solo.optimizer.weights.shards[name].data_ptr() == param.data_ptr()
     loss, _ = solo.step([random_batch(CONFIG)])
     other, _ = fresh.step([random_batch(CONFIG)])
     assert loss == other, "buffers are a matter of memory alone"
@@ -120,15 +120,15 @@ def test_parameters_are_views_and_keep_their_values() -> None:
 def test_they_lie_as_their_gradients_do() -> None:
     solo = Solo.build(CONFIG, torch.bfloat16, bucket_size=3000)
     for bucket in solo.buckets.buckets:
-        first = min(bucket.room.packing.offsets, key=lambda name: bucket.room.packing.offsets[name])
+        first = min(bucket.layout.packing.offsets, key=lambda name: bucket.layout.packing.offsets[name])
         start = solo.params[first].data_ptr()
-        for name, offset in bucket.room.packing.offsets.items():
+        for name, offset in bucket.layout.packing.offsets.items():
             assert solo.params[name].data_ptr() - start == 2 * offset
 
 
 def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
     model, weights, _ = layers(4, overlap=True)
-    weights.gather()
+    weights.start_gather()
     assert gathers.started == [parameter.data_ptr() for parameter in model.parameters()]
     assert gathers.waited == []
     weights.wait()
@@ -137,14 +137,14 @@ def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
 
 def test_without_overlap_all_are_there_at_once(gathers: Gathers) -> None:
     model, weights, _ = layers(3, overlap=False, awaited=False)
-    weights.gather()
+    weights.start_gather()
     assert gathers.waited == gathers.started == [parameter.data_ptr() for parameter in model.parameters()]
     assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, None))
 
 
 def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
     model, weights, _ = layers(3, overlap=True)
-    weights.gather()
+    weights.start_gather()
     model[0](torch.ones(WIDTH, dtype=torch.float64))
     assert gathers.waited == gathers.started[:1], "the others may still be on their way"
     assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, 1.0))
@@ -153,10 +153,20 @@ def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
     assert gathers.waited == gathers.started, "each is waited for once"
 
 
+def test_a_block_can_be_gathered_by_hand(gathers: Gathers) -> None:
+    model, weights, _ = layers(3, overlap=True, awaited=False)
+    weights.start_gather()
+    weights.gather(model[1])
+    assert gathers.waited == gathers.started[1:2], "the blocks before and after it are not waited for"
+    weights.gather(model)
+    assert sorted(gathers.waited) == sorted(gathers.started)
+    assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, 1.0))
+
+
 def test_whoever_does_not_wait_computes_with_old_weights(gathers: Gathers) -> None:
     """What the waits are for: the same without them is wrong."""
     model, weights, _ = layers(3, overlap=True, awaited=False)
-    weights.gather()
+    weights.start_gather()
     x = torch.ones(WIDTH, dtype=torch.float64)
     assert not torch.equal(model(x), product(model, 1.0))
     weights.wait()
@@ -165,8 +175,8 @@ def test_whoever_does_not_wait_computes_with_old_weights(gathers: Gathers) -> No
 
 def test_weights_are_not_gathered_anew_while_they_are_on_their_way(gathers: Gathers) -> None:
     _, weights, _ = layers(2, overlap=True)
-    weights.gather()
-    weights.gather()
+    weights.start_gather()
+    weights.start_gather()
     assert gathers.waited == gathers.started[:2]
     weights.wait()
     assert gathers.waited == gathers.started
@@ -180,15 +190,15 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     context.parameter(name, DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
     dtypes = {name: torch.float32}
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.sink, torch.device("cpu"), parallel)
+    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)
     config = OptimizerConfig(ema_decay=0.5, clip_grad=0.0)
     optimizer = DistributedOptimizer(context.params, context.specs, buckets, context.mesh, config, overlap_gather=True)
     for _ in range(2):
-        buckets.buckets[0].own.fill_(1.0)
+        buckets.buckets[0].shard.fill_(1.0)
         if moves == "an update":
             optimizer.update(Rates(0.1, 0.0), torch.ones(()))
         else:
-            optimizer.average[name].add_(1.0)
+            optimizer.ema[name].add_(1.0)
             with optimizer.averaged():
                 pass
     optimizer.weights.wait()

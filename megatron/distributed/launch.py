@@ -1,0 +1,145 @@
+"""Join and leave torch.distributed, and pass messages between ranks through its key-value store.
+
+The store works outside of collectives, so ranks can report failures through it while their peers are blocked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import Launch
+from megatron.distributed.comm import FAKE_BACKEND, Group
+
+T = TypeVar("T")
+
+
+def init_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:
+    """Initialise torch.distributed; a no-op for a single process, or when it is already initialised.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None picks by the device.
+        timeout: of the default group.
+        device: where this rank computes.
+
+    Raises:
+        UserError: when the backend does not support the device, or the address of rank 0 is unknown.
+
+    """
+    launch = Launch.read(os.environ)
+    if launch.world_size == 1 or dist.is_initialized():
+        return
+    problems = [*launch.problems()]
+    if backend == "nccl" and device.type != "cuda":
+        problems.append(Problem("E206", "the nccl backend cannot serve CPUs", ("--distributed-backend gloo",)))
+    if problems:
+        raise UserError(problems)
+    os.environ.setdefault("MASTER_ADDR", str(launch.master))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def is_distributed_initialized() -> bool:
+    """Return True if torch.distributed is initialised."""
+    return dist.is_initialized()
+
+
+def destroy_distributed() -> None:
+    """Destroy the process group. Not to be called after an error: NCCL would wait for ranks that are gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Pretend to be one rank of a world without peers, in which a :class:`Mesh` can be built.
+
+    Collectives return at once and leave their results unset: good for shapes and sizes, not for values.
+    """
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
+
+    dist.init_process_group(FAKE_BACKEND, rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def world_group(rank: int, world_size: int) -> Group:
+    """Return the group of all ranks, for collectives before there is a mesh."""
+    handle = dist.group.WORLD if world_size > 1 else None
+    return Group(tuple(range(world_size)), rank, handle)
+
+
+FAILED_KEY = "failed_ranks"
+"""Store key that counts the calls of :func:`register_failure`."""
+
+STORE_TIMEOUT_SECONDS = 3.0
+"""Timeout of a request to the store."""
+
+_unanswered: list[threading.Thread] = []
+"""Threads whose requests timed out."""
+
+
+def register_failure() -> bool:
+    """Register a failure of this rank; return True if it is the first. True also when the store is unreachable."""
+    return _query_store(lambda store: int(store.add(FAILED_KEY, 1)) == 1, default=True)
+
+
+def has_any_rank_failed() -> bool:
+    """Return True if any rank has registered a failure. True also when the store is unreachable."""
+    return _query_store(lambda store: bool(store.check([FAILED_KEY])), default=dist.is_initialized())
+
+
+def publish_text(name: str, text: str) -> None:
+    """Write a text to the store for other ranks, outside of any collective. Lost when the store is unreachable."""
+    _query_store(lambda store: store.set(name, text), default=None)
+
+
+def read_texts(names: Sequence[str]) -> dict[str, str]:
+    """Return the texts stored under ``names``, as far as they exist; empty when the store is unreachable."""
+    return _query_store(
+        lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, default={}
+    )
+
+
+def _query_store(query: Callable[[dist.distributed_c10d.Store], T], default: T) -> T:
+    """Return the store's answer, or ``default`` when its host (rank 0) does not answer in time.
+
+    The store's client has no usable timeout, so a thread sends the request. After one timeout no more are sent.
+    """
+    if not dist.is_initialized() or any(thread.is_alive() for thread in _unanswered):
+        return default
+    answers: list[T] = []
+
+    def fetch() -> None:
+        with suppress(Exception):  # the process that hosts the store is gone
+            answers.append(query(dist.distributed_c10d._get_default_store()))
+
+    request = threading.Thread(target=fetch, name="store", daemon=True)
+    request.start()
+    request.join(STORE_TIMEOUT_SECONDS)
+    if request.is_alive():
+        _unanswered.append(request)
+    return answers[0] if answers else default
+
+
+GLOO_PEER_LOST = "gloo/transport", "timeout caused pair closure"
+"""Fragments of gloo's messages about lost peers, which it raises as plain RuntimeErrors."""
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Return True if torch.distributed raised ``error`` because a rank is gone or does not respond."""
+    return isinstance(error, dist.DistError) or any(fragment in str(error) for fragment in GLOO_PEER_LOST)

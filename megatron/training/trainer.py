@@ -1,0 +1,238 @@
+"""The parts of a run on this rank, its progress, and the batches that it reads.
+
+Built by :func:`megatron.training.build.build_trainer`. A step reads its micro-batches with
+:meth:`Trainer.next_batches` and runs them with :meth:`Trainer.compute`; on a GPU, the batch of the next step is read
+while the GPU computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from socket import gethostname
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.lease import Leases
+from megatron.checkpoint.local_store import LocalStore
+from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
+from megatron.config.run import RunConfig
+from megatron.data.dataset import split_label
+from megatron.data.errors import DataError
+from megatron.data.loader import DataSource, build_data
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.sharding import ShardSpec
+from megatron.distributed.timing import Timers
+from megatron.model.gpt import GPTChunk
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.loss_scaler import LossScaler
+from megatron.optimizer.lr_scheduler import LearningRateSchedule
+from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.plan import build_program
+from megatron.pipeline.runtime import Pipeline
+from megatron.training.startup import StartupTimer
+from megatron.training.throughput import Goodput
+
+MAX_RANKS_SHOWN = 4
+"""Ranks listed in an error, of those with the same version."""
+
+DIGEST_MODULUS = 2**64
+"""Digests of samples are added modulo this number."""
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """This rank's micro-batches of the next step, read before the step begins."""
+
+    place: tuple[int, int]  # first sample of the global batch, and its number of samples
+    batches: list[MicroBatch]
+    digest: int  # of the samples in ``batches``
+
+
+@dataclass
+class Trainer:
+    """The parts of a run on this rank, and its progress. :meth:`start_at` sets ``schedule`` and ``data``."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    chunks: Mapping[int, GPTChunk]  # this rank's model chunks, by stage number
+    pipeline: Pipeline
+    specs: Mapping[str, ShardSpec]  # of this rank's parameters, by global name
+    params: Mapping[str, nn.Parameter]
+    buckets: GradBuffer
+    optimizer: DistributedOptimizer
+    scaler: LossScaler
+    timers: Timers
+    goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
+    startup: StartupTimer = field(default_factory=StartupTimer)
+    schedule: LearningRateSchedule = field(init=False)
+    data: DataSource = field(init=False)
+    iteration: int = 0  # steps taken
+    consumed_samples: int = 0
+    batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
+    evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
+    digest: int = 0  # of the first ``digested_samples`` samples that the run has consumed
+    digested_samples: int = 0
+    digest_read: int = 0  # of the samples that this rank has read since
+    logged_digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
+    prefetched: Prefetched | None = None
+    run_id: str = ""  # the same through all starts of the run
+    notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
+    files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
+    local: LocalStore | None = None  # checkpoints on the nodes' own disks
+    leases: Leases = field(default_factory=Leases)  # leases on the folders that checkpoints are written to
+
+    def compute(
+        self, batches: Sequence[MicroBatch], seed: Tensor | None, program: PipelineSchedule | None = None
+    ) -> None:
+        """Run the pipeline over this rank's micro-batches.
+
+        Args:
+            batches: micro-batches of a step, or of an evaluation.
+            seed: gradient of the objective with respect to the summed losses, 0-d; None for forward only.
+            program: schedule to use instead of the run's own.
+
+        """
+        program = program or build_program(self.config.parallel, len(batches), evaluation=seed is None)
+        for chunk in self.chunks.values():
+            chunk.train(seed is not None)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
+
+    def start_at(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        segments: Mapping[str, Sequence[int]] | None = None,
+        batches_since: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Set the position of the run, and build its learning-rate schedule and data from there; collective.
+
+        Args:
+            iteration: steps taken.
+            consumed_samples: samples used by them.
+            segments: segments in which the data were laid out, by split; None for a new run.
+            batches_since: steps and samples at which the current batch size options took effect.
+
+        Raises:
+            DataError: if the data cannot be opened, or are not the same on all ranks.
+
+        """
+        config = self.config
+        dp = self.mesh.dp_size
+        begin = iteration, consumed_samples
+        self.iteration, self.consumed_samples = begin
+        self.digest = 0
+        self.digested_samples = consumed_samples
+        self.digest_read = 0
+        self.logged_digest = (0, 0)
+        self.batches_since = batches_since
+        self.prefetched = None
+        self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
+        with self.startup("data"):
+            vocab = config.model.vocab
+            self.data = build_data(config.data, config.training, vocab, dp, segments=segments, begin=begin)
+            check_same_data(self.data, self.mesh.world)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return final_iteration(self.config.training, self.mesh.dp_size, self.iteration, self.consumed_samples)
+
+    @property
+    def next_batch_size(self) -> int:
+        """Samples of the next global batch."""
+        return global_batch_size_at(self.config.training, self.mesh.dp_size, self.consumed_samples)
+
+    def samples_digest(self) -> str:
+        """Return the digest of all consumed samples, computed from the sample order, in hexadecimal."""
+        known, digest = max(self.logged_digest, (self.digested_samples, self.digest))
+        digest = (digest + self.data.digest("train", known, self.consumed_samples)) % DIGEST_MODULUS
+        self.logged_digest = self.consumed_samples, digest
+        return f"{digest:016x}"
+
+    def next_batches(self) -> list[MicroBatch]:
+        """Return this rank's micro-batches of the next step, prefetched or read now."""
+        place = self.consumed_samples, self.next_batch_size
+        prefetched, self.prefetched = self.prefetched, None
+        if prefetched is None or prefetched.place != place:
+            return self._read("train", *place)
+        self.digest_read += prefetched.digest
+        return [replace(batch, step=self.iteration) for batch in prefetched.batches]
+
+    def prefetch(self) -> None:
+        """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
+        if self.iteration + 1 >= self.total_steps:
+            return
+        first = self.consumed_samples + self.next_batch_size
+        place = first, global_batch_size_at(self.config.training, self.mesh.dp_size, first)
+        digest_before = self.digest_read
+        try:
+            with self.timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
+                batches = self._read("train", *place)
+            self.prefetched = Prefetched(place, batches, self.digest_read - digest_before)
+        except (DataError, OSError):  # :meth:`next_batches` will raise it, after the current step is counted
+            self.prefetched = None
+        self.digest_read = digest_before
+
+    def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
+        size = full_global_batch_size(self.config.training, self.mesh.dp_size)
+        return self._read(split, index * size, size)
+
+    def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
+        if split == "train":
+            self.digest_read += self.data.digest_places(split, places)
+        return [self.data.micro_batch(split, group, self.iteration, self.device) for group in places]
+
+
+def check_same_data(data: DataSource, world: Group) -> None:
+    """Check that all ranks read the same data in the same order; collective.
+
+    Raises:
+        DataError: on every rank, if they do not.
+
+    """
+    gathered = comm.all_gather_objects((gethostname(), data_layout(data)), world)
+    hosts = [host for host, _ in gathered]
+    by_rank = [splits for _, splits in gathered]
+    names = dict.fromkeys(name for splits in by_rank for name in splits)
+    differing = [name for name in names if len({splits.get(name) for splits in by_rank}) > 1]
+    if differing:
+        versions = [splits.get(differing[0], "nothing") for splits in by_rank]
+        kinds = " and ".join(map(split_label, differing))
+        raise DataError(
+            f"the {kinds} data are not the same on all ranks: {describe_versions(versions, hosts)}",
+            "copy the same files to every machine, or use files on a shared file system",
+        )
+
+
+def data_layout(data: DataSource) -> dict[str, str]:
+    """Return, by split name, the fingerprint of the data and the numbers of samples that were laid out."""
+    return {
+        name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
+        + " + ".join(f"{count:,}" for count in data.segments[name])
+        for name, fingerprint in data.fingerprints.items()
+    }
+
+
+def describe_versions(versions: Sequence[str], hosts: Sequence[str]) -> str:
+    """Return a phrase such as ``ranks 0, 1 (node1): A; rank 2 (node2): B``."""
+    described = []
+    for version in dict.fromkeys(versions):
+        ranks = [rank for rank, other in enumerate(versions) if other == version]
+        machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        described.append(f"rank{'s' if len(ranks) > 1 else ''} {_shorten(ranks)} ({_shorten(machines)}): {version}")
+    return "; ".join(described)
+
+
+def _shorten(items: Sequence[object]) -> str:
+    more = f" and {len(items) - MAX_RANKS_SHOWN:,} more" if len(items) > MAX_RANKS_SHOWN else ""
+    return ", ".join(map(str, items[:MAX_RANKS_SHOWN])) + more

@@ -1,0 +1,76 @@
+"""Callbacks on several ranks: they may communicate, and see complete weights while these are still being gathered."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron.config import plugins
+from megatron.config.plugins import register
+from megatron.config.run import RunConfig
+from megatron.distributed import comm
+from megatron.optimizer.main_params import WeightBuffers
+from megatron.training import main
+from megatron.training.callbacks.base import Callback
+from megatron.training.metrics import StepMetrics
+from tests.distributed.pool import Pool
+from tests.runs import tiny_run
+
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PLAIN = ""
+
+
+def run_and_compare(rank: int, world_size: int, config: RunConfig) -> list[list[float]]:
+    """Run with a callback that compares the weights of all ranks; return their sums, by call and rank."""
+    seen: list[list[float]] = []
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    gather = WeightBuffers.gather
+
+    def late(weights: WeightBuffers) -> None:
+        time.sleep(0.3 * rank)
+        gather(weights)
+
+    lateness = patch.object(WeightBuffers, "gather", late)
+    with patch.dict(os.environ, place), patch.dict(plugins._registered, {"callback": {}}), lateness:
+
+        @register("callback", "compare")
+        class Compare(Callback):
+            interval = 2
+
+            def compare(self) -> None:
+                weights = torch.cat([p.detach().flatten().double() for p in self.trainer.params.values()])
+                seen.append(comm.all_gather_objects(weights.square().sum().item(), self.trainer.mesh.world))
+
+            def on_step_start(self) -> None:
+                self.compare()
+
+            def on_step_end(self, metrics: StepMetrics) -> None:
+                self.compare()
+
+            def on_log(self, record: Any) -> None:
+                self.compare()
+
+            def on_evaluate(self, record: Any) -> None:
+                self.compare()
+
+            def on_iteration_end(self) -> None:
+                self.compare()
+
+        if main.run(config) != 0:
+            raise RuntimeError("the run failed")
+    return seen
+
+
+def test_weights_are_complete_and_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    flags = "--eval-interval 3 --eval-iters 1 --train-iters 4"
+    ranks = pool.run(2, run_and_compare, tiny_run(tmp_path / "overlap", f"{flags} {OVERLAP}", 2))
+    plain = pool.run(2, run_and_compare, tiny_run(tmp_path / "plain", f"{flags} {PLAIN}", 2))
+    assert ranks[0] == ranks[1]
+    assert all(first == second for first, second in ranks[0])
+    assert len(ranks[0]) > 10
+    assert [sums[0] for sums in ranks[0]] == [sums[0] for sums in plain[0]]

@@ -1,0 +1,210 @@
+"""Callbacks of plugins: which hooks run when, on a paused clock, and how their errors are reported."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain_gpt
+from megatron.checkpoint.object_store import Location
+from megatron.config import plugins
+from megatron.config.errors import Problem, UserError
+from megatron.config.plugins import register
+from megatron.training.callbacks.base import Callback
+from megatron.training.loggers.base import Metrics
+from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
+from tests.runs import FLAGS, before_step, column, records, spoil_step, start, tiny_run
+
+SAVING = "--save {}/saved --save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register into a table of this test's own."""
+    monkeypatch.setitem(plugins._registered, "callback", {})
+
+
+class Journal(Callback):
+    """Writes down every call, as ``hook step``."""
+
+    calls: list[str]
+
+    def on_train_start(self) -> None:
+        self._write("start")
+
+    def on_step_start(self) -> None:
+        self._write("step_start")
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        self._write("step_end")
+        assert metrics.loss.item() > 0.0
+
+    def on_log(self, metrics: Metrics) -> None:
+        self._write("log")
+        assert metrics["iteration"] == self.trainer.iteration
+
+    def on_evaluate(self, metrics: Metrics) -> None:
+        self._write("evaluate")
+
+    def on_save(self, path: Location) -> None:
+        self._write("save")
+        assert path.name == f"iter_{self.trainer.iteration:07d}"
+
+    def on_iteration_end(self) -> None:
+        self._write("iteration_end")
+
+    def on_stop(self, error: BaseException | None) -> None:
+        self._write("stop" if error is None else f"stop {type(error).__name__}")
+
+    def _write(self, hook: str) -> None:
+        self.calls.append(f"{self.trainer.iteration} {hook}")
+
+
+def journal(interval: int = 1) -> list[str]:
+    """Register a journal; return the list in which its calls appear."""
+    calls: list[str] = []
+    attributes: dict[str, Any] = {"calls": calls, "interval": interval}
+    register("callback", "journal")(type("OneJournal", (Journal,), attributes))
+    return calls
+
+
+def test_hooks_run_in_the_order_of_the_loop(tmp_path: Path) -> None:
+    calls = journal()
+    assert start(tiny_run(tmp_path, SAVING.format(tmp_path) + " --train-iters 4")).status == 0
+    expected = "0 start, 0 step_start, 1 step_end, 1 iteration_end"
+    expected += ", 1 step_start, 2 step_end, 2 log, 2 iteration_end"
+    expected += ", 2 step_start, 3 step_end, 3 evaluate, 3 iteration_end"
+    expected += ", 3 step_start, 4 step_end, 4 log, 4 evaluate, 4 evaluate, 4 save, 4 iteration_end, 4 stop"
+    assert ", ".join(calls) == expected
+
+
+def test_step_hooks_keep_their_interval(tmp_path: Path) -> None:
+    calls = journal(interval=3)
+    assert start(tiny_run(tmp_path)).status == 0
+    steps = [call for call in calls if "step" in call or "iteration" in call]
+    assert steps == ["2 step_start", "3 step_end", "3 iteration_end", "5 step_start", "6 step_end", "6 iteration_end"]
+
+
+def test_an_evaluation_alone_takes_no_step(tmp_path: Path) -> None:
+    start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
+    calls = journal()
+    assert start(tiny_run(tmp_path, f"--load {tmp_path}/saved --skip-train --eval-iters 1")).status == 0
+    assert calls == ["6 start", "6 evaluate", "6 evaluate", "6 stop"]
+
+
+def test_every_callback_hears_of_the_end_by_an_error(tmp_path: Path) -> None:
+    calls = journal()
+
+    @register("callback", "fragile")
+    class Fragile(Callback):
+        def on_stop(self, error: BaseException | None) -> None:
+            raise OSError("nothing works any more")
+
+    ran = start(tiny_run(tmp_path), before_step(3, spoil_step))
+    assert ran.status == 1
+    assert calls[-1] == "2 stop NonFiniteError"
+    assert "warning: Fragile.on_stop failed" in ran.err
+    assert "step 3 is not finite" in ran.err
+
+
+def test_a_callback_changes_no_number_and_no_time(tmp_path: Path) -> None:
+    start(tiny_run(tmp_path / "plain", "--eval-interval 3 --eval-iters 1"))
+
+    @register("callback", "slow")
+    class Slow(Callback):
+        interval = 2
+
+        def on_step_start(self) -> None:
+            time.sleep(0.4)
+
+        on_iteration_end = on_step_start
+
+        def on_step_end(self, metrics: StepMetrics) -> None:
+            time.sleep(0.4)
+
+        def on_log(self, metrics: Metrics) -> None:
+            time.sleep(0.4)
+
+    start(tiny_run(tmp_path / "slow", "--eval-interval 3 --eval-iters 1"))
+    assert column(tmp_path / "slow", "lm loss") == column(tmp_path / "plain", "lm loss")
+    assert min(column(tmp_path / "slow", "iteration-time")[1::2]) < 0.4
+
+
+@pytest.mark.parametrize("error", [ValueError("no such thing"), UserError([Problem("E999", "no such thing")])])
+def test_an_error_names_the_callback(tmp_path: Path, error: Exception) -> None:
+    @register("callback", "faulty")
+    class Faulty(Callback):
+        def on_step_end(self, metrics: StepMetrics) -> None:
+            raise error
+
+    ran = start(tiny_run(tmp_path))
+    assert ran.status == 1
+    assert "no such thing" in ran.err
+    assert "callback faulty (--plugin), in on_step_end" in ran.err
+
+
+def test_an_error_of_a_factory_names_the_callback(tmp_path: Path) -> None:
+    register("callback", "stranger")(lambda trainer: object())
+    ran = start(tiny_run(tmp_path))
+    assert ran.status == 1
+    assert "callback stranger (--plugin)" in ran.err
+
+
+PLUGIN = """
+from megatron.config.plugins import register
+from megatron.training.callbacks.base import Callback
+
+@register("callback", "first")
+class First(Callback):
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.seen = 0
+
+    def on_step_end(self, metrics):
+        self.seen += 1
+
+    def on_stop(self, error):
+        self.log.note(f"first has seen {self.seen} steps")
+
+@register("callback", "second")
+def second(trainer):
+    return Second(trainer)
+
+class Second(Callback):
+    def on_stop(self, error):
+        self.log.note("second comes second")
+"""
+
+
+def test_callbacks_of_a_plugin_are_called_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_callbacks_for_a_test.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = [*FLAGS.split(), "--run-dir", str(tmp_path / "run"), "--plugin", "my_callbacks_for_a_test"]
+    assert pretrain_gpt.main(flags) == 0
+    notes = [record["text"] for record in records(tmp_path / "run", "text")]
+    assert notes[-2:] == ["first has seen 6 steps", "second comes second"]
+
+
+def test_only_callbacks_whose_option_is_on_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import loop
+
+    made: list[list[str]] = []
+    original = loop.CallbackList.__init__
+
+    def noting(called: loop.CallbackList, trainer: Trainer, log: Any, callbacks: list[Callback]) -> None:
+        made.append([type(callback).__name__ for callback in callbacks])
+        original(called, trainer, log, callbacks)
+
+    monkeypatch.setattr(loop.CallbackList, "__init__", noting)
+    start(tiny_run(tmp_path / "a"))
+    nodes = f"--save {tmp_path}/saved --local-save {tmp_path}/node --local-save-interval 2"
+    watching = "--log-health-interval 3 --check-weight-hash-across-dp-replicas-interval 3"
+    start(tiny_run(tmp_path / "b", f"{nodes} {watching}"))
+    assert made == [
+        ["StepProfiler", "StartupReport"],
+        ["StepProfiler", "HealthReport", "ReplicaCheck", "StartupReport", "LocalSave"],
+    ]
