@@ -33,8 +33,8 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from megatron.training.trainer_state import restore_from_source
 from megatron.training.trainer import Trainer
+from megatron.training.trainer_state import restore_from_source
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
