@@ -30,10 +30,9 @@ from megatron.checkpoint.local_store import (
 from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
 from megatron.distributed.launch import world_group
-from megatron.training import local_checkpoints
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, checkpoint_bytes
-from megatron.training.local_checkpoints import open_local_store
+from megatron.training.local_checkpoints import LocalSave, open_local_store
 from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import run_state, tensors_to_save
 from tests.distributed.detect import ZERO1, Detector
@@ -68,7 +67,9 @@ def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
     told: list[int] = []
     log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: told.append(size), warning=told.append)
     with a_node(rank, world_size) as tier:
-        local_checkpoints._save(trainer, tier, log)
+        save = LocalSave(trainer, tier, 1)
+        save.log = log
+        save._save()
     return [checkpoint_bytes(trainer), *told]
 
 

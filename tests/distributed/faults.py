@@ -57,7 +57,7 @@ def tokens_counted_locally() -> AbstractContextManager[Any]:
     """The loss is divided by this replica's tokens times the replicas, not by the global count."""
 
     def count(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
-        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * trainer.mesh.replicas.size
+        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * trainer.mesh.dp_cp.size
 
     return patch.object(step, "count_tokens", count)
 

@@ -18,7 +18,7 @@ from megatron.arguments.resolve import resolve
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.distributed.mesh import world_group
+from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import checkpoint_bytes, choose_resume_source, load_start_state, save_checkpoint
 from megatron.training.loop import SIGNALS

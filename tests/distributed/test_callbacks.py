@@ -14,7 +14,7 @@ from megatron.config import plugins
 from megatron.config.plugins import register
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
-from megatron.optimizer.main_params import WeightBuffers
+from megatron.optimizer.parameter_store import ParameterStore
 from megatron.training import main
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
@@ -29,13 +29,13 @@ def run_and_compare(rank: int, world_size: int, config: RunConfig) -> list[list[
     """Run with a callback that compares the weights of all ranks; return their sums, by call and rank."""
     seen: list[list[float]] = []
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    gather = WeightBuffers.gather
+    gather = ParameterStore.start_gather
 
-    def late(weights: WeightBuffers) -> None:
+    def late(weights: ParameterStore) -> None:
         time.sleep(0.3 * rank)
         gather(weights)
 
-    lateness = patch.object(WeightBuffers, "gather", late)
+    lateness = patch.object(ParameterStore, "start_gather", late)
     with patch.dict(os.environ, place), patch.dict(plugins._registered, {"callback": {}}), lateness:
 
         @register("callback", "compare")

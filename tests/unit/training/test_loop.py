@@ -284,7 +284,7 @@ def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> N
     def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
         return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
 
-    with patch.object(MaskBuilder, "columns", masked):
+    with patch.object(MaskBuilder, "build", masked):
         status, trainer = trained(tmp_path, "--eval-iters 1")
     assert status == 0
     assert column(tmp_path, "lm loss") == [0.0] * 6
