@@ -62,7 +62,7 @@ class OneOf:
         return Group(tuple(range(self.ranks)), self.rank)
 
     def optimizer_replica_group(self, *axes: str) -> Group:
-        """Nobody else has the same part."""
+        """Return a group of this rank alone: no other rank has the same part."""
         return self.world
 
     weight_gather_group = group = optimizer_replica_group
