@@ -155,7 +155,7 @@ class Letter:
     result: Tensor
     over: threading.Event = field(default_factory=threading.Event)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """As that of :class:`comm.Pending`."""
         return self.over.is_set()
 

@@ -49,7 +49,7 @@ class OutputLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int) -> None:
         super().__init__()
         spec = vocabulary_spec(config, context)
-        self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
+        self.sequence_parallel, self.entries, self.tied = context.sequence_parallel, spec.shape[0], spec.tied
         owner = context.root.submodule("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
@@ -68,13 +68,15 @@ class OutputLayer(nn.Module):
             mask_BS: weight of each token.
             z_coeff: weight of the squared log-partition (z-loss).
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
-                advance, and the gradient of the weight is accumulated at once instead of kept until backward.
+                advance, and the gradient of an untied weight is accumulated at once instead of kept until backward.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
-        seed = self.vocabulary.grad_accumulator.loss_seed if is_objective else None
+        # A tied weight's contributions keep the order of the backward passes, which all schedules of a layout share.
+        early = is_objective and not self.tied
+        seed = self.vocabulary.grad_accumulator.loss_seed if early else None
         return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, seed)
 
     @torch.no_grad()

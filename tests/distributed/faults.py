@@ -27,6 +27,7 @@ from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineS
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.stage import Stage
 from megatron.training import build as build_module
+from megatron.training import trainer as trainer_module
 from megatron.training import step
 from megatron.training.trainer import Trainer
 
@@ -136,7 +137,7 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
             whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks)
         )
 
-    return patch.object(build_module, "build_program", program_for)
+    return patch.object(trainer_module, "build_program", program_for)
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:

@@ -71,11 +71,13 @@ class WatchedSink(GradAccumulator):
 
     ledger: Ledger
 
-    def add(self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None) -> Tensor | None:
+    def accumulate_wgrad(
+        self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
+    ) -> Tensor | None:
         if self._deferred_to is not None:
             for queued in (x, dy):
                 self.ledger.note(queued.shard, queued=True)
-        return super().add(name, x, dy, rows)
+        return super().accumulate_wgrad(name, x, dy, rows)
 
 
 Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]

@@ -285,7 +285,7 @@ def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
     monkeypatch.setattr(Post, "start_send", start_send)
     monkeypatch.setattr(Letter, "wait", counted)
     if not tells:
-        monkeypatch.setattr(Letter, "done", lambda letter: False)
+        monkeypatch.setattr(Letter, "is_done", lambda letter: False)
 
     def work(rank: int, roads: Roads) -> None:
         pipeline = pipeline_of(program, rank, roads, ends)
