@@ -27,8 +27,8 @@ from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineS
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.stage import Stage
 from megatron.training import build as build_module
-from megatron.training import trainer as trainer_module
 from megatron.training import step
+from megatron.training import trainer as trainer_module
 from megatron.training.trainer import Trainer
 
 
