@@ -82,7 +82,7 @@ def test_callback(run: Run, tmp_path: Path) -> None:
     for step, norm in found.items():
         tensors, _ = checkpoint(save / f"iter_{int(step):07d}")
         weights = [t for name, t in tensors.items() if name in names_of_weights(tmp_path)]
-        assert sum(t.square().sum() for t in weights).sqrt().item() == pytest.approx(float(norm), abs=1e-8)
+        assert sum(t.square().sum().item() for t in weights) ** 0.5 == pytest.approx(float(norm), abs=1e-8)
 
 
 def names_of_weights(folder: Path) -> set[str]:
