@@ -75,7 +75,7 @@ class OneRank:
         return self.group("tp")
 
     @property
-    def ends(self) -> Group:
+    def embedding_group(self) -> Group:
         return Group(tuple({self.placement[0], self.placement[-1]}))
 
     def group(self, *axes: str) -> Group:

@@ -31,7 +31,9 @@ def test_every_length_lies_in_a_bin(shortest: int, longest: int) -> None:
 def test_shares_of_all_bins_are_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args: (drawn.append(figure), save(figure, *args)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: (drawn.append(figure), save(figure, *args, **options))
+    )
     lengths = [3, 0, 17, 17, 400, 1]
     draw_lengths([("name", summary_of(tmp_path, lengths))], tmp_path / "out.png")
     (axes,) = drawn[0].axes
@@ -58,7 +60,9 @@ def test_one_panel_for_each_pair_also_without_tokens(tmp_path: Path) -> None:
 def test_lengths_that_are_alike_are_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args: (drawn.append(figure), save(figure, *args)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: (drawn.append(figure), save(figure, *args, **options))
+    )
     draw_lengths([("name", summary_of(tmp_path, [372_116]))], tmp_path / "out.png")
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["372,116"]

@@ -173,7 +173,7 @@ def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
         losses.append(column(folder, "lm loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     recordings = {"optimizer": 1, "step": 2}[mode]  # an update does not know the batch
-    assert [tape.recordings for tape in tapes] == [0, recordings]
+    assert [tape.recordings for tape in tapes] == [recordings]  # without graphs there is no runner
 
 
 class Stream:
