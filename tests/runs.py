@@ -28,6 +28,7 @@ from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import read_model_values
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profile_report import is_layer
 from megatron.training.trainer import Trainer
@@ -42,7 +43,8 @@ FLAGS = (
 def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
     """The configuration of ``pretrain_gpt.py`` with ``FLAGS`` and more ``flags``; records go to ``folder``."""
     argv = [*FLAGS.split(), *flags.split(), "--run-dir", str(folder)]
-    return parse(argv, {"RANK": "0", "WORLD_SIZE": str(world_size)}).config
+    environ = {"RANK": "0", "WORLD_SIZE": str(world_size)}
+    return parse(argv, environ, read_model=read_model_values).config
 
 
 def records(folder: Path, kind: str = "lm loss") -> list[dict[str, Any]]:

@@ -35,7 +35,10 @@ class Ended(threading.Event):
 def ended() -> Iterator[Ended]:
     """With a handler, as in a run that finishes its step; all waiting times are a tenth."""
     found, before = Ended(), signal.signal(signal.SIGTERM, lambda number, frame: None)
-    with patch.object(module.os, "_exit", found.leave), patch.multiple(module, LOOK_EVERY=0.02, PATIENCE=0.2):
+    with (
+        patch.object(module.os, "_exit", found.leave),
+        patch.multiple(module, PEER_POLL_SECONDS=0.02, PEER_GRACE_SECONDS=0.2),
+    ):
         yield found
     signal.signal(signal.SIGTERM, before)
 

@@ -34,7 +34,7 @@ def test_the_losses_are_those_of_the_run_and_nothing_is_changed(trained: Path, t
         assert column(tmp_path, kind, kind) == column(trained / "run", kind, kind)[-1:]
         assert column(tmp_path, "iteration", kind) == [6]
     assert "validation at 6: loss" in told.out
-    assert "saves      nothing" in told.out
+    assert "saves      none: --save is not set" in told.out
     assert not (tmp_path / "finished.json").exists()
     assert not (tmp_path / "loss.png").exists()
 
