@@ -75,8 +75,8 @@ def test_the_check_of_a_conversion_reads_experts_as_transformers_does(shape: Sha
 class Swapped(HuggingFaceWeights):
     """Experts 0 and 1 of every layer in each other's place."""
 
-    def _theirs(self, name: str) -> str:
-        return super()._theirs(
+    def _key(self, name: str) -> str:
+        return super()._key(
             name.replace(".experts.0.", ".experts.x.").replace(".experts.1.", ".experts.0.").replace(".x.", ".1.")
         )
 
