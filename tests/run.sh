@@ -16,12 +16,12 @@ if [[ " $*" == *" tests"* ]]; then
     mypy || status=1
     python -m pytest "$@" || status=$?
 else
-    said=$(mktemp) one=0 rest=0
-    trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$said"' EXIT
-    { mypy && exec python -m pytest --ignore=tests/distributed "$@"; } >"$said" 2>&1 &
+    output=$(mktemp) one=0 rest=0
+    trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$output"' EXIT
+    { mypy && exec python -m pytest --ignore=tests/distributed "$@"; } >"$output" 2>&1 &
     python -m pytest tests/distributed "$@" || one=$?
     wait $! || rest=$?
-    cat "$said"
+    cat "$output"
     [[ $one$rest =~ ^(00|05|50)$ ]] || status=1 # pytest's 5: -k or -m has selected nothing, as may be in one of them
 fi
 exit "$status"

@@ -71,7 +71,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class IdMeaning:
-    """What is known about the ids of a pair; None if unknown."""
+    """Facts about the ids of a pair; None if unknown."""
 
     record: TokenizerRecord | None
     tokenizer: Tokenizer | None

@@ -54,7 +54,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class SplitSource:
-    """Where the samples of a split come from."""
+    """Sources of the samples of one split."""
 
     blend: Blend
     # weights of the train, validation and test parts; None for whole files

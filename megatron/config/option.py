@@ -43,7 +43,7 @@ class Limits:
 
 
 class Role(Enum):
-    """What a field determines. The resume mode decides which roles may change when a run resumes."""
+    """Part of a run that a field determines. The resume mode decides which roles may change when a run resumes."""
 
     SHAPE = "shape"  # the shapes of the model's tensors
     FUNCTION = "function"  # what the model computes from its weights

@@ -627,12 +627,12 @@ HUGGING_FACE_PREFIX = "hf:"
 """Prefix of ``load`` for a folder with a Hugging Face model."""
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
-"""What a run restores from a checkpoint, from most to least."""
+"""Resume modes, from the one that restores most of a checkpoint to the one that restores least."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where checkpoints are saved, which are kept, and what a run starts from."""
+    """Folders and intervals of checkpoints, retention, and the start of a run."""
 
     save: str | None = option(
         None,

@@ -67,12 +67,12 @@ class AttentionMask:
 
     @property
     def aligned(self) -> bool:
-        """Whether queries and keys are the same consecutive tokens."""
+        """True if queries and keys are the same consecutive tokens."""
         return len(self.keys) == 1 and self.queries == self.keys
 
     @property
     def is_causal(self) -> bool:
-        """Whether this is the plain causal mask, for which kernels need no tensor."""
+        """True for the plain causal mask, for which kernels need no tensor."""
         return self.aligned and self.window is None and self.key_documents is None
 
     @cached_property

@@ -267,7 +267,7 @@ LAYOUT_ERRORS = (
     (r"(?<![EtL)0-9])\*", "has no letter or parenthesis before it to repeat"),
     (r"(?<![*0-9])[0-9]", "has no * before it"),
 )
-"""What a layout without blanks and commas cannot contain, and why."""
+"""Contents that a layout without blanks and commas cannot have, and the reason."""
 
 
 def expand_layout(layout: str) -> str:

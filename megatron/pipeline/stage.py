@@ -23,7 +23,7 @@ class _Root(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What backward needs of a micro-batch; a result without gradient has no root."""
+    """State of a micro-batch that backward needs; a result without gradient has no root."""
 
     x: Tensor | None
     out: _Root | None

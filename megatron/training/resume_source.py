@@ -37,7 +37,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """What a run starts from: checkpoints, a Hugging Face model, or, with none of these, nothing."""
+    """Start of a run: checkpoints, a Hugging Face model, or neither for a new run."""
 
     paths: tuple[Location, ...] = ()  # checkpoints to try in this order; the manifest of the first is valid
     hf: Path | None = None  # folder of a Hugging Face model

@@ -330,7 +330,7 @@ MODEL_NAMES = {False: "dense", True: "experts"}
 
 @dataclass(frozen=True)
 class SingleRankTrace:
-    """What one rank computed alone. Rank 0's is the reference; the others must agree with it."""
+    """Results that one rank computed alone. Rank 0's is the reference; the others must agree with it."""
 
     host: str
     steps: list[RankTrace]
