@@ -64,11 +64,7 @@ class StageCosts:
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[kind][stage]
 
     def check(self, stages: int) -> None:
-        """Check that every stage has costs, and that they are finite.
-
-        Raises:
-            ScheduleError: if a tuple does not have ``stages`` entries, or a cost is not a finite number >= 0.
-        """
+        """Raise a ``ScheduleError`` unless every stage has costs, and all are finite numbers >= 0."""
         for name in ("forward", "input", "weight", "activation", "weight_memory"):
             values = getattr(self, name)
             if len(values) != stages and (values or name in ("forward", "input", "weight")):
@@ -88,17 +84,13 @@ class Interval(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The tensor of a ``SEND_F`` or ``SEND_B`` is transferred from rank ``source`` to rank ``target``.
-
-    It is ready at ``sent``; the transfer runs from ``start``, when the receive is posted and the channel is free, to
-    ``end``.
-    """
+    """The tensor of a ``SEND_F`` or ``SEND_B`` is transferred from rank ``source`` to rank ``target``."""
 
     action: Action
     source: int
     target: int
-    sent: float
-    start: float
+    sent: float  # time at which the tensor is ready
+    start: float  # time at which the receive is posted and the channel is free
     end: float
 
 
@@ -224,11 +216,7 @@ def simulate(program: PipelineSchedule, costs: StageCosts) -> Timeline:
     """Return the timeline of ``program`` if every action and transfer starts as early as possible.
 
     Each rank is followed until it needs a tensor whose transfer cannot be timed yet, and resumed when it can. The
-    result does not depend on the order of ranks, and every action is processed once.
-
-    Args:
-        program: valid, or at least with communication.
-        costs: of as many stages.
+    result does not depend on the order of ranks.
 
     Raises:
         ScheduleError: if the costs are for another number of stages, or the program deadlocks.

@@ -4,6 +4,9 @@
 with what the layers declare. `bucket_shapes` lays them out in gradient buckets with the functions that a run uses, so
 alignment and uneven shards are counted exactly. Left out are scalars (a few bytes each), activations, and buffers that
 exist only within a step; `reduction_buffer_bytes` estimates the largest of these.
+
+All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
+distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.
 """
 
 from __future__ import annotations
@@ -56,11 +59,7 @@ class ParameterShape:
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
-    """Return the stages of each pipeline rank.
-
-    Raises:
-        ScheduleError: when the pipeline cannot distribute the layers.
-    """
+    """Return the stages of each pipeline rank."""
     stages: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     ranks = stage_placement(parallel, virtual_stages(model, parallel))
     for rank, stage in zip(ranks, stage_layers(model, parallel), strict=True):
@@ -72,10 +71,6 @@ def parameter_shapes(model: ModelConfig, parallel: ParallelConfig, pp_rank: int)
     """Return the parameters of a pipeline rank, in the order of declaration.
 
     They are the same on all ranks along the other axes. A tied weight appears once.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
     """
     declared = (p for stage in stages_by_rank(model, parallel)[pp_rank] for p in _stage_shapes(model, parallel, stage))
     return tuple({parameter.name: parameter for parameter in declared}.values())
@@ -161,11 +156,6 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes on the rank with the most, by :data:`STATE_KINDS`.
 
     fp32 and fp64 weights have no separate main params.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
-        UserError: when ``world_size`` does not fit the layout.
     """
     layout = Layout.from_config(config.parallel, world_size)
     places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
@@ -175,18 +165,14 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
 
 
 def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
-    """Return the bytes on one rank, by :data:`STATE_KINDS`. Raises as :func:`max_state_bytes`."""
+    """Return the bytes on one rank, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
     pp, dense, expert = _place(config.parallel, layout, rank)
     return _StageState(config, layout, pp).at(dense, expert)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint's tensors; they do not depend on the layout.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-    """
+    """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
     model, optimizer = config.model, config.optimizer
     wide = main_param_bytes(config)
     weights = wide * (2 if optimizer.ema_decay is not None else 1)
@@ -208,10 +194,6 @@ def max_rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the parameter elements on the rank with the most, with vocabulary padding.
 
     A tied weight counts on the ranks of the first and of the last stage.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
     """
     ranks = range(parallel.pipeline_model_parallel_size)
     return max(sum(p.numel for p in parameter_shapes(model, parallel, pp)) for pp in ranks)
@@ -270,7 +252,7 @@ class BucketShape:
 
 
 def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[BucketShape]:
-    """Yield the buckets of a pipeline rank as a run lays them out. Raises as :func:`parameter_shapes`."""
+    """Yield the buckets of a pipeline rank as a run lays them out."""
     parallel = config.parallel
     by_name = {p.name: p for p in parameter_shapes(config.model, parallel, pp_rank)}
     dtype = config.precision.params_dtype
@@ -340,9 +322,6 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     reduction in bf16 needs a send and a receive buffer of the bucket's size, for every concurrent reduction. In ZeRO-2
     a full bucket exists only from the first gradient of a micro-batch until its reduction; buckets of equal size reuse
     buffers.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
     """
     layout = Layout.from_config(config.parallel, world_size)
     wide = main_param_bytes(config)
@@ -389,9 +368,6 @@ def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) 
     W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
     reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
     schedule delays weight gradients over several micro-batches.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
     """
     layout = Layout.from_config(config.parallel, world_size)
     sent: dict[str, float] = defaultdict(float)
