@@ -30,15 +30,12 @@ from megatron.pipeline.partition import (
     split_equally,
 )
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.search import search_schedule
+from megatron.pipeline.search import SEARCHED, search_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.pipeline.validate import PeakCounts, validate_program
 
 DEFAULT_SCHEDULE, DEFAULT_VIRTUAL_SCHEDULE = "1f1b", "interleaved"
 """Default schedules with one stage per rank, and with several."""
-
-SEARCHED = "searched"
-"""The best schedule found for stages of equal cost in the memory of 1F1B; two stages per rank form a V."""
 
 SCHEDULE_SUFFIX = ".csv"
 """Suffix of a schedule file."""
@@ -255,6 +252,7 @@ def build_schedule(parallel: ParallelConfig, microbatches: int) -> PipelineSched
     if microbatches > _most_microbatches(parallel):
         raise ScheduleError(f"{microbatches:,} micro-batches in a step are too many to plan for so many stages")
     if name == SEARCHED:
+        # For stages of equal cost, in the memory of 1F1B.
         placement = stage_placement(parallel, chunks or 1)
         costs, limit = StageCosts.uniform(len(placement)), len(placement)
         return _search(ranks, len(placement) // ranks, microbatches, costs, limit, placement)

@@ -22,8 +22,8 @@ from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 
-NAME = "searched"
-"""Name of the list scheduler's schedules."""
+SEARCHED = "searched"
+"""Name of the schedules that this search finds."""
 
 _MOST_ACTIONS = 400_000
 """Total actions of all candidates after which the search stops; takes some seconds."""
@@ -111,7 +111,7 @@ def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs:
             tried += 3 * microbatches * stages
             actions = _ListScheduler(placement, microbatches, costs, rules, limit).run(best.makespan)
             if actions is not None:
-                best.consider(PipelineSchedule(NAME, actions))
+                best.consider(PipelineSchedule(SEARCHED, actions))
 
 
 def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: StageCosts) -> float:
