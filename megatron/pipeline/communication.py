@@ -121,21 +121,24 @@ def _sends_and_receives(
 ) -> tuple[list[dict[int, Action]], list[dict[int, list[Action]]]]:
     """Return by rank the SEND after each action, and the RECVs before each action in reverse, by its index."""
     placement = schedule.placement
-    consumers: dict[Action, int] = {}  # by RECV, index on its rank of the action that needs the tensor
+    consumers: dict[tuple[int, str, int], int] = {}  # by RECV, index on its rank of the action that needs the tensor
     for actions in schedule.ranks:
         for index, (stage, kind, microbatch) in enumerate(actions):
             if kind in RECEIVE_FOR:
-                consumers.setdefault(Action(stage, RECEIVE_FOR[kind], microbatch), index)
+                consumers.setdefault((stage, RECEIVE_FOR[kind], microbatch), index)
     sends: list[dict[int, Action]] = [{} for _ in schedule.ranks]
     # By channel, in the order of the sends: index of the consumer, and RECV.
     transfers: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for index, (stage, kind, microbatch) in enumerate(actions):
-            send = Action(stage, SEND_F if kind == FORWARD else SEND_B, microbatch)
-            receive = peer_action(send)
-            if kind != WEIGHT and receive in consumers and placement[receive.stage] != rank:
-                sends[rank][index] = send
-                transfers[rank, placement[receive.stage]].append((consumers[receive], receive))
+            if kind == WEIGHT:
+                continue
+            send = SEND_F if kind == FORWARD else SEND_B
+            target = stage + PEER_STAGE_OFFSET[send]
+            receive = (target, _PARTNER[send], microbatch)
+            if receive in consumers and placement[target] != rank:
+                sends[rank][index] = Action(stage, send, microbatch)
+                transfers[rank, placement[target]].append((consumers[receive], Action(*receive)))
     receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
     for (_, rank), moved in sorted(transfers.items(), reverse=True):
         latest = len(schedule.ranks[rank])

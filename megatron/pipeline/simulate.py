@@ -164,7 +164,7 @@ class Timeline:
             waits = []
             free = self.start
             for (stage, kind, microbatch), start, end in intervals:
-                transfer = transfers.get((stage, RECEIVE_FOR.get(kind, kind), microbatch))
+                transfer = transfers.get(Action(stage, RECEIVE_FOR.get(kind, kind), microbatch))
                 if transfer is not None and max(free, transfer.sent) < min(start, transfer.end):
                     waits.append((max(free, transfer.sent), min(start, transfer.end)))
                 free = end

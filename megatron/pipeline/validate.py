@@ -138,21 +138,16 @@ def _positions(program: PipelineSchedule, rank: int, needs: _Needs) -> dict[tupl
     """Return the index of the action that completes each result; reject impossible and duplicate actions."""
     position: dict[tuple[int, str, int], int] = {}
     for index, action in enumerate(program.ranks[rank]):
-        if action.kind not in needs[action.stage]:
-            if action.kind in COMMUNICATION_KINDS:
+        stage, kind, microbatch = action
+        if kind not in needs[stage]:
+            if kind in COMMUNICATION_KINDS:
                 channel_of(action, program.placement)  # raises, except in an evaluation
             raise ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
-        for result in _results(action):
+        for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
             if result in position:
                 raise _duplicate(rank, action, program.ranks[rank])
             position[result] = index
     return position
-
-
-def _results(action: Action) -> tuple[tuple[int, str, int], ...]:
-    """Return what an action completes: itself, or both halves of a whole backward."""
-    stage, kind, microbatch = action
-    return ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,)
 
 
 def _duplicate(rank: int, action: Action, actions: Sequence[Action]) -> ScheduleError:
@@ -164,7 +159,8 @@ def _duplicate(rank: int, action: Action, actions: Sequence[Action]) -> Schedule
 
 def _missing(program: PipelineSchedule, needs: _Needs) -> ScheduleError:
     """Return the error for the first missing action."""
-    done = {result for actions in program.ranks for action in actions for result in _results(action)}
+    done = {action for actions in program.ranks for action in actions}
+    done |= {action._replace(kind=half) for action in done if action.kind == BACKWARD for half in (INPUT, WEIGHT)}
     every = (
         Action(stage, kind, microbatch)
         for kind in RESULTS
@@ -207,15 +203,9 @@ def _check_channels(program: PipelineSchedule) -> None:
 
 def _check_progress(program: PipelineSchedule) -> None:
     """Advance all ranks as far as possible; reject a program that does not reach its end."""
-    placement = program.placement
-    awaited = {
-        (stage, kind): receive
-        for stage in range(len(placement))
-        for kind in COMPUTE_KINDS
-        if (receive := required_receive(stage, kind, placement)) is not None
-    }
-    sent: set[Action] = set()  # RECVs whose SEND has been reached
-    waiting: dict[Action, tuple[int, Action]] = {}  # by the RECV that a rank waits for: rank and blocked action
+    awaited = _awaited_sends(program.placement)
+    sent: set[tuple[int, str, int]] = set()
+    waiting: dict[tuple[int, str, int], tuple[int, Action]] = {}  # by awaited SEND: rank and blocked action
     remaining = [iter(actions) for actions in program.ranks]
     ready = list(range(len(remaining)))
     while ready:
@@ -223,22 +213,32 @@ def _check_progress(program: PipelineSchedule) -> None:
         for action in remaining[rank]:
             stage, kind, microbatch = action
             if kind in (SEND_F, SEND_B):
-                receive = peer_action(action)
-                sent.add(receive)
-                if receive in waiting:
-                    ready.append(waiting.pop(receive)[0])
+                sent.add(action)
+                if action in waiting:
+                    ready.append(waiting.pop(action)[0])
             elif (stage, kind) in awaited:
-                receive = Action(stage, awaited[stage, kind], microbatch)
-                if receive not in sent:
-                    waiting[receive] = rank, action
+                send = (*awaited[stage, kind], microbatch)
+                if send not in sent:
+                    waiting[send] = rank, action
                     break
     if waiting:
-        raise _deadlock(program, {rank: (receive, action) for receive, (rank, action) in waiting.items()})
+        raise _deadlock(program, {rank: (Action(*send), action) for send, (rank, action) in waiting.items()})
+
+
+def _awaited_sends(placement: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
+    """Return by stage and kind of action the stage and kind of the SEND that it waits for, if any."""
+    awaited = {}
+    for stage in range(len(placement)):
+        for kind in COMPUTE_KINDS:
+            receive = required_receive(stage, kind, placement)
+            if receive is not None:
+                awaited[stage, kind] = peer_action(Action(stage, receive, 0))[:2]
+    return awaited
 
 
 def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
-    """Return the error for a deadlock; ``waits`` has, by rank, the RECV and the action that waits for it."""
-    sources = {rank: channel_of(receive, program.placement)[0] for rank, (receive, _) in waits.items()}
+    """Return the error for a deadlock; ``waits`` has, by rank, the awaited SEND and the action that waits for it."""
+    sources = {rank: program.placement[send.stage] for rank, (send, _) in waits.items()}
     seen: list[int] = []
     rank = min(waits)
     while rank not in seen:
@@ -247,11 +247,11 @@ def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Actio
     cycle = seen[seen.index(rank) :]
     clauses = []
     for waiter in cycle:
-        receive, action = waits[waiter]
-        sender = program.ranks[sources[waiter]]
-        before = sender[sender.index(peer_action(receive)) - 1]
+        send, action = waits[waiter]
+        source = sources[waiter]
+        before = program.ranks[source][program.ranks[source].index(send) - 1]
         clauses.append(
-            f"rank {waiter} waits for {receive} before {action}, which rank {sources[waiter]} sends after {before}"
+            f"rank {waiter} waits for {peer_action(send)} before {action}, which rank {source} sends after {before}"
         )
     if len(clauses) > SHOWN:
         clauses[SHOWN - 1 :] = [f"and so on over {len(cycle)} ranks, back to rank {rank}"]
