@@ -23,11 +23,10 @@ from megatron.arguments.sources import (
 )
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, format_number
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
-from megatron.config.text import format_number
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},

@@ -12,13 +12,12 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import NAME_SEPARATORS, unique_names
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -39,6 +38,9 @@ MAX_BLEND_DATASETS = 32766
 NUMBER = r"\d+(\.\d*)?|\.\d+"
 SPLIT_ALIASES = {"validation": "valid", "val": "valid", "dev": "valid", "eval": "valid"}
 """Other names of splits."""
+
+NAME_SEPARATORS = r"[\s:/]+"
+"""Characters that dataset names must not contain: they separate names in records, curves and folders."""
 
 MAX_WORDS = 16  # in a list that is written out in a fix
 
@@ -82,6 +84,29 @@ class DataPathArgs:
             return (f"{self.key} {shlex.join(words)}",)
         text = " ".join(words)
         return (f"write in {self.file}: " + (f'"{self.key}": "{text}"' if self.key else text),)
+
+
+def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return a unique name for each prefix: as few of its last path components as tell all prefixes apart.
+
+    Equal names get a number; characters that names must not contain become ``-``.
+    """
+    paths = [PurePath(prefix) for prefix in prefixes]
+    parts = [tuple(re.sub(NAME_SEPARATORS, "-", part) for part in path.parts if part != path.anchor) for path in paths]
+    names: list[str] = []
+    for length in range(1, max([1, *map(len, parts)]) + 1):
+        names = ["-".join(path_parts[-length:]) for path_parts in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    unique: dict[str, None] = {}
+    for name in names:
+        numbered = name
+        number = 2
+        while numbered in unique:
+            numbered = f"{name}-{number}"
+            number += 1
+        unique[numbered] = None
+    return tuple(unique)
 
 
 def data_sources(data: DataConfig) -> dict[str, SplitSource]:

@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import OptimizerConfig
+from megatron.config.run import OptimizerConfig, matching_factor, parse_factor
 from megatron.config.settings import flag
-from megatron.config.text import matching_factor, parse_factor
 from megatron.distributed.sharding import ShardSpec
 from megatron.optimizer.muon import is_muon_param
 

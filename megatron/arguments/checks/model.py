@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.run import RunConfig
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
 
 
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:

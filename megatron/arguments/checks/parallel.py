@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
 from megatron.config.batch import get_num_microbatches, rampup_stages
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
 from megatron.distributed.layout import Layout
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError

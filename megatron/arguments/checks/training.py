@@ -19,11 +19,10 @@ from megatron.config.batch import (
     rampup_stages,
     schedule_lengths,
 )
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, parse_factor
 from megatron.config.settings import flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples, parse_factor
 from megatron.planner.memory import parameter_shapes
 
 PADDED = "--pad-global-batch"
