@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import (
     EXCLUSIVE_OPTIONS,
     LENGTH_OPTIONS,
@@ -20,6 +19,7 @@ from megatron.arguments.sources import (
     build_config,
     flat_values,
     from_mapping,
+    resolve,
 )
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares

@@ -21,6 +21,17 @@ from megatron.config.plugins import registered
 DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Data options that take effect at the end of a document."""
 
+
+def _keeps_moment(kind: str, *optimizers: str) -> Need:
+    """Return the need for an optimizer with a moment: one of ``optimizers``, or a registered one that declares it."""
+
+    def is_kept(config: RunConfig) -> bool:
+        name = config.optimizer.optimizer
+        return name in optimizers or kind in getattr(registered("optimizer").get(name), "state_kinds", ())
+
+    return Need(is_kept, f"optimizer {' or '.join(optimizers)}", f"--optimizer {optimizers[0]}")
+
+
 FP16 = Need("params_dtype=fp16", "fp16", "--fp16")
 DYNAMIC_LOSS_SCALE = Need(
     lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
@@ -39,10 +50,10 @@ PARAM_REMAINDERS = Need(
     "bf16 and optimizer adam, lion or sgd",
     "--bf16",
 )
+FIRST_MOMENT = _keeps_moment("exp_avg", "adam", "lion")
+SECOND_MOMENT = _keeps_moment("exp_avg_sq", "adam")
 SAVE = Need("save", "a folder to save to", "--save checkpoints")
-KEEP_LAST = Need(
-    lambda c: c.checkpoint.save is None or c.checkpoint.keep_last is not None, "keep_last", "--keep-last 3"
-)
+KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "keep_last", "--keep-last 3")
 START_POINT = Need(
     lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
     "a checkpoint to start from",
@@ -309,13 +320,9 @@ class OptimizerConfig:
     """Treat the query, key and value weights as separate matrices in muon."""
     store_param_remainders: bool = option(False, role="free", needs=PARAM_REMAINDERS)
     """With bf16 weights, store only the lower 16 bits of each fp32 main param."""
-    exp_avg_dtype: str = option(
-        "fp32", role="free", choices=("fp32", "bf16"), needs=Need("optimizer=adam|lion", fix="--optimizer adam")
-    )
+    exp_avg_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=FIRST_MOMENT)
     """Data type of adam's and lion's first moment."""
-    exp_avg_sq_dtype: str = option(
-        "fp32", role="free", choices=("fp32", "bf16"), needs=Need("optimizer=adam", fix="--optimizer adam")
-    )
+    exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT)
     """Data type of adam's second moment."""
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
@@ -429,8 +436,8 @@ class CheckpointConfig:
     """Folders and intervals of checkpoints, retention, and the start of a run."""
 
     save: str | None = option(None, role="start")
-    """Folder for checkpoints, or s3://BUCKET/RUN. If it holds checkpoints, the run resumes from the newest valid one.
-    """
+    """Folder for checkpoints, or s3://BUCKET/RUN. If it holds checkpoints, the run resumes from the newest valid
+    one."""
     save_interval: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
     """Steps between checkpoints. Default: only when the run ends or stops."""
     keep_last: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
@@ -508,10 +515,8 @@ GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")
 class KernelChoice:
     """Implementation chosen for an operation."""
 
-    # name of an implementation, or auto
-    name: str = "auto"
-    # chosen as OPERATION=NAME: the run is refused if the implementation is unavailable
-    alone: bool = False
+    name: str = "auto"  # of an implementation, or auto
+    alone: bool = False  # chosen as OPERATION=NAME: the run is refused if the implementation is unavailable
 
 
 def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
@@ -529,13 +534,6 @@ def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
     return choices
 
 
-def kernel_names(operation: str) -> tuple[str, ...]:
-    """Return the implementations of an operation, built-in ones first, then those that plugins register."""
-    prefix = f"{operation}="
-    plugins = (word.removeprefix(prefix) for word in registered("kernel") if word.startswith(prefix))
-    return tuple(dict.fromkeys((*KERNEL_CANDIDATES.get(operation, ()), *plugins)))
-
-
 def kernel_problems(words: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for every argument with an unknown operation or implementation."""
     if not words:
@@ -543,7 +541,9 @@ def kernel_problems(words: Sequence[str]) -> Iterator[Problem]:
     for word in words:
         given, equals, name = word.partition("=")
         operation = KERNEL_ALIASES.get(given, given)
-        names = (*kernel_names(operation), "auto")
+        plugins = (each.partition("=") for each in registered("kernel"))
+        added = (plugin for of, _, plugin in plugins if of == operation)
+        names = (*dict.fromkeys([*KERNEL_CANDIDATES.get(operation, ()), *added]), "auto")
         if equals and operation in KERNEL_CANDIDATES and name not in names:
             sentence = f"--kernels {word}: implementations of {operation} are {', '.join(names)}"
             yield Problem("E901", sentence, (f"--kernels {operation}={did_you_mean(name, names) or 'auto'}",))

@@ -89,6 +89,10 @@ class Setting:
         negative = [self.negative] if self.kind.scalar is bool else []
         return [self.flag, *negative, *self.option.aliases]
 
+    def value_in(self, config: RunConfig) -> Any:
+        """Return the value of the field in a configuration."""
+        return getattr(getattr(config, self.group), self.name)
+
     def spell(self, value: Any) -> str:
         """Return the flag, in its main spelling, that stores ``value``."""
         if value is None or value == ():
