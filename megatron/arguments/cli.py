@@ -50,8 +50,7 @@ class GivenFlag:
 
     spelling: str
     setting: Setting
-    words: tuple[str, ...] = ()  # after the flag
-    constant: Any = None  # stored by a flag without words
+    words: Sequence[str]  # after the flag
 
     @property
     def main(self) -> str:
@@ -64,23 +63,23 @@ class GivenFlag:
         Raises:
             ValueError: if the words are not a value.
         """
-        return self.setting.from_words(self.words) if self.constant is None else self.constant
+        constants = self.setting.constants
+        if self.spelling not in constants:
+            return self.setting.from_words(self.words)
+        if self.words:
+            raise ValueError("takes no value")
+        return constants[self.spelling]
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """A command line, split into flags."""
 
-    # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size; field flags in ``given``
-    known: argparse.Namespace
+    known: argparse.Namespace  # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size
+    given: list[GivenFlag] = field(default_factory=list)  # the flags of config fields, in order
     # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
     malformed: ConfigSource = field(default_factory=ConfigSource)  # problems of flags that argparse rejected
-
-    @property
-    def given(self) -> list[GivenFlag]:
-        """The flags of config fields, in order."""
-        return self.known.given
 
     @property
     def spellings(self) -> set[str]:
@@ -91,28 +90,32 @@ class CommandLine:
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
     parser = make_parser()
-    reading = CommandLine(parser.parse_args([]))
+    command_line = CommandLine(parser.parse_args([]))
     for words in _split_flags(argv):
-        try:
-            _, rest = parser.parse_known_args(words, reading.known)
-        except argparse.ArgumentError as error:
-            spelling = words[0].partition("=")[0]
-            setting = SPELLINGS.get(spelling)
-            if setting is None:
-                reading.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
-            else:  # argparse rejects only words after a constant's flag; words after other flags are checked later
-                reading.malformed.refuse(setting, spelling, ValueError("takes no value"))
-            continue
-        if rest:
-            reading.foreign.append(rest)
-    return reading
+        spelling, equals, value = words[0].partition("=")
+        setting = SPELLINGS.get(spelling)
+        if setting is None:
+            try:
+                _, stray = parser.parse_known_args(words, command_line.known)
+            except argparse.ArgumentError as error:
+                command_line.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+                continue
+        elif equals or spelling in setting.constants:
+            command_line.given.append(GivenFlag(spelling, setting, [value] if equals else []))
+            stray = words[1:]
+        else:
+            command_line.given.append(GivenFlag(spelling, setting, words[1:]))
+            stray = []
+        if stray:
+            command_line.foreign.append(stray)
+    return command_line
 
 
 def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
     """Yield each flag with the words after it; words before the first flag come first."""
     words: list[str] = []
     for word in argv:
-        if word.startswith("--") and words:
+        if words and (word.startswith("--") or word == "-h"):
             yield words
             words = []
         words.append(word)
@@ -120,38 +123,16 @@ def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
         yield words
 
 
-class _RecordFlag(argparse.Action):
-    """Record that a flag was written; it is interpreted when all flags are known."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.given.append(GivenFlag(option_string or "", SETTINGS[self.dest], tuple(values), self.const))
-
-
-class _Help(argparse.HelpFormatter):
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """Show one value: the parser accepts any number, to report a wrong number later."""
-        if isinstance(action, _RecordFlag):
-            return str(action.metavar)
-        return super()._format_args(action, default_metavar)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser, with one group of flags for each config class."""
+    """Build the parser, with one group of flags for each config class; :func:`parse_flags` parses these itself."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
         description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
         allow_abbrev=False,
         exit_on_error=False,
-        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=110),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
-    parser.set_defaults(given=[])
     sources = parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set.")
     sources.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
     files = "YAML, by group or flat; later files override earlier ones."
@@ -179,18 +160,14 @@ def _int(text: str) -> int:
 
 
 def _add(group: Any, setting: Setting) -> None:
+    constants = setting.constants
     text = help_text(setting).replace("%", "%%")
-    if setting.kind.scalar is bool:
-        constants = {setting.flag: (True, text), setting.negative: (False, argparse.SUPPRESS)}
-    else:
-        constants = {}
-        group.add_argument(
-            setting.flag, action=_RecordFlag, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
-        )
-    for alias, value in setting.option.aliases.items():
-        constants[alias] = (value, f"The same as {setting.spell(value)}.")
-    for spelling, (value, text) in constants.items():
-        group.add_argument(spelling, action=_RecordFlag, dest=setting.name, nargs=0, const=value, help=text)
+    if setting.flag not in constants:
+        group.add_argument(setting.flag, metavar=metavar(setting), default=argparse.SUPPRESS, help=text)
+    for spelling, value in constants.items():
+        same = f"The same as {setting.spell(value)}."
+        shown = {setting.flag: text, setting.negative: argparse.SUPPRESS}.get(spelling, same)
+        group.add_argument(spelling, action="store_true", default=argparse.SUPPRESS, help=shown)
 
 
 def metavar(setting: Setting) -> str:

@@ -84,10 +84,15 @@ class Setting:
         return (*self.option.choices, *(registered(self.option.kind) if self.option.kind else ()))
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """The flags that take no value, with what they store."""
+        own = {self.flag: True, self.negative: False} if self.kind.scalar is bool else {}
+        return own | dict(self.option.aliases)
+
+    @property
     def spellings(self) -> list[str]:
         """All flags that set this field."""
-        negative = [self.negative] if self.kind.scalar is bool else []
-        return [self.flag, *negative, *self.option.aliases]
+        return list(dict.fromkeys([self.flag, *self.constants]))
 
     def value_in(self, config: RunConfig) -> Any:
         """Return the value of the field in a configuration."""
