@@ -8,7 +8,7 @@ profiling and CUDA graphs, and of options that are set without effect (``needs``
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
@@ -283,7 +283,7 @@ def _no_effect(unused: Sequence[Setting], need: Need) -> str:
     return f"{subject} no effect without {need}"
 
 
-CHECKS = (
+CHECKS: tuple[Callable[[RunConfig, int], Iterator[Problem]], ...] = (
     *model.CHECKS,
     *training.CHECKS,
     *data.CHECKS,

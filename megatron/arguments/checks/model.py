@@ -122,7 +122,7 @@ def check_world_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
     name = "TP" if parallel.model_ranks == parallel.tensor_model_parallel_size else "TP x PP"
     name += " x CP" if parallel.context_parallel_size > 1 else ""
     ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
-    smaller = []
+    smaller: list[str] = []
     for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(parallel, axis)
         others = parallel.model_ranks // size
