@@ -14,8 +14,7 @@ from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.gpt_dataset import split_ranges
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
+from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
 from megatron.data.loader import build_masks, note_many_epochs, split_sample_counts
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
