@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.blended_dataset import ConcatDataset, segments_of
-from megatron.data.build import build_segment
+from megatron.data.build import FileSegmentBuilder
 from megatron.data.dataset import Dataset, MockDataset
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
@@ -24,7 +24,7 @@ def alone(samples: int, seed: int) -> Dataset:
 
 
 def blended(samples: int, seed: int) -> Dataset:
-    return build_segment([(files, range(len(files))) for files in FILES], [2, 1], samples, 32, seed, None)
+    return FileSegmentBuilder([(files, range(len(files))) for files in FILES], [2, 1], 32, seed, None)(samples)
 
 
 def ids(dataset: Dataset) -> list[list[int]]:

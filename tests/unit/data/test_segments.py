@@ -124,8 +124,7 @@ def test_the_source_of_an_id_beyond_the_vocabulary_is_named(corpora: dict[str, s
 
 def test_one_pair_is_a_blend_of_one(corpora: dict[str, str]) -> None:
     source = build(DataConfig(data_path=("1", corpora["wiki"]), split="1"), eval_iters=0)
-    (segment,) = source.datasets["train"].segments
-    assert isinstance(segment, BlendedDataset)
+    assert isinstance(source.datasets["train"], BlendedDataset)
     assert read(source, "train", 80) == texts(plain(corpora["wiki"], ceil(80 * 1.005)), 80)
 
 
