@@ -118,8 +118,10 @@ def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> It
                 continue
             shown.add(id(dataset))
             order = dataset.order
-            counts = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
-            yield TableRow(title, dataset.source, *counts, *_kept(order.document_index, before))
+            numbers = len(order.part), order.tokens, order.epochs, len(dataset)
+            sequences, tokens, epochs, count = (f"{n:,}" for n in numbers)
+            kept = _kept(order.document_index, before)
+            yield TableRow(title, dataset.source, sequences, tokens, epochs, count, *kept)
         if isinstance(segment, BlendedDataset):
             size, state = _kept(segment.dataset_index, before)
             name = f"blend of {len(segment.datasets)}"

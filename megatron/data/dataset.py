@@ -67,10 +67,6 @@ class Dataset(Protocol):
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
         return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
 
-    def epochs(self, samples: int) -> float:
-        """Return how often the first ``samples`` samples read the most-read source; 0.0 for generated data."""
-        return max((source.epochs for source in self.source_usage(samples)), default=0.0)
-
 
 DIGEST_BLOCK = 1 << 14  # so that intermediate arrays stay in the CPU cache
 

@@ -369,8 +369,9 @@ def build_data(
     frozen = {name: tuple(counts) for name, counts in (segments or {}).items()}
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
+    build_notes: list[str] = []
     if data.mock_data:
-        builders, build_notes = mock_segment_builders(training, vocab_size), []
+        builders = mock_segment_builders(training, vocab_size)
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}

@@ -61,7 +61,6 @@ def test_source_usage_add_up_over_segments(make: type[Dataset]) -> None:
         expected = tuple(one._replace(tokens=one.tokens + other.tokens) for one, other in pairs)
         assert chain.source_usage(samples) == expected
         assert sum(reading.tokens for reading in expected) == samples * 32
-        assert chain.epochs(samples) == max(reading.tokens / reading.once for reading in expected)
     assert chain.describe(64) == segments[0].describe(64)
     assert len(chain.describe(64).splitlines()) == len(segments[0].source_usage(0))
 
@@ -74,7 +73,6 @@ def test_generated_samples_go_on() -> None:
     assert np.array_equal(chain.sample_hashes(places), whole.sample_hashes(places))
     assert chain.fingerprint == whole.fingerprint
     assert chain.describe(160) == whole.describe(160) == "160 generated tokens over 256 ids"
-    assert chain.epochs(12) == 0.0
     assert chain.source_usage(12) == ()
 
 
