@@ -221,17 +221,10 @@ class DataSource:
     def rank_places(
         self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int
     ) -> list[range]:
-        """Return the places of this data-parallel rank's micro-batches in a global batch.
+        """Return the places of this rank's micro-batches in a global batch, as `rank_micro_batches`.
 
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
         and their losses can be compared (Megatron-LM advances through the validation data).
-
-        Args:
-            split: its name.
-            consumed_samples: first place of the global batch.
-            global_batch: samples in it.
-            dp_rank: this rank's data-parallel index.
-            dp_size: number of data-parallel ranks.
 
         Raises:
             DataError: when the split has no such samples.
@@ -248,7 +241,7 @@ class DataSource:
         Raises:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
-        self._dataset(split, places)
+        dataset = self._dataset(split, places)
         import torch  # here, so that tools that only build the index do not wait for the import
 
         from megatron.distributed.micro_batch import MicroBatch
@@ -261,7 +254,7 @@ class DataSource:
 
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
-        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in ids)))
+        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
         return MicroBatch(
@@ -286,12 +279,12 @@ class DataSource:
             raise DataError(f"{split_label(split)} sample {outside} is out of range: this run has {len(dataset)}")
         return dataset
 
-    def _sample(self, split: str, i: int) -> Sample:
+    def _sample(self, split: str, dataset: Dataset, i: int) -> Sample:
         """Return sample ``i`` after checking its ids: others would crash the embedding or read vocabulary padding."""
-        sample = self.datasets[split][i]
+        sample = dataset[i]
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
-            source = find_source(self.datasets[split], i)
+            source = find_source(dataset, i)
             raise DataError(
                 f"{split_label(split)} sample {i} holds id {low if low < 0 else high}, "
                 f"but the vocabulary has ids 0..{self.vocab_size - 1}" + (f"; it is from {source}" if source else ""),
