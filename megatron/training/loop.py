@@ -437,7 +437,9 @@ class StopRequest:
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
         ``STOP_FILE_FOUND`` if any rank sees the file.
         """
-        request = self.profiles.take() if self.profiles is not None else NO_REQUEST
+        request = NO_REQUEST
+        if self.profiles is not None and time.monotonic() >= self.profiles.next_check:
+            request = self.profiles.take()
         if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
             self.profile_request = request
             return self._local_code()
