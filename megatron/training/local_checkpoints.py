@@ -24,7 +24,7 @@ from megatron.checkpoint.local_store import (
     save_local,
 )
 from megatron.checkpoint.object_store import parse_location
-from megatron.checkpoint.save import CheckpointExtras, local_bytes
+from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
@@ -33,7 +33,7 @@ from megatron.distributed.comm import Group
 from megatron.training.callbacks.base import Callback
 from megatron.training.resume_source import ResumeSource, applies_to_own_checkpoints, newest_own_step, passed_over_note
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import run_state, tensors_to_save
+from megatron.training.trainer_state import checkpoint_bytes, run_state, tensors_to_save
 
 
 def open_local_store(
@@ -208,15 +208,13 @@ class LocalSave(Callback):
 
     def _save(self) -> None:
         trainer, started = self.trainer, time.monotonic()
-        tensors = tensors_to_save(trainer)
         config = to_dict(trainer.config)
         save = parse_location(str(trainer.config.checkpoint.save))
         if isinstance(save, Path):  # absolute, because the next start may have another working directory
             config["checkpoint"]["save"] = str(save.absolute())
         extras = CheckpointExtras(run_state(trainer), config, trainer.files)
-        path = save_local(self._store, trainer.iteration, tensors, extras)
+        path = save_local(self._store, trainer.iteration, tensors_to_save(trainer), extras)
         warning = delete_other_local_checkpoints(self._store, trainer.iteration)
-        size = sum(comm.all_gather_objects(local_bytes(tensors), self._store.group))
-        self.log.checkpoint(path, size, time.monotonic() - started)
+        self.log.checkpoint(path, checkpoint_bytes(trainer), time.monotonic() - started)
         if warning:
             self.log.warning(warning)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.arguments.compatibility import resume_mode_fixes
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.save import local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
@@ -193,6 +194,11 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
             parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
             entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
     return entries
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Return the bytes of all tensors of a checkpoint; collective."""
+    return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
 
 
 def _elements(whole: Callable[[], Tensor], mine: slice, slot: ShardBox) -> Tensor:
