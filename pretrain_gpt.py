@@ -31,7 +31,6 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 0 at the end, 1 after an error, 2 if flags or files are refused before the first step,
         124 after ``exit_duration_in_mins``, 128 + n after signal n.
-
     """
     startup = StartupTimer.of_process()
     startup.enter("flags")
@@ -70,7 +69,6 @@ def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -
     Args:
         environ: environment of this rank.
         cores: of the machine; None counts those that this process may use.
-
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     launch = Launch.read(environ)

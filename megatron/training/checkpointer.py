@@ -50,7 +50,7 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost
-from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
+from megatron.training.local_checkpoints import add_local_checkpoints, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
     CheckpointCandidate,
@@ -445,7 +445,8 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
         trainer.local = open_local_store(
             config.checkpoint, trainer.mesh.background_group(), trainer.mesh.background_group(), trainer.leases.node
         )
-        notes += local_save_notes(trainer.local)
+        if trainer.local.nodes.count == 1:
+            notes.append("--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it")
     tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
     recorded: SmallFiles = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
     trainer.files = recorded
@@ -463,19 +464,19 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
             manifest, found = candidate.open()
             notes += found
             files = run_on_rank0(partial(saved_tokenizer_files, manifest), world)
-            changes = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
+            changes, batches_since = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
             trainer.files = files_to_carry(recorded, files)
             if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
                 notes += tokenizer_notes(recorded, files)
                 loaded = f"weights from {manifest.path}"
             else:
-                notes += restore_run(trainer, manifest, changes.batches_since)
+                notes += restore_run(trainer, manifest, batches_since)
                 loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedCheckpointError as error:
             notes.append(passed_over_note(candidate.path, error))
             continue
-        return [*notes, loaded, *changes.lines]
+        return [*notes, loaded, *changes]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 

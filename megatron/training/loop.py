@@ -82,7 +82,6 @@ def train(
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
-
     """
     callbacks = CallbackList(trainer, log, builtin)
     try:
@@ -195,7 +194,6 @@ def finish_previous_start(
 
     Raises:
         StorageError: if the last step has been taken and cannot be saved.
-
     """
     taken, total = trainer.iteration, trainer.total_steps
     stop_code = 0 if taken >= total else stop.poll()
@@ -405,7 +403,6 @@ class StopRequest:
             since: start of the time limit on the clock of ``time.monotonic()``; None for now.
             profiles: profile requests to this rank; :meth:`restore` also restores their signal handler.
             file: stops the run once it exists. Give it to one rank only: cluster file systems may be slow.
-
         """
         self.world = world
         self.device = device

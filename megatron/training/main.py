@@ -44,7 +44,6 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         The exit status: that of :func:`megatron.training.loop.train`, 2 if flags or files are refused before the
         first step, 1 after any other error. After an error the process should exit at once, because
         torch.distributed stays open.
-
     """
     try:
         status = join_and_train(config, notes, startup or StartupTimer())

@@ -47,7 +47,6 @@ class StartupTimer:
         Args:
             began: start time on the clock of ``time.monotonic()``; None for now.
             phase: the first phase.
-
         """
         self.began = time.monotonic() if began is None else began
         self.seconds = dict.fromkeys(PHASES, 0.0)

@@ -35,7 +35,6 @@ def train_step(
 
     Returns:
         Device scalars, equal on all ranks.
-
     """
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
