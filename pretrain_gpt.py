@@ -19,7 +19,7 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
 from megatron.training.resume_source import StartPreview, preview_start, stored_config
-from megatron.training.startup import StartupTimer
+from megatron.training.startup import StartupTimer, process_start_time
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 0 at the end, 1 after an error, 2 if flags or files are refused before the first step,
         124 after ``exit_duration_in_mins``, 128 + n after signal n.
     """
-    startup = StartupTimer.of_process()
+    startup = StartupTimer(process_start_time(), "python")
     startup.enter("flags")
     try:
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
