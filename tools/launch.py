@@ -140,7 +140,7 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     return cluster
 
 
-def ask(option: Field[Any]) -> str | int:
+def ask(option: Field[Any]) -> Any:
     """Ask for a setting until the answer is valid; an empty answer means the default shown."""
     default, choices = option.default, option.metadata["choices"]
     is_number = isinstance(default, int)

@@ -80,14 +80,13 @@ def run_on_rank0(act: Callable[[], T], world: Group) -> T:
     Raises:
         CheckpointError, UserError, OSError: on every rank, if ``act`` raises it.
     """
-    value: T | None = None
-    failure: Exception | None = None
+    outcome: Any = None
     if world.rank == 0:
         try:
-            value = act()
+            outcome = act(), None
         except (CheckpointError, UserError, OSError) as error:
-            failure = error
-    value, failure = comm.broadcast_object((value, failure), world)
+            outcome = None, error
+    value, failure = comm.broadcast_object(outcome, world)
     if failure is not None:
         raise failure
     return cast(T, value)
