@@ -30,7 +30,12 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield str(error)
     for file, chunks in chunks_by_file(manifest).items():
-        yield from _uncovered(manifest, file, [chunk for _, chunk in chunks])
+        record = manifest.files[file]
+        starts = [*(chunk.offset for _, chunk in chunks), record.bytes]
+        ends = [record.head, *(chunk.offset + chunk.bytes for _, chunk in chunks)]
+        for end, start in zip(ends, starts):
+            if end != start:
+                yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
         yield from list_file_damage(reader, file, chunks)
     reader.close()
 
@@ -58,16 +63,6 @@ def list_file_damage(reader: ChunkReader, file: str, chunks: NamedChunks) -> Ite
             yield str(error)
 
 
-def _uncovered(manifest: Manifest, file: str, chunks: list[TensorChunk]) -> Iterator[str]:
-    """Yield the byte ranges of a file that no checksum, or more than one, covers."""
-    record = manifest.files[file]
-    starts = [*(chunk.offset for chunk in chunks), record.bytes]
-    ends = [record.head, *(chunk.offset + chunk.bytes for chunk in chunks)]
-    for end, start in zip(ends, starts):
-        if end != start:
-            yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
-
-
 COMPARE_ELEMENTS = 1 << 20
 """Elements computed with at a time, in addition to the chunk in memory."""
 
@@ -91,11 +86,7 @@ class TensorDifference:
 
 
 def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
-    """Summarise a tensor of at least one element.
-
-    Raises:
-        DamagedCheckpointError: if it is missing or a checksum differs.
-    """
+    """Summarise a tensor of at least one element."""
     minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
     for box in _small_boxes(reader, name):
         values = reader.read(name, box).double()
@@ -111,16 +102,12 @@ def _extreme(choose: Callable[[float, float], float], a: float, b: Tensor) -> fl
 
 
 def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference:
-    """Compare a tensor that has the same shape and view in both checkpoints.
-
-    Raises:
-        DamagedCheckpointError: if it is missing or a checksum differs in one of them.
-    """
+    """Compare a tensor that has the same shape and view in both checkpoints."""
     identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
     for box in _small_boxes(a, name):
         x, y = a.read(name, box), b.read(name, box)
         reference += float(x.double().square().sum())
-        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+        if x.dtype == y.dtype and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
             continue
         identical = False
         delta = x.double() - y.double()
@@ -133,7 +120,3 @@ def _small_boxes(reader: CheckpointReader, name: str) -> Iterator[Box]:
     """Yield boxes that partition a tensor, grouped by chunk so that each chunk is read once."""
     for chunk in reader.manifest.tensors[name].chunks:
         yield from split_box(chunk.box, COMPARE_ELEMENTS)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)

@@ -14,22 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint, node_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
-from megatron.checkpoint.local_folder import (
-    LocalCheckpoint,
-    NodeMap,
-    choose_sources,
-    is_local_checkpoint,
-    list_node_checkpoints,
-    merge_node_checkpoints,
-    node_folder,
-)
 from megatron.checkpoint.local_store import (
     LocalStore,
+    NodeMap,
+    choose_sources,
     delete_other_local_checkpoints,
     fetch_missing_files,
     find_local_checkpoints,
+    list_node_checkpoints,
+    merge_node_checkpoints,
     save_local,
 )
 from megatron.checkpoint.save import CheckpointExtras
