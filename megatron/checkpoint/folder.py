@@ -8,7 +8,7 @@ The folder of a run is on a shared disk or in an object store; those of ``--loca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,20 +58,18 @@ class CheckpointFolder:
         """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
         return find_checkpoints(self.folder)
 
-    def scan(self) -> Iterator[FoundCheckpoint]:
-        """Yield the folders named like checkpoints, newest first, opening each on demand.
+    def candidates(self) -> list[FoundCheckpoint]:
+        """Open all folders named like checkpoints, newest first.
 
         Checks the marker, the manifest's checksum and the sizes of all files; tensors are verified when they are read.
         """
+        found = []
         for iteration, path in self.named():
             try:
-                yield FoundCheckpoint(iteration, path, Manifest.open(path), None)
+                found.append(FoundCheckpoint(iteration, path, Manifest.open(path), None))
             except CheckpointError as error:
-                yield FoundCheckpoint(iteration, path, None, strip_folder(path, error))
-
-    def candidates(self) -> list[FoundCheckpoint]:
-        """Return the list of :meth:`scan`."""
-        return list(self.scan())
+                found.append(FoundCheckpoint(iteration, path, None, strip_folder(path, error)))
+        return found
 
     def newest(self, step: int | None = None) -> tuple[Manifest, list[FoundCheckpoint]]:
         """Return the newest valid checkpoint, and the newer invalid ones that were skipped.

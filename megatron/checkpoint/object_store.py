@@ -48,25 +48,20 @@ def translate_errors(place: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise as_os_error(error, place) from error
-
-
-def as_os_error(error: Exception, place: object) -> OSError:
-    """Return an OSError with a matching errno for what a library raised about ``place``."""
-    number = next((number for kind, number in PERMANENT_ERRORS if isinstance(error, kind)), errno.EIO)
-    if type(error).__name__ in NO_CREDENTIALS:
-        number = errno.EACCES
-    if isinstance(error, OSError) and error.filename == str(place):
-        return error
-    original = error.__cause__ or error  # the store's own message, where the library has wrapped it
-    text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
-    if number == errno.ENOENT:
-        text = "there is no such object or bucket"
-    elif number == errno.EACCES:
-        text = f"access denied ({text})"
-    elif number == errno.EIO and not isinstance(error, OSError):
-        text = f"{type(error).__name__}: {text}"
-    return OSError(number, text, str(place))  # Python makes it a FileNotFoundError or the like
+        if isinstance(error, OSError) and error.filename == str(place):
+            raise
+        number = next((number for kind, number in PERMANENT_ERRORS if isinstance(error, kind)), errno.EIO)
+        if type(error).__name__ in NO_CREDENTIALS:
+            number = errno.EACCES
+        original = error.__cause__ or error  # the store's own message, where the library has wrapped it
+        text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
+        if number == errno.ENOENT:
+            text = "there is no such object or bucket"
+        elif number == errno.EACCES:
+            text = f"access denied ({text})"
+        elif number == errno.EIO and not isinstance(error, OSError):
+            text = f"{type(error).__name__}: {text}"
+        raise OSError(number, text, str(place)) from error  # Python makes it a FileNotFoundError or the like
 
 
 def is_permanent(error: OSError) -> bool:

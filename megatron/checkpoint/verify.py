@@ -7,12 +7,11 @@ needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, TensorChunk, split_box
@@ -87,23 +86,20 @@ class TensorDifference:
 
 def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
     """Summarise a tensor of at least one element."""
-    minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
+    minimum, maximum = torch.tensor(math.inf).double(), torch.tensor(-math.inf).double()
+    squares, count = 0.0, 0
     for box in _small_boxes(reader, name):
         values = reader.read(name, box).double()
         low, high = values.aminmax()
-        minimum, maximum = _extreme(min, minimum, low), _extreme(max, maximum, high)
+        minimum, maximum = torch.minimum(minimum, low), torch.maximum(maximum, high)  # these propagate NaN
         squares, count = squares + float(values.square().sum()), count + values.numel()
-    return TensorSummary(minimum, maximum, math.sqrt(squares / count) if count else 0.0)
-
-
-def _extreme(choose: Callable[[float, float], float], a: float, b: Tensor) -> float:
-    """Apply min or max and propagate NaN, which Python's own do depending on the order of arguments."""
-    return math.nan if math.isnan(a) or bool(b.isnan()) else choose(a, float(b))
+    return TensorSummary(float(minimum), float(maximum), math.sqrt(squares / count) if count else 0.0)
 
 
 def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference:
     """Compare a tensor that has the same shape and view in both checkpoints."""
-    identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
+    identical, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0
+    largest = torch.tensor(0.0).double()
     for box in _small_boxes(a, name):
         x, y = a.read(name, box), b.read(name, box)
         reference += float(x.double().square().sum())
@@ -111,9 +107,10 @@ def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> Tens
             continue
         identical = False
         delta = x.double() - y.double()
-        largest = _extreme(max, largest, delta.abs().max())
+        largest = torch.maximum(largest, delta.abs().max())
         squares += float(delta.square().sum())
-    return TensorDifference(identical, largest, math.sqrt(squares / reference) if reference else math.sqrt(squares))
+    relative = math.sqrt(squares / reference) if reference else math.sqrt(squares)
+    return TensorDifference(identical, float(largest), relative)
 
 
 def _small_boxes(reader: CheckpointReader, name: str) -> Iterator[Box]:

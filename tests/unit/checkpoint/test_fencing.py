@@ -108,7 +108,7 @@ def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | No
 def new_start(lease: Lease, saves: bool) -> list[int]:
     """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
     runs = CheckpointFolder(lease.folder)
-    found = [(found.iteration, found.manifest) for found in runs.scan()]
+    found = [(found.iteration, found.manifest) for found in runs.candidates()]
     for iteration, manifest in found:
         assert manifest is not None
         assert any(is_whole(manifest, value) for value in (iteration, 10 * iteration))

@@ -54,7 +54,7 @@ def test_ranks_and_their_neighbours() -> None:
     assert (nodes.count, nodes.are_even) == (3, True)
     assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
     assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert [rank for rank in range(6) if nodes.is_leader(rank)] == [0, 2, 4]
+    assert [nodes.ranks(node)[0] for node in range(3)] == [0, 2, 4]
     cyclic = NodeMap.from_launcher([7, 5, 7, 5])
     assert cyclic.ranks(0) == [1, 3]
     assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]

@@ -322,7 +322,7 @@ def test_bytes_that_are_other_in_the_store_are_damage(store: Store) -> None:
     assert is_whole(manifest, 1)
     assert "truncated" in str(passed_over[0].problem)
     del store.objects[key]
-    assert "is missing" in str(next(runs.scan()).problem)
+    assert "is missing" in str(runs.candidates()[0].problem)
 
 
 @pytest.mark.parametrize("mark", [b"", b"xyz", b"0123456789abcdef\n", b"0123456789abcdef ../x\n", b"\xff\xfe \xff\n"])
@@ -437,7 +437,7 @@ def cut_off(store: Store, template: dict[str, bytes], last: int) -> int:
     store.objects.update(template)
     with failing(store, lambda r: "503" if next(number) >= last else None), suppress(OSError, CheckpointError):
         went_back(runs)
-    problems = [found.problem for found in runs.scan()]
+    problems = [found.problem for found in runs.candidates()]
     assert all(problem is None or problem.startswith(f"has no {MARKER}") for problem in problems)  # none is damaged
     manifest, _ = runs.newest()
     value: int = manifest.state["value"]
