@@ -116,13 +116,9 @@ class Lease:
         return json.dumps({"epoch": self.epoch, **asdict(self.holder)}, indent=1).encode() + b"\n"
 
     def check(self) -> None:
-        """Check that no later start holds the folder.
+        """Raise SupersededError if a later start holds the folder.
 
         In an object store, which has no staging folder, call this immediately before every change.
-
-        Raises:
-            SupersededError: if a later start holds the folder.
-            OSError: if the disk or the store fails.
         """
         other = None if self._owns_staging_folder() else current_lease(self.folder)
         if other is not None and other.holder.token != self.holder.token:

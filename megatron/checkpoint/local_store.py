@@ -4,7 +4,8 @@ A node has the files of its own ranks, copies of those of the previous node, and
 so any single node may be lost. At a save every rank writes its own file and sends it to the next node. At a load the
 nodes compare what they have, verify the copies to be used, and send files to nodes that lack them. Files are sent
 between ranks block by block; an I/O error on one rank does not stop the others, but is raised on all of them at the
-end.
+end. Collective functions raise the error of a disk, or SupersededError if a later start holds a node's folder, on
+every rank.
 """
 
 from __future__ import annotations
@@ -132,11 +133,7 @@ class LocalStore:
 
 
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
-    """Run ``act`` on all ranks and return their results; collective.
-
-    Raises:
-        Exception: that of the lowest rank that failed, on every rank.
-    """
+    """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
     outcome: tuple[T | None, Exception | None]
     try:
         outcome = act(), None
@@ -234,8 +231,7 @@ def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTe
         Its folder on this node.
 
     Raises:
-        StorageError: if a disk fails, on every rank; the older checkpoint is then unchanged.
-        SupersededError: if a later start holds a node's folder, on every rank.
+        StorageError: if a disk fails; the older checkpoint is then unchanged.
         ValueError: if the parts of all ranks do not partition the tensors.
     """
     final = local_path(CheckpointFolder(store.folder).path(iteration))
@@ -253,9 +249,6 @@ def delete_other_local_checkpoints(store: LocalStore, iteration: int) -> str | N
 
     Returns:
         The error of a disk, the same on every rank; None if there was none.
-
-    Raises:
-        SupersededError: if a later start holds the node's folder.
     """
 
     def delete() -> None:
@@ -340,12 +333,7 @@ def _transfer_of(folder: Path, results: list[WriteResult], peer: int) -> FileTra
 
 
 def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], list[str]]:
-    """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective.
-
-    Raises:
-        NewerVersionError: if a checkpoint has a newer format version, on every rank.
-        OSError: if a disk fails, on every rank.
-    """
+    """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective."""
     found = gather_results(
         lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.is_leader else ([], []),
         store.group,
@@ -388,12 +376,7 @@ def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckp
 
 
 def read_local_manifest(store: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
-    """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective.
-
-    Raises:
-        DamagedCheckpointError: if it changed meanwhile, on every rank.
-        OSError: if it cannot be read, on every rank.
-    """
+    """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective."""
     final = local_path(CheckpointFolder(store.folder).path(checkpoint.iteration))
     reader = store.nodes.ranks(min(checkpoint.files))[0]
     texts = gather_results(lambda: (final / MANIFEST).read_bytes() if store.rank == reader else b"", store.group)
@@ -418,8 +401,7 @@ def fetch_missing_files(
         The manifest, of whose files this node may have only some, and notes on damaged copies.
 
     Raises:
-        DamagedCheckpointError: if no good copy of a file is left, on every rank.
-        OSError: if a disk fails, on every rank.
+        DamagedCheckpointError: if no good copy of a file is left.
     """
     manifest, content = read_local_manifest(store, checkpoint)
     wanted = comm.all_gather_objects(files_needed(manifest, tensors), store.group)
@@ -453,13 +435,7 @@ def choose_sources(
 ) -> dict[FileCopy, int]:
     """Choose, for each file that a node needs, the node to read it from: itself, else the nearest following one.
 
-    Args:
-        checkpoint: the files of each node.
-        needs: the files that each node needs.
-        bad: damaged copies, and why.
-
-    Raises:
-        DamagedCheckpointError: if no good copy of a file is left.
+    Raises DamagedCheckpointError if all copies of a file are ``bad``, for the reasons given there.
     """
     chosen, count = {}, max([*needs, *checkpoint.files]) + 1
     for node, names in needs.items():
@@ -532,18 +508,15 @@ def _fetch(
 
 def _move(store: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
     """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks."""
-    errors: list[OSError | None] = []
+    errors = []
     for number, (name, source, node) in enumerate(moves):
         senders, receivers = store.nodes.ranks(source), store.nodes.ranks(node)
         sender = senders[number % len(senders)]
         receiver = receivers[number % len(receivers)]
         size = manifest.files[name].bytes
-        if store.rank == sender:
-            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, store.file_group))
-        elif store.rank == receiver:
-            errors.append(
-                send_and_receive(None, FileTransfer(folder / name, sender, size, store.staging), store.file_group)
-            )
+        sent = FileTransfer(folder / name, receiver, size) if store.rank == sender else None
+        received = FileTransfer(folder / name, sender, size, store.staging) if store.rank == receiver else None
+        errors.append(send_and_receive(sent, received, store.file_group))
     for error in errors:
         if error is not None:
             raise error

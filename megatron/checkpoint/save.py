@@ -129,11 +129,7 @@ class PartsSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=kinds)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp_metadata.Metadata]:
-        """Check that the parts of all ranks partition every tensor.
-
-        Raises:
-            ValueError: if they do not, or if ranks disagree about a tensor; lists all such tensors.
-        """
+        """Raise ValueError if ranks disagree about a tensor or their parts do not partition it; lists all of these."""
         kinds: TensorKinds = {}
         problems = []
         for rank, plan in enumerate(all_plans):
@@ -168,14 +164,8 @@ class PartsSavePlanner(SavePlanner):
         return self._resolved[1][relative_box(_box(write_item), part.box).slices]
 
 
-def _data(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise ValueError(f"{item.index.fqn} is not a tensor")
-    return item.tensor_data
-
-
 def _box(item: WriteItem) -> Box:
-    chunk = _data(item).chunk
+    chunk = cast(TensorWriteData, item.tensor_data).chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -270,13 +260,9 @@ class CheckpointWriter(StorageWriter):
 
 @contextmanager
 def storage_errors(final: Location, rank: int, lease: Lease | None, local: bool = False) -> Iterator[None]:
-    """Raise disk errors as StorageError, or as SupersededError if a later start holds the folder.
+    """Raise disk errors while writing ``final`` as StorageError, or SupersededError if a later start holds the folder.
 
-    Args:
-        final: folder of the checkpoint that is being written.
-        rank: of this process.
-        lease: lease on the folder that contains the checkpoint.
-        local: True for a checkpoint on the nodes' own disks.
+    With ``local``, the checkpoint is on the nodes' own disks.
     """
     try:
         yield
@@ -315,7 +301,7 @@ def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlan
     for item in plan.items:
         box = _box(item)
         key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
-        entries.append((key, _data(item).properties.dtype, box.size))
+        entries.append((key, cast(TensorWriteData, item.tensor_data).properties.dtype, box.size))
     results = []
     with TensorFileWriter(folder / name, entries) as file:
         for item, entry in zip(plan.items, entries):

@@ -110,11 +110,7 @@ class TensorFileWriter:
             raise
 
     def write(self, key: str, tensor: Tensor) -> tuple[int, int, str]:
-        """Append the next tensor, of any strides and device; return its first byte, its bytes, and their checksum.
-
-        Raises:
-            ValueError: if it is not the next one of ``entries``.
-        """
+        """Append the next of ``entries``, of any strides and device; return its offset, its size and a checksum."""
         if (key, tensor.dtype, tuple(tensor.shape)) != self._entries[self._next]:
             seen = f"{key}, {tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{seen} is not the next entry, {self._entries[self._next]}")
