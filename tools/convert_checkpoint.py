@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.object_store import RemotePath, parse_location
 
 if TYPE_CHECKING:
-    from megatron.convert.convert import ConversionResult
+    from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
-    from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
+    from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
     report, checked = PercentPrinter(), not args.no_check

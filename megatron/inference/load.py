@@ -19,8 +19,8 @@ from megatron.checkpoint.object_store import Location, parse_location
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights, read_model_config
+from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
     SavedModel,

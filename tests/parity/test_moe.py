@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.convert.huggingface.check import MismatchError, check_model
-from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weights import HuggingFaceWeights, read_model_config
+from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from tests.parity.test_hf import BY_NAME, Pair, precision
 from tests.parity.test_hf_convert import Shape
 from tests.solo import random_batch

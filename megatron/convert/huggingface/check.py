@@ -26,10 +26,15 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.convert.errors import abbreviate, raise_if_any
 from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weight_map import build_on_meta
-from megatron.convert.huggingface.weights import WeightSource, open_weights, read_in_blocks
+from megatron.convert.huggingface.weights import (
+    WeightSource,
+    abbreviate,
+    build_on_meta,
+    open_weights,
+    raise_if_any,
+    read_in_blocks,
+)
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.rotary import RotaryEmbedding

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.errors import UserError
 from megatron.config.run import OptimizerConfig
-from megatron.convert.huggingface.weight_map import build_on_meta
+from megatron.convert.huggingface.weights import build_on_meta
 from megatron.distributed.sharding import ShardSpec
 from megatron.optimizer.param_groups import check_patterns, param_groups
 from tests.solo import tiny
