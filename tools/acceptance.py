@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    from tools.cluster_check.launcher import RankLauncher
-    from tools.cluster_check.run import ClusterCheck  # imports torch, so only when the flags are valid
+    from tools.cluster_check.run import ClusterCheck, RankLauncher  # imports torch, so only when the flags are valid
 
     words = shlex.split(args.launch) if args.launch else [sys.executable, *TORCHRUN.split(), str(args.nproc)]
     folder = args.out.resolve()
