@@ -72,8 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags and reject those without effect."""
+def main(argv: Sequence[str]) -> int:
+    """Convert, and print what was written and how it was checked.
+
+    Returns:
+        The exit status: 1 if the conversion fails, 2 for invalid flags.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     if (args.load_hf is None) == (args.save_hf is None):
@@ -81,16 +85,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     unused = [f"--{name.replace('_', '-')}" for name in EXPORT_OPTIONS if getattr(args, name) is not None]
     if args.load_hf is not None and unused:
         parser.error(f"{', '.join(unused)}: only with --save-hf")
-    return args
 
-
-def main(argv: Sequence[str]) -> int:
-    """Convert, and print what was written and how it was checked.
-
-    Returns:
-        The exit status: 1 if the conversion fails, 2 for invalid flags.
-    """
-    args = parse_flags(argv)
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
     from megatron.config.plugins import load_plugins
