@@ -54,7 +54,7 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
 
-    def gigabytes(counts: Iterable[int]) -> list[str]:
+    def gibibytes(counts: Iterable[int]) -> list[str]:
         return [f"{count / 2**30:,.2f}" for count in counts]
 
     p = config.parallel
@@ -63,15 +63,15 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     sums = [sum(parts.values()) for parts in held]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
     yield f"{config.model.num_parameters():,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
-    yield "GB (2^30 bytes) on the fullest rank, without activations"
+    yield "GiB on the fullest rank, without activations"
     yield ""
     yield row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
-    rows = {part: gigabytes(parts[part] for parts in held) for part in STATE_KINDS}
+    rows = {part: gibibytes(parts[part] for parts in held) for part in STATE_KINDS}
     yield from (row(part, cells) for part, cells in rows.items() if {*cells} != {"0.00"})
-    yield row("sum", gigabytes(sums))
+    yield row("sum", gibibytes(sums))
     yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
     yield ""
-    yield row("on their way", gigabytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
+    yield row("on their way", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
     yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"

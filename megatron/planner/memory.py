@@ -18,7 +18,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
 from megatron.config.run import MOMENTS_PER_PARAMETER, OptimizerConfig, RunConfig
-from megatron.config.text import format_bytes
 from megatron.distributed.layout import Layout
 from megatron.distributed.param_layout import BucketKey, Packing, bucket_capacities, pack, partition_into_buckets
 from megatron.distributed.sharding import DENSE_REDUCE_AXES, EXPERT_REDUCE_AXES, padded_vocab_size
@@ -421,8 +420,3 @@ def _zero2_buffer_elements(zero2: list[BucketShape], in_layer_order: bool) -> in
         keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + REDUCTIONS_IN_FLIGHT)
     return total
-
-
-def format_binary(count: float) -> str:
-    """Format bytes of memory: ``12.50 MiB``, ``1.87 GiB``."""
-    return format_bytes(count, binary=True)

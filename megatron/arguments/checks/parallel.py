@@ -17,13 +17,13 @@ from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
+from megatron.config.text import divisors, flag_fixes, format_bytes, nearest, nearest_multiples
 from megatron.distributed.layout import Layout
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
 from megatron.planner.communication import data_parallel_traffic
-from megatron.planner.memory import bucket_shapes, format_binary
+from megatron.planner.memory import bucket_shapes
 
 
 def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -346,7 +346,7 @@ def _zero2_traffic_note(config: RunConfig, world_size: int) -> Iterator[str]:
     if ours > theirs:
         yield (
             f"optim_grads: each of {count} micro-batches is reduced separately, so a rank sends "
-            f"{format_binary(ours)} in a step; with optim {format_binary(theirs)}"
+            f"{format_bytes(ours)} in a step; with optim {format_bytes(theirs)}"
         )
 
 
