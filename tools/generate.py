@@ -79,29 +79,23 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
     Raises:
         InferenceError: if the file cannot be read or a prompt is not text.
     """
-    if args.prompt is None and args.prompts is None:
-        return [_standard_input(launch)]
     try:
+        if args.prompt is None and args.prompts is None:
+            if launch.world_size > 1:
+                seen = f"{launch.world_size} processes cannot read one standard input"
+                raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
+            if sys.stdin.isatty():
+                print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+            return [sys.stdin.buffer.read().decode().removesuffix("\n")]
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
             text.encode()  # arguments may contain bytes that are not UTF-8
     except OSError as error:
         raise InferenceError(f"--prompts {args.prompts} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
-        raise InferenceError(f"a prompt is not text in UTF-8: {error}") from error
+        what = "a prompt" if args.prompt or args.prompts else "standard input"
+        raise InferenceError(f"{what} is not text in UTF-8: {error}") from error
     return texts
-
-
-def _standard_input(launch: Launch) -> str:
-    if launch.world_size > 1:
-        seen = f"{launch.world_size} processes cannot read one standard input"
-        raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
-    if sys.stdin.isatty():
-        print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeError as error:
-        raise InferenceError(f"standard input is not text in UTF-8: {error}") from error
 
 
 class SpeedCounter:
@@ -139,8 +133,10 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
-    fits = default_new_tokens(model.model.max_position_embeddings, prompts)
-    new_tokens = fits if args.max_new_tokens is None else args.max_new_tokens
+    new_tokens, positions = args.max_new_tokens, model.model.max_position_embeddings
+    if new_tokens is None:
+        fits = NEW_TOKENS if positions is None else positions - max(map(len, prompts))
+        new_tokens = max(1, min(NEW_TOKENS, fits))
     check_prompts(model.model, prompts, new_tokens)
     check_tensor_parallel_size(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
     chunk = build_model(args, model, launch)
@@ -173,12 +169,6 @@ def make_sampling(args: argparse.Namespace) -> SamplingParams:
         seen = "--top-k and --top-p have no effect if the most probable token is always chosen"
         raise InferenceError(seen, "drop --top-k and --top-p", "drop --greedy")
     return sampling
-
-
-def default_new_tokens(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
-    """Return the default number of tokens to generate, at least 1."""
-    longest = max(map(len, prompts))
-    return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - longest))
 
 
 def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch) -> GPTChunk:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -39,13 +40,13 @@ from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSO
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.rotary import RotaryEmbedding
 
-LoadParameter = Callable[[str], Tensor]
-
 
 class LazyWeightLoader:
     """Loads the parameters of each module before its forward pass and releases them after it."""
 
-    def __init__(self, model: nn.Module, load: LoadParameter, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, load: Callable[[str], Tensor], aliases: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Register forward hooks on all modules of ``model``.
 
         Args:
@@ -53,14 +54,14 @@ class LazyWeightLoader:
             load: returns the value of a parameter by its dotted name.
             aliases: tied parameter -> name of the parameter to load instead.
         """
-        self.model, self._load, self._aliases = model, load, aliases or {}
+        self._load, self._aliases = load, aliases
         self._meta: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters to restore, of loaded modules
         self._prefixes: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 self._prefixes[module] = f"{name}." if name else ""
-                module.register_forward_pre_hook(self._before)
-                module.register_forward_hook(self._after)
+                module.register_forward_pre_hook(lambda module, inputs: self.load(module))
+                module.register_forward_hook(lambda module, inputs, output: self.release(module))
 
     def load(self, module: nn.Module) -> None:
         """Load a module's own parameters until :meth:`release`.
@@ -80,12 +81,6 @@ class LazyWeightLoader:
         """Put a module's meta parameters back."""
         for name, parameter in self._meta.pop(module).items():
             setattr(module, name, parameter)
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        self.load(module)
-
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.release(module)
 
 
 TOLERANCE = 1e-5
@@ -243,7 +238,13 @@ def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
-    angles = _fill_rotary(model)
+    angles = None
+    for name, module in model.named_modules():
+        if hasattr(module, "inv_freq"):  # computed, not stored: replace it by one that is not on the meta device
+            rotary = type(module)(model.config)
+            model.set_submodule(name, rotary)
+            angles = _angles(rotary.inv_freq, rotary.attention_scaling)
+            break
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
     weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
     LazyWeightLoader(model, weights.load, tied)
@@ -303,16 +304,6 @@ class _TransformersWeights:
         unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in ignored)]
         if unused:
             raise MismatchError(f"transformers does not use these tensors of {self._folder}: {abbreviate(unused)}")
-
-
-def _fill_rotary(model: nn.Module) -> Tensor | None:
-    """Replace transformers' rotary module on the meta device by a real one, and return its angles."""
-    for name, module in model.named_modules():
-        if hasattr(module, "inv_freq"):
-            rotary = type(module)(model.config)
-            model.set_submodule(name, rotary)
-            return _angles(rotary.inv_freq, rotary.attention_scaling)
-    return None
 
 
 def _angles(frequencies: Tensor, magnitude: float) -> Tensor:

@@ -92,6 +92,25 @@ def read_model_values(folder: Path) -> FieldValues:
     return model_config_values(read_config(folder), str(folder / CONFIG_FILE))
 
 
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the architecture from a folder's config.json.
+
+    Raises:
+        UserError: when there is no config.json, or its options are unsupported or contradict each other.
+    """
+    model = ModelConfig(**read_model_values(folder))
+    check_model_config(folder / CONFIG_FILE, model)
+    return model
+
+
+def check_model_config(where: object, model: ModelConfig) -> None:
+    """Raise UserError with all contradictions between the options of a model that was read from ``where``."""
+    run = RunConfig(model=model, training=TrainingConfig(seq_length=model.max_position_embeddings or 1))
+    found = [p for p in find_problems(run, 1) if p.code == "E600" or p.code.startswith("E1")]
+    if found:
+        raise UserError([replace(problem, sentence=f"{where}: {problem.sentence}", fixes=()) for problem in found])
+
+
 def read_model_type(config: JsonObject, where: str) -> str:
     """Return the model type of a config.json, a key of `model_families`.
 
@@ -161,25 +180,6 @@ def _read_keys(config: JsonObject, family: ModelFamily) -> FieldValues:
     if values.get("kv_channels") is not None and values["kv_channels"] * heads == values["hidden_size"]:
         values["kv_channels"] = None
     return {"num_query_groups": None, "kv_channels": None} | values
-
-
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture from a folder's config.json.
-
-    Raises:
-        UserError: when there is no config.json, or its options are unsupported or contradict each other.
-    """
-    model = ModelConfig(**read_model_values(folder))
-    check_model_config(folder / CONFIG_FILE, model)
-    return model
-
-
-def check_model_config(where: object, model: ModelConfig) -> None:
-    """Raise UserError with all contradictions between the options of a model that was read from ``where``."""
-    run = RunConfig(model=model, training=TrainingConfig(seq_length=model.max_position_embeddings or 1))
-    found = [p for p in find_problems(run, 1) if p.code == "E600" or p.code.startswith("E1")]
-    if found:
-        raise UserError([replace(problem, sentence=f"{where}: {problem.sentence}", fixes=()) for problem in found])
 
 
 def model_type_for(model: ModelConfig) -> str:
