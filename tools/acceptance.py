@@ -71,11 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check the values of the flags.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """Check the values of the flags."""
     problems = []
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         problems.append(Problem("E002", f"--out {args.out} exists and is not empty", (f"--out {args.out}-2",)))

@@ -187,11 +187,7 @@ def _unused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def make_drawing(arguments: argparse.Namespace) -> Drawing:
-    """Return the timelines to draw. In a comparison, invalid schedules are reported and left out.
-
-    Raises:
-        ScheduleError: if a schedule is invalid, none is left, or a file cannot be read.
-    """
+    """Return the timelines to draw. In a comparison, invalid schedules are reported and left out."""
     if arguments.measured:
         return compare_with_measured(read_trace(arguments.measured))
     if not arguments.compare:
@@ -208,11 +204,7 @@ def make_drawing(arguments: argparse.Namespace) -> Drawing:
 
 
 def draw_one(name: str, arguments: argparse.Namespace) -> Drawing:
-    """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found.
-
-    Raises:
-        ScheduleError: if the schedule does not exist or is invalid.
-    """
+    """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found."""
     schedule = make_named_schedule(name, arguments)
     title = f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
     costs = costs_from_flags(arguments, len(schedule.ranks), schedule.stages)
@@ -220,11 +212,7 @@ def draw_one(name: str, arguments: argparse.Namespace) -> Drawing:
 
 
 def make_named_schedule(name: str, arguments: argparse.Namespace) -> PipelineSchedule:
-    """Return a schedule from its file, or of the size given by the flags.
-
-    Raises:
-        ScheduleError: if there is none.
-    """
+    """Return a schedule from its file, or of the size given by the flags."""
     if name.endswith(FILE):
         return PipelineSchedule.load(Path(name))
     ranks, microbatches = arguments.pipeline, arguments.microbatches
@@ -238,11 +226,7 @@ def make_named_schedule(name: str, arguments: argparse.Namespace) -> PipelineSch
 
 
 def validate_and_simulate(schedule: PipelineSchedule, costs: StageCosts) -> Timeline:
-    """Validate and simulate a schedule.
-
-    Raises:
-        ScheduleError: if it deadlocks.
-    """
+    """Validate and simulate a schedule."""
     program = add_communication(schedule)
     validate_program(program)
     return simulate(program, costs)
@@ -258,11 +242,7 @@ def costs_from_flags(arguments: argparse.Namespace, ranks: int, stages: int) -> 
 
 
 def compare_with_measured(measured: Timeline) -> Drawing:
-    """Return a measured timeline and a simulation of the same actions with their median durations.
-
-    Raises:
-        ScheduleError: if the trace is not of a whole step.
-    """
+    """Return a measured timeline and a simulation of the same actions with their median durations."""
     schedule = PipelineSchedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
     share = (len(schedule.ranks) / schedule.stages,) * schedule.stages
     if not measured.activation:
@@ -291,12 +271,7 @@ def median_costs(measured: Timeline, stages: int) -> StageCosts:
 
 
 def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
-    """Print the numbers and write the output files; without ``--out``, draw on the terminal.
-
-    Raises:
-        ValueError: if the picture cannot be drawn.
-        OSError: if a file cannot be written.
-    """
+    """Print the numbers and write the output files; without ``--out``, draw on the terminal."""
     print(table(drawing.panels))
     timelines = list(drawing.panels.values())
     if arguments.csv and drawing.schedule:

@@ -74,11 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
-    """Return the prompts.
-
-    Raises:
-        InferenceError: if the file cannot be read or a prompt is not text.
-    """
+    """Return the prompts."""
     try:
         if args.prompt is None and args.prompts is None:
             if launch.world_size > 1:
@@ -117,12 +113,7 @@ class SpeedCounter:
 
 
 def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
-    """Load the model and print continuations of the texts on rank 0.
-
-    Raises:
-        InferenceError, UserError: if flags, prompts and model do not fit together.
-        CheckpointError, OSError: if the model cannot be loaded.
-    """
+    """Load the model and print continuations of the texts on rank 0."""
     from megatron.distributed.launch import destroy_distributed
     from megatron.inference.generate import check_prompts, generate
     from megatron.inference.load import check_tensor_parallel_size, open_pretrained
@@ -155,11 +146,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
 
 
 def make_sampling(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling settings.
-
-    Raises:
-        InferenceError: if a value is out of range or has no effect.
-    """
+    """Return the sampling settings."""
     from megatron.inference.generate import SamplingParams
 
     if args.batch_size < 1:
@@ -172,12 +159,7 @@ def make_sampling(args: argparse.Namespace) -> SamplingParams:
 
 
 def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch) -> GPTChunk:
-    """Build the model on this rank. Collective.
-
-    Raises:
-        UserError: if the device does not exist.
-        DamagedCheckpointError: if weights fail their checksums.
-    """
+    """Build the model on this rank. Collective."""
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout

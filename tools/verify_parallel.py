@@ -115,12 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> LayoutComparison:
-    """Return the two runs to compare.
-
-    Raises:
-        UserError: for invalid flags.
-        DataError: if the vocabulary size is unknown.
-    """
+    """Return the two runs to compare."""
     config, assumed = read_config(flags, world_size)
     notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
     smaller = shrink_assignments(config, world_size)
@@ -147,11 +142,7 @@ def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, 
 
 
 def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
-    """Return the checked configuration, and the flags added for missing ones.
-
-    Raises:
-        UserError: for invalid flags.
-    """
+    """Return the checked configuration, and the flags added for missing ones."""
     assumed: dict[str, tuple[str, ...]] = {}
     while True:
         extra = [word for flag in assumed.values() for word in flag]

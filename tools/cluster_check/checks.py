@@ -34,8 +34,7 @@ from megatron.training.failure_report import host_name
 from megatron.training.loggers.run_folder import environment_info, git_state
 from megatron.training.main import run
 from megatron.training.trainer import Trainer
-from tools.cluster_check import filesystem
-from tools.cluster_check.filesystem import FileSystemProbe
+from tools.cluster_check.filesystem import FileSystemProbe, check_file_system
 from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces, trace_steps
 
@@ -63,7 +62,7 @@ REQUIRED_EQUAL = ("python", "torch", "cuda", "nccl", "commit")
 
 
 def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
-    """Write this rank's facts to ``checks.RANK.json`` in ``folder``, without any collective."""
+    """Write this rank's facts to ``machine.RANK.json`` in ``folder``, without any collective."""
     launch, hostname = Launch.read(os.environ), host_name(os.environ)
     prober = FileSystemProbe(
         folder / "probe", launch.rank, launch.world_size, hostname, launch.local_rank == 0, seconds
@@ -79,11 +78,9 @@ def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
 def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return this machine's software and hardware."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    kernel_device, kernel_dtype = (
-        (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    )
+    name, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     try:  # those that a run selects here by default, and those it rejects
-        kernels = select_kernels(ComputeConfig().kernels, kernel_device, kernel_dtype)[1]
+        kernels = select_kernels(ComputeConfig().kernels, torch.device(name), dtype)[1]
     except UserError as error:
         kernels = [str(error)]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_gpu else []
@@ -159,13 +156,15 @@ def check_machines(part: CheckSection, folder: Path) -> dict[int, dict[str, Any]
         return by_rank
     nodes = {facts["host"]: facts for facts in by_rank.values() if facts["local_rank"] == 0}
     for name in COMPARED_FACTS:
-        _compare(part, name, {node: facts[name] for node, facts in nodes.items()})
+        nodes_by_value: dict[str, list[str]] = {}
+        for node, facts in nodes.items():
+            nodes_by_value.setdefault(json.dumps(facts[name]), []).append(node)
+        if len(nodes_by_value) > 1:
+            seen = "; ".join(f"{', '.join(found)}: {value}" for value, found in nodes_by_value.items())
+            part.add(f"{name} the same on all nodes", False, seen, FAILED if name in REQUIRED_EQUAL else WARNING)
     hosts = {rank: facts["host"] for rank, facts in by_rank.items()}
     files = {rank: facts["files"] for rank, facts in by_rank.items()}
-    for what, good, sentence in filesystem.file_system_checks(files, hosts):
-        part.add(what, good, sentence)
-    if all(not entry["missing"] for entry in files.values()):
-        part.add("locks", *filesystem.lock_check(files, hosts), otherwise=WARNING)
+    check_file_system(part, files, hosts)
     part.tables["Nodes"] = _nodes(nodes, hosts)
     part.tables["Software"] = _software(next(iter(nodes.values())))
     return by_rank
@@ -198,16 +197,6 @@ def fabric_rate(facts: Mapping[str, Any]) -> float:
         return 0.0
     up = [re.search(r" (\d+(?:\.\d+)?) Gb/sec", port) for port in facts["infiniband"] if port.endswith(" ACTIVE")]
     return sum(float(found[1]) for found in up if found) / 8
-
-
-def _compare(part: CheckSection, name: str, by_node: Mapping[str, Any]) -> None:
-    """Record a check only if the nodes differ."""
-    nodes_by_value: dict[str, list[str]] = {}
-    for node, value in by_node.items():
-        nodes_by_value.setdefault(json.dumps(value), []).append(node)
-    if len(nodes_by_value) > 1:
-        seen = "; ".join(f"{', '.join(nodes)}: {value}" for value, nodes in nodes_by_value.items())
-        part.add(f"{name} the same on all nodes", False, seen, FAILED if name in REQUIRED_EQUAL else WARNING)
 
 
 def _nodes(nodes: Mapping[str, dict[str, Any]], hosts: Mapping[int, str]) -> list[Sequence[str]]:

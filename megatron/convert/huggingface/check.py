@@ -64,11 +64,7 @@ class LazyWeightLoader:
                 module.register_forward_hook(lambda module, inputs, output: self.release(module))
 
     def load(self, module: nn.Module) -> None:
-        """Load a module's own parameters until :meth:`release`.
-
-        Raises:
-            ValueError: when the shape of a value is not that of the parameter.
-        """
+        """Load a module's own parameters until :meth:`release`."""
         self._meta[module] = dict(module.named_parameters(recurse=False))
         for name, parameter in self._meta[module].items():
             full = self._prefixes[module] + name
@@ -227,11 +223,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
 @torch.no_grad()
 def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
-    """Run transformers' model on the files of ``folder``, in fp32.
-
-    Raises:
-        MismatchError: when the files lack tensors, or have tensors that transformers does not use.
-    """
+    """Run transformers' model on the files of ``folder``, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config)
@@ -362,10 +354,6 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
     Returns:
         The files to export: ``files``, with another ``tokenizer_class`` where only that one gives the same ids.
-
-    Raises:
-        MismatchError: naming the first sample text that gets other ids with either class.
-        CheckpointError: when the ``tokenizers`` library cannot read the file.
     """
     if TOKENIZER_JSON not in files:
         return dict(files)

@@ -112,11 +112,7 @@ def check_model_config(where: object, model: ModelConfig) -> None:
 
 
 def read_model_type(config: JsonObject, where: str) -> str:
-    """Return the model type of a config.json, a key of `model_families`.
-
-    Raises:
-        UserError: when the model type is not supported.
-    """
+    """Return the model type of a config.json, a key of `model_families`."""
     kind, families = str(config.get("model_type")), model_families()
     if kind not in families:
         sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(families)}"

@@ -239,18 +239,13 @@ def convert_to_huggingface(
 
 
 class RoundedWeights:
-    """The weights of a checkpoint, rounded to the exported data type."""
+    """The weights of a checkpoint, rounded to the exported data type; values that overflow it are refused."""
 
     def __init__(self, saved: SavedModel, dtype: torch.dtype) -> None:
         self.specs, self.dtype, self._saved = saved.specs, dtype, saved
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """Return the elements of ``box`` of a tensor.
-
-        Raises:
-            CheckpointError: when a value overflows the data type.
-            DamagedCheckpointError: when a checksum does not match.
-        """
+        """Return the elements of ``box`` of a tensor."""
         exact = self._saved.read(name, view, box)
         rounded = exact.to(self.dtype)
         if self.dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
@@ -349,9 +344,6 @@ def special_token_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int
     Args:
         files: tokenizer files, and generation_config.json, which takes precedence.
         entries: vocabulary size of the model.
-
-    Raises:
-        CheckpointError: when the tokenizer has larger ids than the model, or a file is malformed.
     """
     ids = _vocabulary(files)
     largest = max(ids.values(), default=-1)

@@ -80,15 +80,11 @@ class ModelFamily:
 
 
 class UnsupportedConfigError(ValueError):
-    """A value in config.json that is not supported."""
+    """A value in config.json that is not supported. Raised by all functions here that read one."""
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
-    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed.
-
-    Raises:
-        UnsupportedConfigError: when the value has another type.
-    """
+    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed."""
     value = config.get(key.theirs, key.default)
     fractional = isinstance(key.default, float)
     if value is None and (key.default is None or key.optional):
@@ -99,11 +95,7 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
 
 
 def read_bool(config: JsonObject, name: str, default: bool) -> bool:
-    """Return the boolean value of a key.
-
-    Raises:
-        UnsupportedConfigError: when the value is not a boolean.
-    """
+    """Return the boolean value of a key."""
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
@@ -159,9 +151,6 @@ def read_rope(config: JsonObject) -> FieldValues:
     """Return the fields of `ModelConfig` for the rotary embedding of a config.json.
 
     Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
-
-    Raises:
-        UnsupportedConfigError: when the rope type or a value of it is not supported.
     """
     rope = _rope_parameters(config)
     theta = read_number(_THETA, config | rope)
