@@ -92,23 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add, how = parser.add_argument, parser.add_mutually_exclusive_group()
     how.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks on this machine, started by torchrun (2)")
-    how.add_argument(
-        "--launch",
-        metavar="WORDS",
-        help="command that starts a Python file on every rank; {port} is a new port every time",
-    )
+    launch = "command that starts a Python file on every rank; {port} is a new port every time"
+    how.add_argument("--launch", metavar="WORDS", help=launch)
     default = Path(time.strftime("runs/acceptance-%Y%m%d-%H%M%S"))
     add("--out", type=Path, default=default, metavar="DIR", help="a new folder that all nodes share (below runs)")
     add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (all)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (auto)")
-    add(
-        "--formats",
-        nargs="+",
-        choices=FORMATS,
-        default=FORMATS,
-        metavar="WORD",
-        help="number formats of the layouts (fp32 bf16)",
-    )
+    formats = "number formats of the layouts (fp32 bf16)"
+    add("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="WORD", help=formats)
     add("--layouts", type=int, metavar="N", help="compare the first N layouts only")
     add("--steps", type=int, default=50, metavar="N", help="of the run in which a rank is killed (50)")
     add(

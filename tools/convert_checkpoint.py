@@ -49,12 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
-    source.add_argument(
-        "--load",
-        type=parse_location,
-        metavar="CKPT",
-        help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN",
-    )
+    checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
+    source.add_argument("--load", type=parse_location, metavar="CKPT", help=checkpoints)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "--save", type=parse_output_folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only"

@@ -53,12 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     source = text.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
-    text.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens to generate ({NEW_TOKENS}, or fewer if the positions run out)",
-    )
+    new_tokens = f"tokens to generate ({NEW_TOKENS}, or fewer if the positions run out)"
+    text.add_argument("--max-new-tokens", type=int, metavar="N", help=new_tokens)
     text.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts computed at once (8)")
     text.add_argument("--no-stream", action="store_true", help="print each continuation when it is complete")
     choice = parser.add_argument_group("sampling")

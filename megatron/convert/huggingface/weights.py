@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -160,22 +160,26 @@ class HuggingFaceWeights:
         """
         self.folder = folder
         self.specs = build_on_meta(model).specs  # of all tensors, by our names
-        kind = read_model_type(read_config(self.folder), str(self.folder / CONFIG_FILE))
+        kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         try:
-            self._slots = map_tensors(kind, self.specs)
+            mappings = map_tensors(kind, self.specs)
         except KeyError as error:
-            raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
-        self._files = open_weights(self.folder)
+            raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
+        self._files = open_weights(folder)
         table = model_families()[kind].weights
         # a model saved without its head has no prefix
-        self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        self._mappings = {
+            ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
+            for ours, found in mappings.items()
+        }
         self._check(table)
         # the narrowest dtype that holds all tensors as they are stored
         self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes of one of our tensors that each lie in one stored tensor."""
-        return tuple(slot.box for slot in self._slots[name])
+        return tuple(mapping.box for mapping in self._mappings[name])
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box``, of shape ``box.size``, as stored.
@@ -186,42 +190,34 @@ class HuggingFaceWeights:
             name: key of ``specs``.
             view: view of the tensor's spec, in which the box is given.
             box: elements to read.
-
-        Raises:
-            ValueError: when ``view`` is not that of the tensor.
         """
         if view != self.specs[name].view:
             raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
-        parts = [(slot, part) for slot in self._slots[name] if (part := intersect(slot.box, box))]
+        parts = [(mapping, part) for mapping in self._mappings[name] if (part := intersect(mapping.box, box))]
         if len(parts) == 1:
             return self._read_part(*parts[0])
         out = torch.empty(box.size, dtype=self.dtype_of(name))
-        for slot, part in parts:
-            out[relative_box(part, box).slices] = self._read_part(slot, part)
+        for mapping, part in parts:
+            out[relative_box(part, box).slices] = self._read_part(mapping, part)
         return out
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that one of our tensors is stored with."""
-        keys = (self._key(slot.name) for slot in self._slots[name])
-        return reduce(torch.promote_types, (self._files[key].dtype(key) for key in keys))
+        return reduce(torch.promote_types, (self._files[part.name].dtype(part.name) for part in self._mappings[name]))
 
-    def _read_part(self, slot: TensorMapping, box: Box) -> Tensor:
-        key = self._key(slot.name)
-        return slot.arrange(self._files[key].tensor(key))[relative_box(box, slot.box).slices]
-
-    def _key(self, name: str) -> str:
-        """Return the key in the files for a name of the table."""
-        return name.removeprefix(self._prefix)
+    def _read_part(self, mapping: TensorMapping, box: Box) -> Tensor:
+        theirs = self._files[mapping.name].tensor(mapping.name)
+        return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
 
     def _check(self, table: WeightTable) -> None:
-        expected = {self._key(slot.name): slot.shape for found in self._slots.values() for slot in found}
+        expected = {mapping.name: mapping.shape for found in self._mappings.values() for mapping in found}
         unused = {
             key
             for key in self._files.keys() - expected.keys()
             if not any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
         }
         # A tied output layer may be stored too, if it equals the embedding.
-        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding(table) else []
+        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding() else []
         unused.discard(HEAD_WEIGHT)
         shapes, dtypes = [], []
         for key in expected.keys() & self._files.keys():
@@ -239,9 +235,9 @@ class HuggingFaceWeights:
         }
         raise_if_any(self.folder, findings)
 
-    def _head_equals_embedding(self, table: WeightTable) -> bool:
+    def _head_equals_embedding(self) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
-        embedding = self._key(next(their[0][0] for ours, _, their in table.rows if "word_embeddings" in ours))
+        embedding = self._mappings["embedding.word_embeddings.weight"][0].name
         if embedding not in self._files:
             return False
         head, words = (self._files[key].tensor(key) for key in (HEAD_WEIGHT, embedding))
