@@ -38,7 +38,7 @@ from megatron.convert.huggingface.weights import (
 )
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.rotary import RotaryEmbedding
+from megatron.kernels.rotary import RotaryEmbedding
 
 
 class LazyWeightLoader:
