@@ -20,7 +20,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.object_store import Location, RemotePath, parse_location
 from megatron.checkpoint.publish import is_complete
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import CheckpointReader

@@ -53,8 +53,7 @@ from megatron.checkpoint.publish import (
     write_marker,
 )
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
-from megatron.config.errors import Problem
-from megatron.config.text import format_bytes
+from megatron.config.errors import Problem, format_bytes
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box

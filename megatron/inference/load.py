@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.arguments.checks import parallel
+from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.object_store import parse_location
 from megatron.config.model import ModelConfig
@@ -117,7 +117,7 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
 
     def find_errors(tp: int) -> list[str]:
         config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-        checks = (parallel.check_heads_divide, parallel.check_mlp_divides)
+        checks = (check_heads_divide, check_mlp_divides)
         return [problem.sentence for check in checks for problem in check(config, tp)]
 
     errors = find_errors(tp)

@@ -35,12 +35,11 @@ from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
-from megatron.optimizer.param_groups import check_patterns, rule_of
+from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
-from megatron.planner.memory import parameter_shapes
 from megatron.training.trainer import Trainer, describe_versions
 
 
@@ -174,9 +173,6 @@ def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuffer, Di
     """Build the gradient buckets and the optimizer of the parameters in ``context``."""
     parallel, mesh = config.parallel, context.mesh
     specs, params = context.specs, context.params
-    ranks = range(parallel.pipeline_model_parallel_size)
-    names = dict.fromkeys(p.name for pp in ranks for p in parameter_shapes(config.model, parallel, pp))
-    check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
     uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
     buckets = GradBuffer(specs, dtypes, mesh, context.grad_accumulator, context.device, parallel, uncut)

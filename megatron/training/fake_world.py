@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron.config.errors import format_bytes
 from megatron.config.run import RunConfig
-from megatron.config.text import format_bytes
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from megatron.distributed.mesh import GroupInfo

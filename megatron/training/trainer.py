@@ -15,9 +15,11 @@ from socket import gethostname
 import torch
 from torch import Tensor, nn
 
+from megatron.arguments.checks.training import schedule_problems
 from megatron.checkpoint.lease import Leases
 from megatron.checkpoint.local_store import LocalStore
 from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
@@ -134,6 +136,9 @@ class Trainer:
         self.logged_digest = (0, 0)
         self.batches_since = batches_since
         self.prefetched = None
+        problems = list(schedule_problems(config, dp, batches_since))
+        if problems:
+            raise UserError(problems)
         self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
         with self.startup("data"):
             vocab = config.model.vocab

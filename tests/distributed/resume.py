@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import resolve
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig

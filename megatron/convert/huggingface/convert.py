@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.arguments.resolve import resolve
-from megatron.arguments.sources import to_dict
+from megatron.arguments.sources import resolve, to_dict
 from megatron.checkpoint.durable_files import durable_rename, make_folder, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.distributed.timing import COMMUNICATION_PREFIX
 from megatron.pipeline.actions import Action, ScheduleError
 

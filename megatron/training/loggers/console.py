@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.startup import startup_line
 from megatron.training.throughput import ThroughputModel

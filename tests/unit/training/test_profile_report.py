@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.training.callbacks.profile_report import EventTable, EventTotals, TraceSummary
 
 
