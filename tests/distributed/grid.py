@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
-from megatron.data.masks import MaskBuilder
+from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
