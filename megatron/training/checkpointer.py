@@ -25,11 +25,9 @@ from typing import Any, Self, TypeVar, cast
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.fencing import acquire_lease
-from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.local_folder import LocalCheckpoint
+from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
 from megatron.checkpoint.local_store import fetch_missing_files
 from megatron.checkpoint.object_store import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded

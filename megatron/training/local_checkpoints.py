@@ -11,12 +11,11 @@ from pathlib import Path
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.fencing import acquire_lease
-from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder
+from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, LocalCheckpoint, node_folder
+from megatron.checkpoint.lease import Lease, acquire_lease
 from megatron.checkpoint.local_store import (
     LocalStore,
+    NodeMap,
     delete_other_local_checkpoints,
     find_local_checkpoints,
     gather_results,

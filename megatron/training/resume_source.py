@@ -18,11 +18,10 @@ from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
-from megatron.checkpoint.folder import CHECKPOINT_NAME, CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.local_folder import LocalCheckpoint, is_local_checkpoint
 from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.publish import checkpoint_folder_of, is_complete, is_interrupted
+from megatron.checkpoint.publish import CHECKPOINT_NAME, checkpoint_folder_of, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
 
