@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.config.batch import get_num_microbatches
-from megatron.config.errors import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
@@ -386,8 +385,3 @@ def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) 
             sent["all-reduce"] += 2 * shard * grad_bytes * over_copies
         sent["all-gather"] += size * weight_bytes * over_shards
     return {operation: count for operation, count in sent.items() if count}
-
-
-def format_binary(count: float) -> str:
-    """Format bytes of memory: ``12.50 MiB``, ``1.87 GiB``."""
-    return format_bytes(count, binary=True)

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron.config.errors import format_bytes
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
@@ -22,7 +23,7 @@ from megatron.distributed.mesh import GroupInfo
 from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
-from megatron.planner.memory import format_binary, rank_state_bytes
+from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
@@ -90,7 +91,7 @@ class FakeWorld:
         pipeline = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
         for pp, built in enumerate(self.pipeline):
             stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
-            size = format_binary(sum(built.state.values()))
+            size = format_bytes(sum(built.state.values()))
             pipeline.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
         whole = f"{self.layers:,} layers and {self.parameters:,} parameters, each counted once: the model's"
         state = ", ".join(f"{part} {size:,}" for part, size in self.chosen.state.items() if size)

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.errors import format_bytes
 from megatron.distributed.timing import COMMUNICATION_PREFIX
 from megatron.pipeline.actions import Action, ScheduleError
-from megatron.planner.memory import format_binary
 
 READ_BYTES = 1 << 20
 """Bytes or characters read at a time."""
@@ -175,7 +175,7 @@ class TraceSummary:
                 share = f"{time / whole:.1%}" if whole else ""
                 lines.append(_line(f"  {name}", share, f"{time / steps:.3f}", on_device))
         if peak_bytes is not None:
-            lines += ["", f"{MEMORY_TRACK}, at most: {format_binary(peak_bytes)}"]
+            lines += ["", f"{MEMORY_TRACK}, at most: {format_bytes(peak_bytes)}"]
         operations = {name: row for name, row in self._host.items() if name not in self._ranges}
         lines += _operations("operations on the host, without nested operations", operations, steps)
         if self._device:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from megatron.planner.memory import format_binary
+from megatron.config.errors import format_bytes
 from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.startup import startup_line
 from megatron.training.throughput import ThroughputModel
@@ -71,7 +71,7 @@ class ConsoleLogger:
             print_line(startup_line(fields["phases"], fields["slowest"]))
         elif kind == "checkpoint":
             size, seconds, blocking = fields["bytes"], fields["seconds"], fields["blocking-seconds"]
-            speed = f"{format_binary(size)} in {seconds:.1f}s, {format_binary(size / seconds)}/s"
+            speed = f"{format_bytes(size)} in {seconds:.1f}s, {format_bytes(size / seconds)}/s"
             blocked = "" if blocking == seconds else f", training stood still for {blocking:.2f}s"
             print_line(f"saved {fields['path']}: {speed}{blocked}")
 

@@ -15,8 +15,9 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.format import marker_content, whole_box
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.convert import import_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
-from megatron.convert.saved_model import SavedModel, import_huggingface, open_checkpoint, saved_tokenizer_files
+from megatron.convert.saved_model import SavedModel, open_checkpoint, saved_tokenizer_files
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
@@ -48,7 +49,7 @@ def test_progress_is_told_and_ends_at_all(tmp_path: Path) -> None:
     model, seen = llama(), []
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     import_huggingface(folder, tmp_path / "iter_0000000", lambda name, done, total: seen.append((name, done, total)))
-    assert {name for name, _, _ in seen} == set(HuggingFaceWeights(folder, model).names)
+    assert {name for name, _, _ in seen} == set(HuggingFaceWeights(folder, model).specs)
     assert seen[-1][1] == seen[-1][2] == model.num_parameters()
 
 

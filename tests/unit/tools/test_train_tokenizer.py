@@ -52,7 +52,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     out = capsys.readouterr().out.splitlines()
     text_bytes = len("".join(LINES)) + len("\n".join(LINES))
     assert out[0] == f"files: 2, documents: 81, text bytes: {text_bytes:,}"
-    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first \d\.\d kB", out[1])
+    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first \d\.\d\d KiB", out[1])
     step, told = out[2].split(": ")
     assert step == "for the next step, preprocess_data.py"
     assert told == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"

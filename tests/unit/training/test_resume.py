@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.format import marker_content
 from megatron.config.run import RunConfig
-from megatron.convert.saved_model import import_huggingface
+from megatron.convert.huggingface.convert import import_huggingface
 from megatron.data.errors import DataError
 from megatron.training import checkpointer
 from megatron.training.trainer import Trainer
