@@ -20,8 +20,14 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.callbacks.health import HealthRecord
 from megatron.training.loggers.base import MEMORY_CAPACITY, scalar_metrics
 from megatron.training.loggers.base import METRICS as METRIC_TABLE
-from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, compare_ranks, evaluation_metrics
-from megatron.training.throughput import ThroughputModel
+from megatron.training.metrics import (
+    MetricsWindow,
+    RankStats,
+    StepMetrics,
+    ThroughputModel,
+    evaluation_metrics,
+    timer_metrics,
+)
 
 DOCS = Path(__file__).parents[3] / "docs/operations.md"
 SECTION = DOCS.read_text(encoding="utf-8").split("## Every metric\n")[1].split("\n## ")[0]
@@ -50,7 +56,7 @@ def everything() -> dict[str, Any]:
     with patch("megatron.training.metrics.gather_rank_stats", lambda *arguments: ranks):
         metrics = window.read(iteration=1, consumed_samples=1, rates=rates, samples_digest="0")
     for option in ("minmax", "all"):
-        metrics |= compare_ranks(ranks).timer_metrics(option)
+        metrics |= timer_metrics(ranks, option)
     return metrics | ThroughputModel.from_config(config, 2, "cpu").metrics(metrics) | {"world-size": 2}
 
 
