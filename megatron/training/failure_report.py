@@ -29,7 +29,7 @@ from megatron.distributed.launch import FAILED_KEY, is_distributed_initialized, 
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.timing import NO_SPAN
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.loggers.jsonl import JsonLinesLogger
+from megatron.training.loggers.run_folder import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""

@@ -110,7 +110,7 @@ def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> li
 
 
 def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
-    """Return the metrics of waits, traffic and memory; without those that ranks did not measure or have nothing in."""
+    """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
     metrics: dict[str, Any] = {
         "data-wait": max(rank.phases.get("batch-generator", 0.0) for rank in ranks),
@@ -119,6 +119,8 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     }
     if len(ranks) > 1:
         metrics["mem-max-rank"] = fullest
+    for axes in ranks[0].sent:
+        metrics[f"sent-bytes-{axes}"] = statistics.fmean(rank.sent[axes] for rank in ranks)
     if not ranks[0].waits:
         return metrics
     step = statistics.fmean(rank.seconds for rank in ranks)
@@ -127,8 +129,6 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
         metrics["bubble"] = waits.pop(BUBBLE) / step
     metrics |= {f"communication-{axes}": seconds for axes, seconds in waits.items()}
     metrics["communication-share"] = sum(waits.values()) / step
-    for axes in ranks[0].sent:
-        metrics[f"sent-bytes-{axes}"] = statistics.fmean(rank.sent[axes] for rank in ranks)
     if len(ranks) > 1:
         own = [rank.seconds - sum(rank.waits.values()) for rank in ranks]
         median = statistics.median(own)

@@ -23,8 +23,14 @@ from megatron.config.settings import SETTINGS
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, find_source
-from megatron.training.loggers.jsonl import read_json_lines
-from megatron.training.loggers.run_folder import CONFIG_FILE, DATA_FILE, DIFF_FILE, ENVIRONMENT_FILE, METRICS_FILE
+from megatron.training.loggers.run_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    DIFF_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    read_json_lines,
+)
 
 FACT_FILES = (ENVIRONMENT_FILE, DATA_FILE)
 """Files that may explain a difference, but are not one."""

@@ -18,8 +18,7 @@ import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.training.loggers.console import format_compact, format_exponent, format_plain
-from megatron.training.loggers.jsonl import read_json_lines
-from megatron.training.loggers.run_folder import RunHistory
+from megatron.training.loggers.run_folder import RunHistory, read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

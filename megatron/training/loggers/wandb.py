@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config.run import LoggingConfig
 from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
-from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
+from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines
 
 WANDB_MODES = ("online", "offline", "disabled")
 OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
