@@ -17,7 +17,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.callbacks.health import HealthRecord
+from megatron.training.callbacks.health import summarize_health
 from megatron.training.loggers.base import MEMORY_CAPACITY, scalar_metrics
 from megatron.training.loggers.base import METRICS as METRIC_TABLE
 from megatron.training.metrics import (
@@ -102,9 +102,12 @@ def test_every_timer_is_documented() -> None:
 
 
 def test_metrics_of_health_have_the_documented_form() -> None:
-    record = HealthRecord({"grad-norm": {"layers.0": 1.0}}, {"num-zeros": 0.0})
-    assert record.metrics().keys() == {"num-zeros", "health/grad-norm/layers.0"}
-    assert {"num-zeros", "health/QUANTITY/LAYER"} < names(HEALTH)
+    step = StepMetrics(*torch.ones(5))
+    report = summarize_health(
+        ["embedding", "layers.0", "head"], torch.ones(3, 8), torch.ones(3), torch.ones(3, 2), step
+    )
+    general = {re.sub("^health/[a-z-]+/(embedding|layers.0|head)$", "health/QUANTITY/LAYER", name) for name in report}
+    assert general == names(HEALTH)
 
 
 def test_what_does_not_apply_is_left_out() -> None:
