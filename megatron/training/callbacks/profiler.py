@@ -148,7 +148,8 @@ class PipelineProfiler:
 
     def ask(self, after: int, steps: int) -> None:
         """Also record the ``steps`` steps after step ``after``."""
-        self._windows.append(range(after + 1, after + 1 + steps))
+        if steps:
+            self._windows.append(range(after + 1, after + 1 + steps))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
