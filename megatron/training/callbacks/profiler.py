@@ -213,9 +213,9 @@ class Profiler:
         self.models = models
         self._say = say
         self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and rank in config.profile_ranks else None
-        self._windows: list[range] = []
+        self._steps: set[int] = set()  # to profile
         if self._folder is not None and (config.profile or config.profile_memory):
-            self._windows.append(range(config.profile_step_start, config.profile_step_end))
+            self._steps.update(range(config.profile_step_start, config.profile_step_end))
         self._recording: ProfileRecording | None = None
 
     def ask(self, after: int, steps: int) -> None:
@@ -223,14 +223,17 @@ class Profiler:
         if steps and self.rank == 0:
             ranks = " ".join(map(str, self.config.profile_ranks))
             self._say(f"profile requested of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
-        if steps and self._folder is not None:
-            self._windows.append(range(after + 1, after + 1 + steps))
+        if self._folder is not None:
+            self._steps.update(range(after + 1, after + 1 + steps))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
-        if self._recording is None and self._is_selected(number):
-            self._start(number)
+        if self._recording is None and number in self._steps:
+            try:
+                self._recording = ProfileRecording(number, self.config, self.device, self.models)
+            except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
+                self._give_up(error)
         complete = False
         try:
             with profiler_range(f"{STEP_PREFIX}{number}"):
@@ -238,30 +241,15 @@ class Profiler:
             complete = True
         finally:
             if self._recording is not None:
-                next_step = number + 1
-                full = next_step - self._recording.first >= MAX_PROFILE_STEPS
-                if not complete or full or not self._is_selected(next_step):
-                    self._finish(number)
+                full = number + 1 - self._recording.first >= MAX_PROFILE_STEPS
+                if not complete or full or number + 1 not in self._steps:
+                    self.close(number)
 
-    def close(self, number: int) -> None:
-        """Write an unfinished profile when the run ends after step ``number``."""
-        if self._recording is not None:
-            self._finish(number)
-
-    def _is_selected(self, number: int) -> bool:
-        return any(number in window for window in self._windows)
-
-    def _start(self, number: int) -> None:
-        try:
-            self._recording = ProfileRecording(number, self.config, self.device, self.models)
-        except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
-            self._give_up(error)
-
-    def _finish(self, last: int) -> None:
+    def close(self, last: int) -> None:
+        """Write the profile that is being recorded, if any; ``last`` is its last step."""
         recording, self._recording = self._recording, None
         if recording is None or self._folder is None:
             return
-        self._windows = [window for window in self._windows if window.stop > last + 1]
         stem = f"step_{recording.first:06d}-{last:06d}_rank_{self.rank}"
         try:
             recording.stop()
@@ -278,7 +266,7 @@ class Profiler:
             recording.release()
 
     def _give_up(self, error: Exception) -> None:
-        self._windows = []
+        self._steps.clear()
         print_warning(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
 
 
@@ -315,16 +303,7 @@ class ProfileRecording:
         self.trace.stop()
 
     def write(self, stem: Path, last: int) -> list[Path]:
-        """Write the trace, the table and, if requested, a snapshot of GPU memory.
-
-        Args:
-            stem: path of the files without suffix.
-            last: last step.
-
-        Returns:
-            Paths of the files.
-
-        """
+        """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
         name = str(stem)
         written = []
         if self.snapshot:
@@ -386,17 +365,10 @@ class StepProfiler(Callback):
     pauses = False  # a barrier would change what is profiled
 
     def __init__(self, trainer: Trainer, log: RunLogger, request: Callable[[], ProfileRequest]) -> None:
-        """Set up without recording.
-
-        Args:
-            trainer: takes the steps.
-            log: reports what is written; ranks that it does not report print it.
-            request: returns the request that the ranks have agreed on since the last step.
-
-        """
+        """Set up without recording; ``request`` returns what the ranks have agreed on since the last step."""
         super().__init__(trainer)
         config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir
-        say = log.note if log.enabled else print_line
+        say = log.note if log.enabled else print_line  # each rank reports the files that it writes
         models = [*trainer.chunks.values()]
         self._profiler = Profiler(config, run_dir, trainer.mesh.rank, trainer.device, models, say)
         self._timelines = PipelineProfiler(trainer, say)
