@@ -105,7 +105,6 @@ class RunLogger:
         self._loggers: dict[str, MetricLogger] = {}
         self._seq_length = config.training.seq_length
         self._world_size = world_size
-        self._closed = False
         self._has_loss_curve = False
         self.stepped(iteration, consumed_samples)
         if not enabled:
@@ -292,9 +291,6 @@ class RunLogger:
 
     def close(self) -> None:
         """Close all loggers and draw the plots into the run folder; never raises."""
-        if self._closed:
-            return
-        self._closed = True
         owner = self.enabled and self._owns_run(at_once=True)
         self._call_each("close")
         self._loggers.clear()

@@ -20,8 +20,7 @@ from megatron.config.run import LoggingConfig
 from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
 from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines
 
-WANDB_MODES = ("online", "offline", "disabled")
-OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
+WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")  # the last three are seldom used
 TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
 IMPLICIT_METRICS = ("iteration", "time")
 
@@ -40,9 +39,9 @@ def wandb_disabled(variables: Mapping[str, str] = os.environ) -> bool:
 
 def check_wandb_mode(variables: Mapping[str, str] = os.environ) -> None:
     """Raise ValueError if ``WANDB_MODE`` is unknown."""
-    mode = variables.get("WANDB_MODE") or WANDB_MODES[0]
-    if mode not in WANDB_MODES + OTHER_WANDB_MODES:
-        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES)}")
+    mode = variables.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES:
+        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES[:3])}")
 
 
 def wandb_folder(options: LoggingConfig) -> Path:
