@@ -19,7 +19,7 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
 from megatron.training.resume_source import StartPreview, preview_start, stored_config
-from megatron.training.startup import StartupTimer
+from megatron.training.startup import StartupTimer, process_start_time
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""
@@ -31,9 +31,8 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 0 at the end, 1 after an error, 2 if flags or files are refused before the first step,
         124 after ``exit_duration_in_mins``, 128 + n after signal n.
-
     """
-    startup = StartupTimer.of_process()
+    startup = StartupTimer(process_start_time(), "python")
     startup.enter("flags")
     try:
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
@@ -70,7 +69,6 @@ def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -
     Args:
         environ: environment of this rank.
         cores: of the machine; None counts those that this process may use.
-
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     launch = Launch.read(environ)

@@ -113,20 +113,6 @@ def interleaved(weights: list[float], size: int) -> list[tuple[int, int]]:
     return places
 
 
-def exhausted(sizes: list[int]) -> list[tuple[int, int]]:
-    """Return the same in proportion to sizes; datasets that are used up drop out."""
-    taken = [0] * len(sizes)
-    places = []
-    for i in range(sum(sizes)):
-        errors = {
-            k: size / sum(sizes) * max(float(i), 1.0) - taken[k] for k, size in enumerate(sizes) if taken[k] < size
-        }
-        k = max(errors, key=lambda k: (errors[k], -k))
-        places.append((k, taken[k]))
-        taken[k] += 1
-    return places
-
-
 class Blend(NamedTuple):
     """Sizes asked of each dataset (None: one epoch), and the interleaving as a function of what they then hold."""
 
@@ -135,15 +121,15 @@ class Blend(NamedTuple):
     shares: list[float]
 
     @classmethod
-    def of(cls, weights: list[float] | None, sources: int, size: int | None) -> Blend:
+    def of(cls, weights: list[float] | None, sources: int, size: int) -> Blend:
         """Return the sizes to ask of each dataset for a blend of ``size`` samples."""
-        if weights is None or size is None:
+        if weights is None:
             return cls([None] * sources, None, [])
         shares = normalised(weights)
         targets = [math.ceil(size * share) for share in shares]
         return cls([math.ceil(math.ceil(size * share) * (1 + 0.005)) for share in shares], targets, shares)
 
-    def places(self, size: int | None, held: list[int]) -> list[tuple[int, int]]:
+    def places(self, size: int, held: list[int]) -> list[tuple[int, int]]:
         """Dataset and sample at every place, where the datasets hold ``held`` samples.
 
         With weights it is cut before the first sample that a dataset does not hold: the original stops with an error.
@@ -151,6 +137,4 @@ class Blend(NamedTuple):
         if self.targets is not None:
             places = interleaved(normalised(self.shares), sum(self.targets))
             return places[: next((i for i, (k, j) in enumerate(places) if j >= held[k]), len(places))]
-        if size is None:
-            return exhausted(held)
         return interleaved(normalised([float(n) for n in held]), min(size, sum(held)))

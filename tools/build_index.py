@@ -9,7 +9,7 @@ checkpoint gets the tables that it needs from there on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.dataset import Dataset
@@ -95,47 +95,37 @@ def build_run_data(config: RunConfig, world_size: int) -> DataSource:
         UserError: if it would start from a checkpoint that does not exist.
         DataError: as `build_data`.
     """
-    begin, segments = start_position(config.checkpoint)
+    origin = find_resume_source(config.checkpoint)
+    begin, segments = (0, 0), None
+    if origin.paths and origin.mode != "weights-only":
+        manifest = Manifest.open(origin.paths[0])
+        begin, segments = position_of(manifest), manifest.state["data"]["stretches"]
     vocab_size = resolve_vocab_size(config.data, config.model.vocab_size)
     ranks = config.parallel.data_parallel_size(world_size)
     return build_data(config.data, config.training, vocab_size, ranks, segments=segments, begin=begin)
 
 
-def start_position(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
-    """Return the steps and samples before the run, and the data segments they were read from."""
-    origin = find_resume_source(options)
-    if not origin.paths or origin.mode == "weights-only":
-        return (0, 0), None
-    manifest = Manifest.open(origin.paths[0])
-    return position_of(manifest), manifest.state["data"]["stretches"]
-
-
-def table_rows(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[TableRow]:
+def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> Iterator[TableRow]:
     """Yield the rows of a split; ``before`` are the cache entries that existed already."""
-    segments = segments_of(dataset)
+    segments = segments_of(samples)
     shown: set[int] = set()
     for number, segment in enumerate(segments, 1):
         title = split if len(segments) == 1 else f"{split} {number}/{len(segments)}"
-        for order in _orders(segment):
-            if id(order) not in shown:  # later segments of a blend continue the orders of earlier ones
-                shown.add(id(order))
-                yield _source_row(title, order, before)
+        sources = segment.datasets if isinstance(segment, BlendedDataset) else (segment,)
+        for dataset in (part for source in sources for part in segments_of(source)):
+            # later segments of a blend continue the orders of earlier ones
+            if not isinstance(dataset, GPTDataset) or id(dataset) in shown:
+                continue
+            shown.add(id(dataset))
+            order = dataset.order
+            numbers = len(order.part), order.tokens, order.epochs, len(dataset)
+            sequences, tokens, epochs, count = (f"{n:,}" for n in numbers)
+            kept = _kept(order.document_index, before)
+            yield TableRow(title, dataset.source, sequences, tokens, epochs, count, *kept)
         if isinstance(segment, BlendedDataset):
             size, state = _kept(segment.dataset_index, before)
             name = f"blend of {len(segment.datasets)}"
             yield TableRow(title, name, samples=f"{len(segment):,}", megabytes=size, tables=state)
-
-
-def _orders(segment: Dataset) -> Iterator[GPTDataset]:
-    """Yield the sources' sample orders that a segment reads."""
-    sources = segment.datasets if isinstance(segment, BlendedDataset) else (segment,)
-    yield from (order for source in sources for order in segments_of(source) if isinstance(order, GPTDataset))
-
-
-def _source_row(title: str, dataset: GPTDataset, before: Collection[Identity]) -> TableRow:
-    order = dataset.order
-    sequences, tokens, epochs, samples = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
-    return TableRow(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.document_index, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
-    dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
+    dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
     model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")

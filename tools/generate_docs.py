@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.arguments.cli import default_text, metavar
-from megatron.arguments.megatron_flags import DIFFERENT_DEFAULTS, IGNORED_FLAGS, IGNORED_VALUES, REFUSED_FLAGS
+from megatron.arguments.megatron_flags import foreign_flags
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.settings import GROUPS, SETTINGS, Setting, replace_by_flags
@@ -77,34 +77,36 @@ def _default(setting: Setting) -> str:
 
 def _meaning(setting: Setting) -> str:
     option = setting.option
-    parts = [option.help]
+    parts = [setting.help]
     if option.choices:
         parts.append("One of " + ", ".join(f"`{c}`" for c in option.choices) + ".")
-    if str(option.limits):
+    if option.limits:
         parts.append(f"Must be {option.limits}.")
     parts += [f"Has no effect without {replace_by_flags(str(need))}." for need in option.needs]
-    aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in (option.aliases or {}).items())
+    aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in option.aliases.items())
     return " ".join([*parts, *(f"{alias}." for alias in aliases)])
 
 
 def _megatron() -> Iterator[str]:
+    flags = foreign_flags()
     yield "## Flags of Megatron-LM\n"
     yield "Flags that exist in both have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
-    for flag, (default, why) in DIFFERENT_DEFAULTS.items():
-        yield _row(f"`{flag}`", default, why)
+    for spelling, default in flags.different_defaults.items():
+        yield _row(f"`{spelling}`", default["theirs"], default["reason"])
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
     yield "|---|---|"
-    for flag, why in IGNORED_FLAGS.items():
-        values = IGNORED_VALUES.get(flag)
-        yield _row(f"`{flag}`" + (f" (`{'`, `'.join(values)}`)" if values else ""), why)
+    for spelling, flag in flags.ignored.items():
+        values = f" (`{'`, `'.join(flag.values)}`)" if flag.values else ""
+        yield _row(f"`{spelling}`{values}", flag.reason)
     yield "\nThese are refused:\n"
     yield "| flag | reason | instead |"
     yield "|---|---|---|"
-    for flag, (why, fixes) in REFUSED_FLAGS.items():
-        yield _row(f"`{flag}`", why, " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in fixes))
+    for spelling, flag in flags.refused.items():
+        instead = " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in flag.instead)
+        yield _row(f"`{spelling}`", flag.reason, instead)
     yield "\nAll other flags of Megatron-LM are refused by name.\n"
 
 

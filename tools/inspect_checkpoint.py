@@ -39,16 +39,13 @@ def list_checkpoints(args: argparse.Namespace) -> int:
         print(f"no checkpoint in {args.folder}")
     for item in found:
         size = format_bytes(item.manifest.total_bytes) if item.manifest else "-"
-        age = format_age(time.time() - completion_time(item.path))
+        if not isinstance(item.path, RemotePath):
+            changed = item.path.stat().st_mtime
+        else:
+            changed = (item.path / MARKER).modified() if is_complete(item.path) else time.time()
+        age = format_age(time.time() - changed)
         print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
     return EQUAL
-
-
-def completion_time(path: Location) -> float:
-    """Return when a checkpoint was completed or last changed, in seconds since 1970."""
-    if not isinstance(path, RemotePath):
-        return path.stat().st_mtime
-    return (path / MARKER).modified() if is_complete(path) else time.time()
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -180,11 +177,7 @@ def describe_tensor_difference(a: CheckpointReader, b: CheckpointReader, name: s
 
 
 def open_newest(path: Location) -> Manifest:
-    """Return a checkpoint, or the newest complete one of a folder, and report newer ones that were skipped.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Return a checkpoint, or the newest complete one of a folder, and report newer ones that were skipped."""
     manifest, passed_over = open_folder(path).newest()
     for found in passed_over:
         print(f"passed over {found.path}: {found.problem}", file=sys.stderr)
@@ -192,11 +185,7 @@ def open_newest(path: Location) -> Manifest:
 
 
 def open_folder(path: Location) -> CheckpointFolder:
-    """Return a folder of checkpoints.
-
-    Raises:
-        CheckpointError: if it does not exist.
-    """
+    """Return a folder of checkpoints; CheckpointError if it does not exist."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     return CheckpointFolder(path)

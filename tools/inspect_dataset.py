@@ -70,21 +70,27 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class IdMeaning:
-    """Facts about the ids of a pair; None if unknown."""
+class DatasetInspection:
+    """Findings on one pair."""
 
+    data: IndexedDataset
     record: TokenizerRecord | None
-    tokenizer: Tokenizer | None
-    vocab_size: int | None
-    eod: int | None
+    tokenizer: Tokenizer | None  # read only if needed
+    vocab_size: int | None  # from the flags, else from the tokenizer or the record
+    eod: int | None  # the same
+    summary: DatasetSummary
+    findings: IdCheck | None
+    samples: list[DocumentSample]
 
     @classmethod
-    def of(cls, prefix: str, args: argparse.Namespace) -> IdMeaning:
-        """Return what the flags say, else the record. The tokenizer is only read if needed.
+    def of(cls, prefix: str, args: argparse.Namespace) -> DatasetInspection:
+        """Inspect a pair.
 
         Raises:
-            DataError: if the record or the tokenizer is damaged, or the flags name another tokenizer than the record.
+            DataError: if a file, the record or the tokenizer is damaged, or the flags name another tokenizer than the
+                record.
         """
+        data = IndexedDataset(prefix, floats=True)
         record, tokenizer = read_tokenizer_record(prefix), None
         if args.tokenizer_type is not None:
             tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
@@ -95,44 +101,21 @@ class IdMeaning:
             tokenizer = load_recorded_tokenizer(prefix)
         source = tokenizer or record
         vocab_size, eod = (source.vocab_size, source.eod) if source else (None, None)
-        return cls(
-            record,
-            tokenizer,
-            vocab_size if args.vocab_size is None else args.vocab_size,
-            eod if args.eod_id is None else args.eod_id,
-        )
-
-
-@dataclass(frozen=True)
-class DatasetInspection:
-    """Findings on one pair."""
-
-    data: IndexedDataset
-    meaning: IdMeaning
-    summary: DatasetSummary
-    findings: IdCheck | None
-    samples: list[DocumentSample]
-
-    @classmethod
-    def of(cls, prefix: str, args: argparse.Namespace) -> DatasetInspection:
-        """Inspect a pair.
-
-        Raises:
-            DataError: if one of its files is damaged, and as `IdMeaning.of`.
-        """
-        data = IndexedDataset(prefix, floats=True)
-        meaning, findings = IdMeaning.of(prefix, args), None
+        vocab_size = vocab_size if args.vocab_size is None else args.vocab_size
+        eod = eod if args.eod_id is None else args.eod_id
+        findings = None
         if args.verify and data.dtype.kind != "f":
             with closing(ByteProgress(sys.stderr, data.tokens.nbytes)) as meter:
-                findings = check_ids(data, meaning.vocab_size, meaning.eod, meter.add)
-        return cls(data, meaning, summarize(data), findings, sample_documents(data, args.samples, meaning.tokenizer))
+                findings = check_ids(data, vocab_size, eod, meter.add)
+        samples = sample_documents(data, args.samples, tokenizer)
+        return cls(data, record, tokenizer, vocab_size, eod, summarize(data), findings, samples)
 
     def problem(self, args: argparse.Namespace) -> str | None:
         """Return a sentence on what is wrong, or None."""
         if args.verify and self.findings is None:
             return f"{self.data.prefix}: values of type {self.data.dtype} are not ids and cannot be trained on"
         if self.findings is not None and self.findings.wrong:
-            below = "" if self.meaning.vocab_size is None else f" or not below {self.meaning.vocab_size}"
+            below = "" if self.vocab_size is None else f" or not below {self.vocab_size}"
             return (
                 f"{self.data.prefix}: {self.findings.wrong:,} of {self.data.num_tokens:,} ids are below 0{below}; "
                 f"the first: {self.findings.first_wrong}"
@@ -142,7 +125,7 @@ class DatasetInspection:
 
 def json_facts(found: DatasetInspection, args: argparse.Namespace) -> dict[str, Any]:
     """Return the output of ``--json``."""
-    record, findings = found.meaning.record, found.findings
+    record, findings = found.record, found.findings
     result = {
         "prefix": found.data.prefix,
         **{name: value for name, value in vars(found.summary).items() if name != "lengths"},
@@ -153,8 +136,8 @@ def json_facts(found: DatasetInspection, args: argparse.Namespace) -> dict[str, 
     if findings is not None:
         nonempty = found.summary.lengths.total
         result["verified"] = {
-            "vocab_size": found.meaning.vocab_size,
-            "eod": found.meaning.eod,
+            "vocab_size": found.vocab_size,
+            "eod": found.eod,
             "wrong_ids": findings.wrong,
             "documents_that_end": findings.ended,
             "share_that_ends": None if findings.ended is None else findings.ended / max(nonempty, 1),
@@ -173,7 +156,7 @@ def length_statistics(summary: DatasetSummary) -> dict[str, float]:
 
 def print_inspection(found: DatasetInspection, args: argparse.Namespace) -> None:
     """Print the findings as text."""
-    s, record = found.summary, found.meaning.record
+    s, record = found.summary, found.record
     print(found.data.prefix)
     print(f"  documents  {s.documents:,} ({s.empty_documents:,} empty)")
     print(f"  sequences  {s.sequences:,} ({s.empty_sequences:,} empty)")
@@ -193,7 +176,7 @@ def print_inspection(found: DatasetInspection, args: argparse.Namespace) -> None
 
 def print_findings(found: DatasetInspection, findings: IdCheck, top: int) -> None:
     """Print the findings of ``--verify``, except the problem."""
-    size, eod, documents = found.meaning.vocab_size, found.meaning.eod, found.summary.lengths.total
+    size, eod, documents = found.vocab_size, found.eod, found.summary.lengths.total
     different = f"{len(findings.ids.values):,} different ids"
     unknown = "the vocabulary size is unknown (--vocab-size N)"
     print(f"  ids        {different}; {unknown if size is None else f'the vocabulary has {size:,}'}")
@@ -202,7 +185,7 @@ def print_findings(found: DatasetInspection, findings: IdCheck, top: int) -> Non
     else:
         share = f"{findings.ended:,} of {documents:,} ({findings.ended / max(documents, 1):.1%})"
         print(f"  ends       {share} of the documents that are not empty end with {eod}")
-    tokenizer = found.meaning.tokenizer
+    tokenizer = found.tokenizer
     for value, count in findings.ids.most(top):
         known = tokenizer is not None and 0 <= value < tokenizer.vocab_size
         text = f"  {json.dumps(tokenizer.decode([value]), ensure_ascii=False)}" if tokenizer and known else ""
@@ -218,7 +201,7 @@ def print_sample(sample: DocumentSample, found: DatasetInspection) -> None:
         print(f"    ids  {' '.join(map(str, sample.ids[:MAX_IDS_SHOWN]))}{more}")
     if sample.text is not None:
         print(f"    text {json.dumps(sample.text, ensure_ascii=False)}")
-    elif found.meaning.tokenizer is not None:
+    elif found.tokenizer is not None:
         print("    text none: some ids are not in the tokenizer")
 
 

@@ -16,9 +16,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.arguments.cli import parse
 from megatron.arguments.presets import PRESETS
@@ -33,32 +34,29 @@ LAYOUT_FLAGS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 MAX_STATE_FRACTION = 0.5
 """Fraction of a GPU's memory for the state of a chosen layout; the rest is for activations and temporary buffers."""
 
-FIELD_HELP = {
-    "partition": "Slurm partition, empty for the default",
-    "account": "Slurm account, empty if there are none",
-    "time": "time limit of a job, in Slurm's format",
-    "container": "image for pyxis, FILE.sif for apptainer, empty for .venv",
-    "network": "infiniband or ethernet",
-    "gpus_per_node": "also the ranks per node",
-    "gpu_memory_gb": "of each GPU",
-}
-"""Help text of every field of :class:`ClusterSettings`."""
+ENVIRONMENT = (
+    "if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"
+    " && export PYTHONPATH=. OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+)
+"""Shell commands that prepare the environment of torchrun."""
 
-FIELD_CHOICES = {"network": ("infiniband", "ethernet")}
-"""Allowed values of a field, if restricted."""
+
+def setting(default: Any, words: str, choices: tuple[str, ...] = ()) -> Any:
+    """Declare a cluster setting: its default, help text and, if restricted, allowed values."""
+    return field(default=default, metadata={"help": words, "choices": choices})
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Settings of a cluster, explained in ``FIELD_HELP``; empty strings if not needed."""
+    """Settings of a cluster; empty strings if not needed."""
 
-    partition: str = ""
-    account: str = ""
-    time: str = "24:00:00"
-    container: str = ""
-    network: str = "infiniband"
-    gpus_per_node: int = 8
-    gpu_memory_gb: int = 80
+    partition: str = setting("", "Slurm partition, empty for the default")
+    account: str = setting("", "Slurm account, empty if there are none")
+    time: str = setting("24:00:00", "time limit of a job, in Slurm's format")
+    container: str = setting("", "image for pyxis, FILE.sif for apptainer, empty for .venv")
+    network: str = setting("infiniband", "infiniband or ethernet", ("infiniband", "ethernet"))
+    gpus_per_node: int = setting(8, "also the ranks per node")
+    gpu_memory_gb: int = setting(80, "of each GPU")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,7 +72,12 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     print(summary(config, ranks), file=sys.stderr)
-    print(script_header(options, config, ranks), script, sep="\n")
+    p = config.parallel
+    grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
+    title = f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"
+    if config.model.vocab_size is not None:
+        title += f"; state of a rank: {format_binary(sum(max_state_bytes(config, ranks).values()))}"
+    print("#!/usr/bin/env bash", title, script, sep="\n")
     return 0
 
 
@@ -87,14 +90,16 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--preset", choices=[*PRESETS], required=True, help="the model")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (1)")
     parser.add_argument("--hosts", default="", help="for ssh: host names, NAME,NAME; the first is the head node")
-    parser.add_argument(
-        "--cluster", type=Path, default=default_cluster_file(), help="file of cluster settings (%(default)s)"
-    )
-    for field in fields(ClusterSettings):
-        kind, choices = type(field.default), FIELD_CHOICES.get(field.name)
-        shown_default = f" ({field.default})" if field.default else ""
-        words = f"{FIELD_HELP[field.name]}{shown_default}"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, choices=choices, help=words)
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    cluster_file = folder / "megatron-pretrain" / "cluster.json"
+    parser.add_argument("--cluster", type=Path, default=cluster_file, help="file of cluster settings (%(default)s)")
+    for option in fields(ClusterSettings):
+        choices = option.metadata["choices"] or None
+        shown_default = f" ({option.default})" if option.default else ""
+        words = f"{option.metadata['help']}{shown_default}"
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}", type=type(option.default), choices=choices, help=words
+        )
     options, flags = parser.parse_known_args(argv)
     if options.where == "local":
         options.nodes = 1
@@ -107,12 +112,6 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def default_cluster_file() -> Path:
-    """Return the default file of cluster settings."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(folder) / "megatron-pretrain" / "cluster.json"
-
-
 def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     """Return the cluster settings from flags and file, or, if there is no file, ask on the terminal and write it.
 
@@ -120,14 +119,18 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
         UserError: if the file cannot be read or written.
     """
     path = options.cluster
-    flags = {field.name: getattr(options, field.name) for field in fields(ClusterSettings)}
+    flags = {option.name: getattr(options, option.name) for option in fields(ClusterSettings)}
     given = {name: value for name, value in flags.items() if value is not None}
     if path.exists():
-        return replace(load_cluster(path), **given)
-    cluster = ClusterSettings(**given)
+        try:
+            return replace(ClusterSettings(**json.loads(path.read_text())), **given)
+        except (OSError, ValueError, TypeError) as error:
+            sentence = f"{path} is not a file of cluster settings: {error}"
+            raise UserError([Problem("E006", sentence, (f"rm {path}",))]) from error
     if options.where == "local" or not sys.stdin.isatty():
-        return cluster
-    cluster = ask_cluster(cluster, given)
+        return ClusterSettings(**given)
+    asked = {option.name: ask(option) for option in fields(ClusterSettings) if option.name not in given}
+    cluster = ClusterSettings(**given, **asked)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
@@ -137,40 +140,19 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     return cluster
 
 
-def load_cluster(path: Path) -> ClusterSettings:
-    """Read a file of cluster settings.
-
-    Raises:
-        UserError: if it is invalid.
-    """
-    try:
-        return ClusterSettings(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            [Problem("E006", f"{path} is not a file of cluster settings: {error}", (f"rm {path}",))]
-        ) from error
-
-
-def ask_cluster(cluster: ClusterSettings, given: Mapping[str, object]) -> ClusterSettings:
-    """Ask for the settings not given by flags; an empty answer keeps the default shown."""
-    for field in fields(ClusterSettings):
-        if field.name in given:
-            continue
-        default = getattr(cluster, field.name)
-        question = f"{field.name.replace('_', ' ')} ({FIELD_HELP[field.name]}) [{default}]: "
-        if answer := ask_until_valid(question, isinstance(default, int), FIELD_CHOICES.get(field.name, ())):
-            cluster = replace(cluster, **{field.name: type(default)(answer)})
-    return cluster
-
-
-def ask_until_valid(question: str, number: bool, choices: Sequence[str]) -> str:
-    """Repeat a question until the answer is empty or valid: a number, or one of the choices."""
+def ask(option: Field[Any]) -> Any:
+    """Ask for a setting until the answer is valid; an empty answer means the default shown."""
+    default, choices = option.default, option.metadata["choices"]
+    is_number = isinstance(default, int)
     while True:
+        question = f"{option.name.replace('_', ' ')} ({option.metadata['help']}) [{default}]: "
         print(question, end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline().strip()
-        if not answer or (answer.isdecimal() if number else not choices or answer in choices):
-            return answer
-        print(f"{answer} is not a number" if number else f"choose {' or '.join(choices)}", file=sys.stderr)
+        if not answer:
+            return default
+        if answer.isdecimal() if is_number else not choices or answer in choices:
+            return int(answer) if is_number else answer
+        print(f"{answer} is not a number" if is_number else f"choose {' or '.join(choices)}", file=sys.stderr)
 
 
 def run_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -196,7 +178,9 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
     sizes = [(tp, pp) for pp in powers for tp in powers if tp <= cluster.gpus_per_node and ranks % (tp * pp) == 0]
     least = float("inf")
     for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
-        chosen = layout_flags(tp, pp, ranks)
+        chosen = ["--tensor-model-parallel-size", str(tp), "--sequence-parallel"] if tp > 1 else []
+        chosen += ["--pipeline-model-parallel-size", str(pp)] if pp > 1 else []
+        chosen += ["--use-distributed-optimizer", "--overlap-param-gather"] if ranks > tp * pp else []
         try:
             config = checked_config(options, [*run_flags(options, flags), *chosen], ranks)
         except UserError:
@@ -216,13 +200,6 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
     raise UserError([Problem("E008", f"{sentence} on {ranks}, more than half of it", (more, "specify a layout"))])
 
 
-def layout_flags(tp: int, pp: int, ranks: int) -> list[str]:
-    """Return the flags of a layout, with sequence parallelism and ZeRO where they apply."""
-    flags = ["--tensor-model-parallel-size", str(tp), "--sequence-parallel"] if tp > 1 else []
-    flags += ["--pipeline-model-parallel-size", str(pp)] if pp > 1 else []
-    return flags + (["--use-distributed-optimizer", "--overlap-param-gather"] if ranks > tp * pp else [])
-
-
 def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) -> RunConfig:
     """Return the configuration of the run.
 
@@ -231,16 +208,6 @@ def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) 
     """
     run = [*run, *folder_flags(options.preset, run)]
     return parse([*run, "--check-config", "--world-size", str(ranks)], {}, read_model=read_model_values).config
-
-
-def script_header(options: argparse.Namespace, config: RunConfig, ranks: int) -> str:
-    """Return the first lines of a script."""
-    p = config.parallel
-    grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
-    lines = ["#!/usr/bin/env bash", f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"]
-    if config.model.vocab_size is not None:
-        lines[1] += f"; state of a rank: {format_binary(sum(max_state_bytes(config, ranks).values()))}"
-    return "\n".join(lines)
 
 
 def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
@@ -283,7 +250,7 @@ set -euo pipefail
 hosts=({shlex.join(options.hosts.split(","))})
 printf -v command '%q ' {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@"
 for host in "${{hosts[@]}}"; do
-    ssh -o BatchMode=yes "$host" "cd {shlex.quote(str(ROOT))} && {environment_commands()} && exec $command" </dev/null &
+    ssh -o BatchMode=yes "$host" "cd {shlex.quote(str(ROOT))} && {ENVIRONMENT} && exec $command" </dev/null &
 done
 trap 'kill $(jobs -p) 2>/dev/null' INT TERM
 status=0
@@ -295,14 +262,8 @@ def local_script(options: argparse.Namespace, cluster: ClusterSettings, run: Seq
     """Return a script that runs torchrun on this machine."""
     agent = f"torchrun --standalone --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
     return f"""set -euo pipefail
-cd {shlex.quote(str(ROOT))} && {environment_commands()}
+cd {shlex.quote(str(ROOT))} && {ENVIRONMENT}
 exec {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@\""""
-
-
-def environment_commands() -> str:
-    """Return shell commands that prepare the environment of torchrun."""
-    activate = "if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"
-    return f"{activate} && export PYTHONPATH=. OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def folder_flags(preset: str, run: Sequence[str]) -> list[str]:

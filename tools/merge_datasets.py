@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
-from megatron.data.indexed_writer import check_not_existing
-from megatron.data.merge import MergeInput, check_compatible, check_output, find_prefixes, merge_datasets
+from megatron.data.indexed_writer import (
+    MergeInput,
+    check_compatible,
+    check_not_existing,
+    check_output,
+    find_prefixes,
+    merge_datasets,
+)
 from megatron.data.progress import ByteProgress
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files

@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.arguments import validate
-from megatron.arguments.checks import checkpoint, data, model, parallel, training
+from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.megatron_flags import check_unknown_flags, implied_default_notes, implied_default_problems
 from megatron.arguments.presets import PRESETS
-from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import (
     ConfigSource,
     ModelReader,
@@ -32,10 +30,11 @@ from megatron.arguments.sources import (
     merge_values,
     no_model_reader,
     read_yaml,
+    resolve,
     to_dict,
 )
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import find_problems
+from megatron.arguments.validate import NOTES, find_problems, unused_option_notes
 from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.launch import Launch, restart_notes
 from megatron.config.plugins import load_plugins
@@ -51,8 +50,7 @@ class GivenFlag:
 
     spelling: str
     setting: Setting
-    words: tuple[str, ...] = ()  # after the flag
-    constant: Any = None  # stored by a flag without words
+    words: Sequence[str]  # after the flag
 
     @property
     def main(self) -> str:
@@ -65,23 +63,23 @@ class GivenFlag:
         Raises:
             ValueError: if the words are not a value.
         """
-        return self.setting.from_words(self.words) if self.constant is None else self.constant
+        constants = self.setting.constants
+        if self.spelling not in constants:
+            return self.setting.from_words(self.words)
+        if self.words:
+            raise ValueError("takes no value")
+        return constants[self.spelling]
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """A command line, split into flags."""
 
-    # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size; field flags in ``given``
-    known: argparse.Namespace
+    known: argparse.Namespace  # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size
+    given: list[GivenFlag] = field(default_factory=list)  # the flags of config fields, in order
     # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
     malformed: ConfigSource = field(default_factory=ConfigSource)  # problems of flags that argparse rejected
-
-    @property
-    def given(self) -> list[GivenFlag]:
-        """The flags of config fields, in order."""
-        return self.known.given
 
     @property
     def spellings(self) -> set[str]:
@@ -92,28 +90,32 @@ class CommandLine:
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
     parser = make_parser()
-    reading = CommandLine(parser.parse_args([]))
+    command_line = CommandLine(parser.parse_args([]))
     for words in _split_flags(argv):
-        try:
-            _, rest = parser.parse_known_args(words, reading.known)
-        except argparse.ArgumentError as error:
-            spelling = words[0].partition("=")[0]
-            setting = SPELLINGS.get(spelling)
-            if setting is None:
-                reading.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
-            else:  # argparse rejects only words after a constant's flag; words after other flags are checked later
-                reading.malformed.refuse(setting, spelling, ValueError("takes no value"))
-            continue
-        if rest:
-            reading.foreign.append(rest)
-    return reading
+        spelling, equals, value = words[0].partition("=")
+        setting = SPELLINGS.get(spelling)
+        if setting is None:
+            try:
+                _, stray = parser.parse_known_args(words, command_line.known)
+            except argparse.ArgumentError as error:
+                command_line.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+                continue
+        elif equals or spelling in setting.constants:
+            command_line.given.append(GivenFlag(spelling, setting, [value] if equals else []))
+            stray = words[1:]
+        else:
+            command_line.given.append(GivenFlag(spelling, setting, words[1:]))
+            stray = []
+        if stray:
+            command_line.foreign.append(stray)
+    return command_line
 
 
 def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
     """Yield each flag with the words after it; words before the first flag come first."""
     words: list[str] = []
     for word in argv:
-        if word.startswith("--") and words:
+        if words and (word.startswith("--") or word == "-h"):
             yield words
             words = []
         words.append(word)
@@ -121,67 +123,33 @@ def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
         yield words
 
 
-class _RecordFlag(argparse.Action):
-    """Record that a flag was written; it is interpreted when all flags are known."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.given.append(GivenFlag(option_string or "", SETTINGS[self.dest], tuple(values), self.const))
-
-
-class _Help(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """Show one value: the parser accepts any number, to report a wrong number later."""
-        if isinstance(action, _RecordFlag):
-            return str(action.metavar)
-        return super()._format_args(action, default_metavar)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser, with one group of flags for each config class."""
+    """Build the parser, with one group of flags for each config class; :func:`parse_flags` parses these itself."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
         description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
         allow_abbrev=False,
         exit_on_error=False,
-        formatter_class=_Help,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
-    parser.set_defaults(given=[])
-    _add_sources(parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set."))
+    sources = parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set.")
+    sources.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
+    files = "YAML, by group or flat; later files override earlier ones."
+    sources.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=files)
+    assignment = "Set a field; null clears it."
+    sources.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
+    sources.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
+    fake = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
+    sources.add_argument("--fake-world", action="store_true", help=fake)
+    sources.add_argument("--fake-rank", type=_int, metavar="R", help="The rank that --fake-world builds. [0]")
+    ranks = "Number of ranks to check for. Default: as many as launched."
+    sources.add_argument("--world-size", type=_int, metavar="N", help=ranks)
     for group, cls in GROUPS.items():
         arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
         for setting in (s for s in SETTINGS.values() if s.group == group):
             _add(arguments, setting)
     return parser
-
-
-def _add_sources(group: Any) -> None:
-    group.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
-    group.add_argument(
-        "--config",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="YAML, by group or flat; later files override earlier ones.",
-    )
-    assignment = "Set a field; null clears it."
-    group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
-    group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
-    ranks = "Number of ranks to check for. Default: as many as launched."
-    fake = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
-    group.add_argument("--fake-world", action="store_true", help=fake)
-    group.add_argument("--fake-rank", type=_int, metavar="R", help="The rank that --fake-world builds. [0]")
-    group.add_argument("--world-size", type=_int, metavar="N", help=ranks)
 
 
 def _int(text: str) -> int:
@@ -192,18 +160,14 @@ def _int(text: str) -> int:
 
 
 def _add(group: Any, setting: Setting) -> None:
+    constants = setting.constants
     text = help_text(setting).replace("%", "%%")
-    if setting.kind.scalar is bool:
-        constants = {setting.flag: (True, text), setting.negative: (False, argparse.SUPPRESS)}
-    else:
-        constants = {}
-        group.add_argument(
-            setting.flag, action=_RecordFlag, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
-        )
-    for alias, value in (setting.option.aliases or {}).items():
-        constants[alias] = (value, f"The same as {setting.spell(value)}.")
-    for spelling, (value, text) in constants.items():
-        group.add_argument(spelling, action=_RecordFlag, dest=setting.name, nargs=0, const=value, help=text)
+    if setting.flag not in constants:
+        group.add_argument(setting.flag, metavar=metavar(setting), default=argparse.SUPPRESS, help=text)
+    for spelling, value in constants.items():
+        same = f"The same as {setting.spell(value)}."
+        shown = {setting.flag: text, setting.negative: argparse.SUPPRESS}.get(spelling, same)
+        group.add_argument(spelling, action="store_true", default=argparse.SUPPRESS, help=shown)
 
 
 def metavar(setting: Setting) -> str:
@@ -211,14 +175,12 @@ def metavar(setting: Setting) -> str:
     word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
     if setting.choices:
         word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.choices) + "}"
-    return " ".join([word] * (setting.kind.length or 1)) + (
-        " ..." if setting.kind.many and not setting.kind.length else ""
-    )
+    return f"{word} ..." if setting.kind.open else " ".join([word] * (setting.kind.length or 1))
 
 
 def help_text(setting: Setting) -> str:
     """Return the help text with the default and long lists of choices."""
-    text = setting.option.help
+    text = setting.help
     if _choices_are_long(setting):
         text += f" One of {', '.join(setting.choices)}."
     if setting.default is None or setting.default == ():
@@ -289,27 +251,25 @@ def parse(
     given = _read_sources(command_line)
     sources = [_from_preset(options.preset), *given, command_line.malformed, unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
+    saved = None
     unreadable: Sequence[Problem] = ()
     try:
         saved = recall(without_checkpoint.checkpoint)
     except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
-        saved = None
         unreadable = error.problems
     load = without_checkpoint.checkpoint.load
     start = from_hugging_face(load, read_model) if saved is None else from_checkpoint(saved)
     sources.insert(0, start)
     values = merge_values(source.values for source in sources)
     config = build_config(values)
-    found = [problem for source in sources for problem in source.problems] + implied_default_problems(
-        command_line.spellings, config
-    )
-    check_only = options.check_config or options.fake_world
+    found = [problem for source in sources for problem in source.problems]
+    found += implied_default_problems(command_line.spellings, config)
     launch = Launch.read(environ)
     world_size = _world_size(options, config, launch, found, notes)
     fake_rank = _fake_rank(options, launch, found)
     doubtful = {name for source in sources for name in source.doubtful}
     for problem in find_problems(config, world_size, doubtful):
-        explained = parallel.suggest_nodes(problem, config, world_size, launch)
+        explained = suggest_nodes(problem, config, world_size, launch)
         if not problem.code.startswith(("E5", "E8")):  # those quote files, whose paths must stay as they are
             explained = replace(explained, sentence=replace_by_flags(explained.sentence))
         found.append(explained)
@@ -322,27 +282,19 @@ def parse(
     if found:
         no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
         raise UserError(found if no_folder else [*unreadable, *found])
+    resolved = resolve(config, world_size)
     if saved is not None:
-        inherited = set(start.values) - {"vocab_size"}  # usually not given but known from the data
-        notes += _inherited_notes(
-            sorted(inherited), resolve(without_checkpoint, world_size), resolve(config, world_size)
-        )
+        before = flat_values(resolve(without_checkpoint, world_size))
+        after = flat_values(resolved)
+        inherited = sorted(set(start.values) - {"vocab_size"})  # usually not given but known from the data
+        flags = [SETTINGS[name].spell(after[name]) for name in inherited if before[name] != after[name]]
+        notes += [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
     notes += implied_default_notes(command_line.spellings, values)
-    notes += [*training.batch_notes(config, world_size), *data.data_notes(config), *checkpoint.checkpoint_notes(config)]
-    notes += [*validate.profiling_notes(config, world_size), *validate.cuda_graph_notes(config)]
-    notes += [*parallel.pipeline_notes(config, world_size), *model.expert_notes(config)]
-    notes += [*parallel.sharding_notes(config, world_size), *restart_notes(environ)]
+    notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
+    notes += restart_notes(environ)
     chosen = merge_values(source.values for source in given)
-    notes += map(replace_by_flags, validate.unused_option_notes(config, chosen))
-    return ParsedArguments(resolve(config, world_size), world_size, check_only, tuple(notes), fake_rank)
-
-
-def _inherited_notes(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
-    """Return a note about values that come from the checkpoint's model and differ from the defaults."""
-    before = flat_values(own)
-    after = flat_values(config)
-    flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
-    return [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
+    notes += map(replace_by_flags, unused_option_notes(config, chosen))
+    return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
 
 def _read_sources(command_line: CommandLine) -> list[ConfigSource]:

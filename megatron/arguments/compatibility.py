@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import (
     EXCLUSIVE_OPTIONS,
     LENGTH_OPTIONS,
@@ -20,14 +19,14 @@ from megatron.arguments.sources import (
     build_config,
     flat_values,
     from_mapping,
+    resolve,
 )
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, format_number
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
-from megatron.config.text import format_number
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
@@ -63,8 +62,7 @@ SAME_SHAPES = {
 class ConfigComparison:
     """The differences between two configurations."""
 
-    # one for each change worth reporting, and for what could not be compared
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # one for each change worth reporting, and for what could not be compared
     problems: tuple[Problem, ...]  # changes that the resume mode does not allow
     changed: frozenset[str] = frozenset()  # names of all changed fields
 
@@ -87,19 +85,14 @@ def compare_configs(
         mode: resume mode.
         begin: steps and samples before the checkpoint's batch sizes began. If a run changed its batch, the lengths of
             its schedule follow from them.
-        own: whether the checkpoint is in the run's own ``save`` folder.
+        own: the checkpoint is in the run's own ``save`` folder.
         name: name of ``saved`` in messages.
     """
-    then, unreadable, unknown = _read(saved, name)
+    entries, unknown = _known_and_unknown(saved)
+    then, unreadable = _read(entries, name)
     before = _values(then) | unreadable
     after = _values(now)
-
-    def same(field: str) -> bool:
-        if field == "split":
-            return _same_split(before[field], after[field])
-        return bool(before[field] == after[field])
-
-    changed = [field for field in SETTINGS if field in unreadable or not same(field)]
+    changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
     roles = {field: role_of(field, before, after) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, in other units or without effect
         same_lengths = {field for names in LENGTH_OPTIONS for field in names} - unreadable.keys()
@@ -142,16 +135,14 @@ def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> st
         group = next((group for group in groups if any(before[field] for field in group)), (name,))
         conflicts = any(after[field] for other in groups if other != group for field in other)
         for setting in (SETTINGS[field] for field in group if before[field] or group == (name,)):
-            spell = _assigned if conflicts or setting.option.aliases else Setting.spell
-            words.append(spell(setting, before[setting.name]))
+            value = before[setting.name]
+            if conflicts or setting.option.aliases:  # unlike a flag, --set overrides other flags of the same length
+                items = value if isinstance(value, tuple) else (value,)
+                text = ",".join(format_number(item) if isinstance(item, float) else str(item) for item in items)
+                words.append(f"--set {shlex.quote(f'{setting.key}={text}')}")
+            else:
+                words.append(setting.spell(value))
     return " ".join(dict.fromkeys(words))
-
-
-def _assigned(setting: Setting, value: Any) -> str:
-    """Return a ``--set``, which unlike a flag overrides other flags of the same length."""
-    items = value if isinstance(value, tuple) else (value,)
-    words = (format_number(item) if isinstance(item, float) else str(item) for item in items)
-    return f"--set {shlex.quote(setting.key + '=' + ','.join(words))}"
 
 
 def resume_mode_fixes(role: Role, options: CheckpointConfig, own: bool) -> Iterator[str]:
@@ -190,8 +181,13 @@ def _cuts(values: Values) -> bool:
     return bool(values["data_path"] or values["data_args_path"])
 
 
-def _same_split(before: str | None, after: str | None) -> bool:
-    """Return True if two splits cut data in the same places, up to rounding: a fingerprint compares the data."""
+def _same(name: str, before: Any, after: Any) -> bool:
+    """Return True if two values of a field are equal.
+
+    Two splits are, if they cut data in the same places up to rounding: a fingerprint compares the data.
+    """
+    if name != "split":
+        return bool(before == after)
     texts = [DEFAULT_SPLIT if split is None else split for split in (before, after)]
     try:
         return all(isclose(*shares, rel_tol=1e-9) for shares in zip(*map(split_shares, texts)))
@@ -220,30 +216,31 @@ def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, 
     )
 
 
-def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, list[str]]:
-    """Return the configuration that this version can read, unreadable values, and unknown fields."""
-    known: dict[str, Any] = {}
-    unreadable: Values = {}
-    for group, name, value in _entries(saved):
-        if _is_known(group, name):
-            result = from_mapping({name: value}, source)
-            known |= result.values
-            unreadable |= {name: value} if result.problems else {}
-    config = build_config(known)
-    return resolve(config, config.parallel.model_ranks), unreadable, unknown_options(saved)
+def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:
+    """Return the values of fields by name, and ``group.name value`` of every field unknown to this version."""
+    known: Values = {}
+    unknown = []
+    for group, values in saved.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            if name in SETTINGS and SETTINGS[name].group == group:
+                known[name] = value
+            else:
+                unknown.append(f"{group}.{name} {value}")
+    return known, unknown
 
 
 def unknown_options(saved: Mapping[str, Any]) -> list[str]:
     """Return ``group.name value`` of every field in a checkpoint's configuration unknown to this version."""
-    return [f"{group}.{name} {value}" for group, name, value in _entries(saved) if not _is_known(group, name)]
+    return _known_and_unknown(saved)[1]
 
 
-def _is_known(group: str, name: str) -> bool:
-    return name in SETTINGS and SETTINGS[name].group == group
-
-
-def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield group, name and value of every entry."""
-    for group, values in saved.items():
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            yield group, name, value
+def _read(entries: Values, source: str) -> tuple[RunConfig, Values]:
+    """Return the configuration that this version can read, resolved, and the unreadable values."""
+    readable: Values = {}
+    unreadable: Values = {}
+    for name, value in entries.items():
+        result = from_mapping({name: value}, source)
+        readable |= result.values
+        unreadable |= {name: value} if result.problems else {}
+    config = build_config(readable)
+    return resolve(config, config.parallel.model_ranks), unreadable

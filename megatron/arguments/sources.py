@@ -1,4 +1,4 @@
-"""The sources of config values: presets, files, flags and ``--set``; merging them; writing a config as text.
+"""The sources of config values: presets, files, flags and ``--set``; merging and resolving them; configs as text.
 
 A source is a flat mapping of field name to value. Reading one does not stop at the first mistake: it returns the
 values that could be read and the problems of the others.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.plan import resolve_pipeline
 
 Values = dict[str, Any]
 
@@ -202,9 +206,35 @@ def build_config(values: Values) -> RunConfig:
     return RunConfig(**{group: cls(**groups[group]) for group, cls in GROUPS.items()})
 
 
+def resolve(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with derived defaults written out, so that a saved one has every number. Idempotent.
+
+    ``vocab_size`` stays open until the tokenizer is known. An open ``lr_decay_iters`` stays open: it means the whole
+    run, also when the run is extended later.
+    """
+    model = replace(
+        config.model,
+        num_query_groups=config.model.kv_groups,
+        kv_channels=config.model.head_dim,
+        ffn_hidden_size=config.model.ffn,
+        max_position_embeddings=config.model.max_position_embeddings or config.training.seq_length,
+    )
+    parallel = config.parallel
+    with suppress(ScheduleError):  # reported by the pipeline checks
+        parallel = resolve_pipeline(config.model, parallel)
+    parallel = replace(parallel, expert_tensor_parallel_size=parallel.expert_tp)
+    batch = full_global_batch_size(config.training, parallel.data_parallel_size(world_size))
+    training = replace(config.training, global_batch_size=batch)
+    if training.recompute_granularity == "full":
+        method = training.recompute_method or "uniform"
+        layers = training.recompute_num_layers or (1 if method == "uniform" else model.num_layers)
+        training = replace(training, recompute_method=method, recompute_num_layers=layers)
+    return replace(config, model=model, parallel=parallel, training=training)
+
+
 def flat_values(config: RunConfig) -> Values:
     """Return every value of a configuration by field name."""
-    return {name: getattr(getattr(config, s.group), name) for name, s in SETTINGS.items()}
+    return {name: setting.value_in(config) for name, setting in SETTINGS.items()}
 
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:
@@ -221,12 +251,11 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return group -> field -> value, in plain YAML and JSON types."""
-
-    def plain(value: Any) -> Any:
-        return list(value) if isinstance(value, tuple) else value
-
-    groups = ((f.name, getattr(config, f.name)) for f in fields(config))
-    return {name: {f.name: plain(getattr(group, f.name)) for f in fields(group)} for name, group in groups}
+    tree: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    for name, setting in SETTINGS.items():
+        value = setting.value_in(config)
+        tree[setting.group][name] = list(value) if isinstance(value, tuple) else value
+    return tree
 
 
 def to_yaml(config: RunConfig) -> str:

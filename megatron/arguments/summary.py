@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron.config.batch import (
     final_consumed_samples,
     final_iteration,
@@ -13,10 +11,9 @@ from megatron.config.batch import (
     rampup_stages,
 )
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
-from megatron.pipeline.partition import StageLayers, format_layout
+from megatron.pipeline.partition import format_layout
 from megatron.pipeline.plan import (
     is_split_by_cost,
     peak_counts,
@@ -56,73 +53,59 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
 
 def _ranks(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
-    dp = parallel.data_parallel_size(world_size)
+    pp = parallel.pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
-    sharing = "tensor and sequence parallel" if parallel.sequence_parallel and tp > 1 else "tensor parallel"
     chunks = virtual_stages(config.model, parallel)
     stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
-    pp = (
-        f"PP {parallel.pipeline_model_parallel_size} ({stages}) x " if parallel.pipeline_model_parallel_size > 1 else ""
-    )
-    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_expert_ranks(config, world_size)}"
-
-
-def _expert_ranks(config: RunConfig, world_size: int) -> str:
-    """Return the expert-parallel grid over the same ranks."""
-    if config.model.num_experts is None:
-        return ""
-    ep = config.parallel.expert_model_parallel_size
-    tp = config.parallel.expert_tp
-    copies = world_size // (config.parallel.pipeline_model_parallel_size * ep * tp)
-    return f"; experts: DP {copies} x EP {ep} x TP {tp}"
+    pipeline = f"PP {pp} ({stages}) x " if pp > 1 else ""
+    sharing = "tensor and sequence parallel" if parallel.sequence_parallel and tp > 1 else "tensor parallel"
+    dp = parallel.data_parallel_size(world_size)
+    row = f"{world_size} = {pipeline}DP {dp} (copies of the model) x TP {tp} ({sharing})"
+    if config.model.num_experts is not None:
+        ep = parallel.expert_model_parallel_size
+        copies = world_size // (pp * ep * parallel.expert_tp)
+        row += f"; experts: DP {copies} x EP {ep} x TP {parallel.expert_tp}"
+    return row
 
 
 def _pipeline(config: RunConfig, world_size: int) -> str:
     """Return schedule, stages, bubble of the full batch (communication excluded), and activations kept."""
-    parallel = resolve_pipeline(config.model, config.parallel)
-    stages = stage_layers(config.model, parallel)
+    model = config.model
+    parallel = resolve_pipeline(model, config.parallel)
+    stages = stage_layers(model, parallel)
     if len(stages) == 1:
         return ""
-    count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
-    kept = f"at most {max(peak_counts(parallel, count).both)} micro-batches of a stage kept"
-    bubble = _bubble(config.model, parallel, count)
-    return f"{parallel.pipeline_schedule}, {_stage_layers(config, stages)}, {bubble}, {kept}"
-
-
-def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
-    """Return the bubble for stages of equal cost, as in the formulas, and for the estimated costs."""
-    same = f"{simulated_bubble(parallel, count):.1%}"
-    if model.vocab_size is None:
-        return f"bubble {same} where stages cost the same"
-    real = f"{simulated_bubble(parallel, count, stage_costs(model, stage_layers(model, parallel))):.1%}"
-    return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
-
-
-def _stage_layers(config: RunConfig, stages: Sequence[StageLayers]) -> str:
-    """Return the number of layers of each stage, as a layout unless all are equal."""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
-        return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
-    if config.model.vocab_size is None and is_split_by_cost(config.model, config.parallel):
-        return f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
-    return f"{len(stages)} stages {format_layout(stages)}"
+        layers = f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
+    elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
+        layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
+    else:
+        layers = f"{len(stages)} stages {format_layout(stages)}"
+    count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
+    same = f"{simulated_bubble(parallel, count):.1%}"
+    bubble = f"bubble {same}"
+    if model.vocab_size is None:
+        bubble += " where stages cost the same"
+    else:
+        real = f"{simulated_bubble(parallel, count, stage_costs(model, stages)):.1%}"
+        bubble += f" ({real} as these stages cost)" if real != same else ""
+    kept = f"at most {max(peak_counts(parallel, count).both)} micro-batches of a stage kept"
+    return f"{parallel.pipeline_schedule}, {layers}, {bubble}, {kept}"
 
 
 def _model(model: ModelConfig) -> str:
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.kv_groups != model.num_attention_heads:
         heads += f" on {model.kv_groups} key/value heads"
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {_feed_forward(model)}"
-    return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
-
-
-def _feed_forward(model: ModelConfig) -> str:
     if model.num_experts is None:
-        return f"{model.activation} MLP of {model.ffn}"
-    shared = model.moe_shared_expert_intermediate_size
-    shared_expert = f" and a shared one of {shared}" if shared else ""
-    routed = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
-    return routed + shared_expert
+        mlp = f"{model.activation} MLP of {model.ffn}"
+    else:
+        mlp = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
+        shared = model.moe_shared_expert_intermediate_size
+        mlp += f" and a shared one of {shared}" if shared else ""
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"
+    return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
 
 
 def _parameters(config: RunConfig) -> str:
@@ -142,9 +125,8 @@ def _memory(config: RunConfig, world_size: int) -> str:
     if config.model.vocab_size is None:
         return ""
     parts = max_state_bytes(config, world_size)
-    by_part = ", ".join(
-        f"{name} {format_binary(held)}" for name, held in parts.items() if format_binary(held) != format_binary(0)
-    )
+    sizes = {name: format_binary(held) for name, held in parts.items()}
+    by_part = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != format_binary(0))
     holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
     return f"{format_binary(sum(parts.values()))} on {holder}, without activations: {by_part}"
 
@@ -159,15 +141,13 @@ def _batch(config: RunConfig, world_size: int) -> str:
     full = full_global_batch_size(training, dp)
     count = _counted(get_num_microbatches(training, dp), "micro-batch", "micro-batches")
     tokens = f"{full * training.seq_length:,} tokens"
-    split = f"{count} of {training.micro_batch_size} on each DP rank"
-    return f"{full:,} samples x {training.seq_length} = {tokens} a step: {split}" + _padding(training, dp, full)
-
-
-def _padding(training: TrainingConfig, dp: int, size: int) -> str:
-    """Return the share of a batch that is padding."""
-    extra = padding_samples(training, dp, size)
-    whole = size + extra
-    return f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)" if extra else ""
+    row = f"{full:,} samples x {training.seq_length} = {tokens} a step: "
+    row += f"{count} of {training.micro_batch_size} on each DP rank"
+    extra = padding_samples(training, dp, full)
+    if extra:
+        whole = full + extra
+        row += f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)"
+    return row
 
 
 def _counted(count: int, one: str, many: str) -> str:
@@ -207,25 +187,23 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
     if optimizer.lr_decay_style != "constant":
         row += f" to {optimizer.min_lr:g}"
-    warmups = (
-        (optimizer.lr_warmup_fraction, f"{100 * (optimizer.lr_warmup_fraction or 0):.3g}% of the decay"),
-        (optimizer.lr_warmup_samples, f"{optimizer.lr_warmup_samples:,} samples"),
-        (optimizer.lr_warmup_iters, f"{optimizer.lr_warmup_iters:,} steps"),
-    )
-    warmup = next((words for used, words in warmups if used), None)
-    return row + (f", warm-up {warmup}" if warmup else "") + f", clip {optimizer.clip_grad:g}"
+    if optimizer.lr_warmup_fraction:
+        row += f", warm-up {100 * optimizer.lr_warmup_fraction:.3g}% of the decay"
+    elif optimizer.lr_warmup_samples:
+        row += f", warm-up {optimizer.lr_warmup_samples:,} samples"
+    elif optimizer.lr_warmup_iters:
+        row += f", warm-up {optimizer.lr_warmup_iters:,} steps"
+    return f"{row}, clip {optimizer.clip_grad:g}"
 
 
 def _precision(config: RunConfig) -> str:
     precision = config.precision
     if precision.params_dtype in ("fp64", "fp32"):
         return precision.params_dtype
-    scale = (
-        ""
-        if precision.params_dtype == "bf16"
-        else f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
-    )
-    return f"{precision.params_dtype}, main parameters and gradients fp32{scale}"
+    row = f"{precision.params_dtype}, main parameters and gradients fp32"
+    if precision.params_dtype == "fp16":
+        row += f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
+    return row
 
 
 def _saves(config: RunConfig) -> str:

@@ -7,15 +7,16 @@ profiling and CUDA graphs, and of options that are set without effect (``needs``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Set
-from dataclasses import fields, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.arguments.checks import checkpoint, data, model, parallel, training
+from megatron.arguments.checks import checkpoint, data, model, training
 from megatron.arguments.checks.checkpoint import holds_checkpoints
-from megatron.arguments.sources import flat_values
 from megatron.checkpoint.object_store import RemotePath, parse_location
 from megatron.config.batch import final_iteration
 from megatron.config.errors import Problem
@@ -41,9 +42,6 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
         )
         yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
-
-
-KERNEL_CHECKS = (check_kernels,)
 
 
 def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -80,9 +78,6 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
 
 
-STOPPING_CHECKS = (check_stop_file, check_skip_train)
-
-
 NAMED_PLACES = ("run_dir", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity")
 
 
@@ -103,9 +98,6 @@ def check_run_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if not isdir(existing):
         where = "it" if existing == folder else str(existing)
         yield Problem("E701", f"--run-dir {folder}: {where} is a file, not a folder", (f"--run-dir {existing}-run",))
-
-
-LOGGING_CHECKS = (check_empty_names, check_run_folder)
 
 
 MAX_PROFILE_STEPS = 20
@@ -149,9 +141,6 @@ def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _is_requested(profiling: ProfilingConfig) -> bool:
     return profiling.profile or profiling.profile_memory or profiling.profile_pipeline
-
-
-PROFILING_CHECKS = (check_window, check_ranks)
 
 
 NO_CUDA_GRAPH = "--cuda-graph none"
@@ -220,24 +209,10 @@ def check_cuda_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Pr
         yield Problem("E912", sentence, ("--cuda-graph optimizer", NO_CUDA_GRAPH))
 
 
-def cuda_graph_notes(config: RunConfig) -> Iterator[str]:
+def cuda_graph_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a note if health reports keep every step from using the graph."""
     if config.compute.cuda_graph == "step" and config.logging.log_health_interval == 1:
         yield "--log-health-interval 1: --cuda-graph step has no effect, because steps with a health report run eagerly"
-
-
-CUDA_GRAPH_CHECKS = (
-    check_cuda_graph_device,
-    check_cuda_graph_dropout,
-    check_cuda_graph_weight_decay,
-    check_cuda_graph_backend,
-    check_cuda_graph_documents,
-    check_cuda_graph_pipeline,
-)
-
-
-def _has_several_stages(config: RunConfig) -> bool:
-    return config.parallel.pipeline_model_parallel_size > 1 or virtual_stages(config.model, config.parallel) > 1
 
 
 def _has_interleaved_stages(config: RunConfig) -> bool:
@@ -249,7 +224,10 @@ def _has_interleaved_stages(config: RunConfig) -> bool:
     return stages > 1 and schedule_name(config.parallel, stages) == DEFAULT_VIRTUAL_SCHEDULE
 
 
-CONDITIONS = {"several_stages": _has_several_stages, "interleaved_stages": _has_interleaved_stages}
+CONDITIONS = {
+    "several_stages": lambda c: c.parallel.pipeline_model_parallel_size > 1 or virtual_stages(c.model, c.parallel) > 1,
+    "interleaved_stages": _has_interleaved_stages,
+}
 """Conditions of options that follow from several fields, and so cannot be computed in ``config``."""
 
 
@@ -261,76 +239,82 @@ def is_met(need: Need, config: RunConfig) -> bool:
         return CONDITIONS[need.condition](config)
     name, equals, values = need.condition.partition("=")
     setting = SETTINGS[name]
-    value = getattr(getattr(config, setting.group), name)
+    value = setting.value_in(config)
     if not equals:
         return value is not None and value is not False
     # a plugin may use the options of built-in optimizers
-    plugins = registered(setting.option.kind) if setting.option.kind and not need.fix else ()
+    plugins = registered(setting.option.kind) if setting.option.kind else ()
     return value in values.split("|") or value in plugins
 
 
-def _fields_by_need() -> dict[Need, list[str]]:
-    fields_of: dict[Need, list[str]] = {}
-    for name, setting in SETTINGS.items():
-        for need in setting.option.needs:
-            fields_of.setdefault(need, []).append(name)
-    return fields_of
+SETTINGS_BY_NEED: dict[Need, list[Setting]] = defaultdict(list)
+for each_setting in SETTINGS.values():
+    for each_need in each_setting.option.needs:
+        SETTINGS_BY_NEED[each_need].append(each_setting)
 
 
-FIELDS_BY_NEED = _fields_by_need()
-
-
-def _unused_fields(need: Need, config: RunConfig) -> list[str]:
-    """Return the fields that are set without effect."""
+def _unused_settings(need: Need, config: RunConfig) -> list[Setting]:
+    """Return the settings that are set without effect."""
     if is_met(need, config):
         return []
-    values = ((name, getattr(getattr(config, SETTINGS[name].group), name)) for name in FIELDS_BY_NEED[need])
-    return [name for name, value in values if value != SETTINGS[name].default]
+    return [setting for setting in SETTINGS_BY_NEED[need] if setting.value_in(config) != setting.default]
 
 
-def _check_need(need: Need) -> Callable[[RunConfig, int], Iterator[Problem]]:
-    def check(config: RunConfig, world_size: int) -> Iterator[Problem]:
-        unused = _unused_fields(need, config)
-        if unused:
-            defaults = " ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in unused)
-            yield Problem("E601", _no_effect(unused, need), (need.fix, defaults))
-
-    return check
+def _check_need(need: Need, config: RunConfig, world_size: int) -> Iterator[Problem]:
+    unused = _unused_settings(need, config)
+    if unused:
+        defaults = " ".join(setting.spell(setting.default) for setting in unused)
+        yield Problem("E601", _no_effect(unused, need), (need.fix, defaults))
 
 
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
     notes = []
-    for need in FIELDS_BY_NEED:
-        unused = [] if need.fix else [name for name in _unused_fields(need, config) if name in given]
+    for need in SETTINGS_BY_NEED:
+        unused = [] if need.fix else [setting for setting in _unused_settings(need, config) if setting.name in given]
         if unused:
             notes.append(_no_effect(unused, need))
     return notes
 
 
-def _no_effect(names: list[str], need: Need) -> str:
-    if len(names) == 1:
-        return f"{names[0]} has no effect without {need}"
-    return f"{', '.join(names[:-1])} and {names[-1]} have no effect without {need}"
+def _no_effect(unused: Sequence[Setting], need: Need) -> str:
+    *others, last = (setting.name for setting in unused)
+    subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+    return f"{subject} no effect without {need}"
 
 
-CHECKS = (
-    *model.MODEL_CHECKS,
-    *parallel.LAYOUT_CHECKS,
-    *model.EXPERT_CHECKS,
-    *parallel.SHARDING_CHECKS,
-    *parallel.PIPELINE_CHECKS,
-    *training.BATCH_CHECKS,
-    *training.OPTIMIZER_CHECKS,
-    *data.DATA_CHECKS,
-    *checkpoint.CHECKPOINT_CHECKS,
-    *STOPPING_CHECKS,
-    *KERNEL_CHECKS,
-    *CUDA_GRAPH_CHECKS,
-    *LOGGING_CHECKS,
-    *PROFILING_CHECKS,
-    *(_check_need(need) for need in FIELDS_BY_NEED if need.fix),
+CHECKS: tuple[Callable[[RunConfig, int], Iterator[Problem]], ...] = (
+    *model.CHECKS,
+    *training.CHECKS,
+    *data.CHECKS,
+    *checkpoint.CHECKS,
+    check_stop_file,
+    check_skip_train,
+    check_kernels,
+    check_cuda_graph_device,
+    check_cuda_graph_dropout,
+    check_cuda_graph_weight_decay,
+    check_cuda_graph_backend,
+    check_cuda_graph_documents,
+    check_cuda_graph_pipeline,
+    check_empty_names,
+    check_run_folder,
+    check_window,
+    check_ranks,
+    *(partial(_check_need, need) for need in SETTINGS_BY_NEED if need.fix),
 )
+
+NOTES = (
+    training.batch_notes,
+    data.data_notes,
+    checkpoint.checkpoint_notes,
+    profiling_notes,
+    cuda_graph_notes,
+    model.pipeline_notes,
+    model.expert_notes,
+    model.sharding_notes,
+)
+"""Functions of a configuration without problems and the number of ranks; they yield notes of one line."""
 
 
 def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
@@ -346,16 +330,15 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     """
     found = []
     wrong = set(doubtful)
-    for name, value in flat_values(config).items():
-        setting = SETTINGS[name]
+    for name, setting in SETTINGS.items():
+        value = setting.value_in(config)
         if value is None or setting.kind.scalar not in (int, float):
             continue
-        limits = setting.option.limits
-        if not all(limits.hold(item) for item in (value if setting.kind.many else (value,))):
+        if not all(map(setting.option.allows, value if setting.kind.many else (value,))):
             wrong.add(name)
             shown = setting.spell(value).partition(" ")[2]
             fix = setting.spell(_suggest(setting, value))
-            found.append(Problem("E600", f"{name} {shown}: must be {limits}", (fix,)))
+            found.append(Problem("E600", f"{name} {shown}: must be {setting.option.limits}", (fix,)))
     known = _without(config, wrong)
     for check in CHECKS:
         try:
@@ -367,14 +350,13 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
 
 def _suggest(setting: Setting, value: Any) -> Any:
     """Return the upper limit for a larger value; else the default, the example or the lower limit."""
-    limits = setting.option.limits
-    default = setting.default
+    option = setting.option
     if setting.kind.many:
-        return default or tuple(item if limits.hold(item) else limits.at_least for item in value)
-    if limits.at_most is not None and value > limits.at_most:
-        return setting.kind.scalar(limits.at_most)
-    suggested = default if default is not None else setting.option.example
-    return setting.kind.scalar(limits.at_least if suggested is None else suggested)
+        return setting.default or tuple(item if option.allows(item) else option.at_least for item in value)
+    if option.at_most is not None and value > option.at_most:
+        return setting.kind.scalar(option.at_most)
+    suggestions = (setting.default, option.example, option.at_least)
+    return setting.kind.scalar(next(number for number in suggestions if number is not None))
 
 
 class _UnknownError(Exception):
@@ -396,8 +378,7 @@ class _Unknown:
 
 def _without(config: RunConfig, names: set[str]) -> RunConfig:
     """Replace the values of ``names`` by ``_Unknown``."""
-    hidden: dict[str, dict[str, Any]] = {}
     for name in names:
-        hidden.setdefault(SETTINGS[name].group, {})[name] = _Unknown()
-    groups = {f.name: getattr(config, f.name) for f in fields(config)}
-    return replace(config, **{group: replace(groups[group], **values) for group, values in hidden.items()})
+        group = SETTINGS[name].group
+        config = replace(config, **{group: replace(getattr(config, group), **{name: _Unknown()})})
+    return config

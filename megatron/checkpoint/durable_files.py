@@ -1,8 +1,8 @@
 """Crash-safe files: write, publish, rename and lock.
 
-Every write, rename and removal is flushed to disk with fsync, and any call may fail. A file or folder is published by
-a rename, once it is complete and on disk under a temporary name. Functions of ``os`` are called by their full name, so
-that tests can inject a failure into each one.
+Every write, rename and removal is flushed to disk with fsync, and any call may raise OSError. A file or folder is
+published by a rename, once it is complete and on disk under a temporary name. Functions of ``os`` are called by their
+full name, so that tests can inject a failure into each one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 import xxhash
 
-from megatron.checkpoint.object_store import Location, RemoteFileWriter, RemotePath
+from megatron.checkpoint.object_store import Location, RemotePath
 
 Bytes = bytes | memoryview
 
@@ -74,11 +74,6 @@ def _with_filename(path: Path) -> Iterator[None]:
         raise
 
 
-def create_file(path: Location) -> NewFile | RemoteFileWriter:
-    """Create a file on disk or an object in a store, open for writing."""
-    return RemoteFileWriter(path) if isinstance(path, RemotePath) else NewFile(path)
-
-
 def write_file(path: Location, content: Bytes) -> None:
     """Create a file with this content and flush it to disk."""
     if isinstance(path, RemotePath):
@@ -103,28 +98,18 @@ def sync_folder(path: Location) -> None:
         os.close(fd)
 
 
-def make_folder(path: Location) -> None:
-    """Create a folder and its missing parents, and flush their names to disk; does nothing in an object store."""
+def make_folder(path: Location, root: Path | None = None) -> None:
+    """Create a folder and its missing parents, and flush their names to disk; does nothing in an object store.
+
+    Only folders below ``root``, if given, are created.
+    """
     if isinstance(path, RemotePath):
         return
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        with suppress(FileExistsError):  # created by another rank
-            os.mkdir(folder)
-        sync_folder(folder.parent)
-
-
-def make_parent_folders(folder: Path, name: str) -> None:
-    """Create the parent folders of the relative file name ``name`` below an existing ``folder``.
-
-    Raises:
-        OSError: if the disk fails or ``folder`` does not exist.
-    """
-    for parent in reversed(PurePath(name).parents):
-        if parent.name and not (folder / parent).exists():
+    for folder in reversed((path, *path.parents)):
+        if not folder.exists() and (root is None or root in folder.parents):
             with suppress(FileExistsError):  # created by another rank
-                os.mkdir(folder / parent)
-            sync_folder((folder / parent).parent)
+                os.mkdir(folder)
+            sync_folder(folder.parent)
 
 
 def sync_file(file: IO[bytes]) -> None:
@@ -142,8 +127,7 @@ def durable_rename(source: Path, target: Path) -> None:
 def publish_file(path: Path, content: Bytes) -> None:
     """Create or replace a file: it has either its old content or all of the new, even after a crash.
 
-    Raises:
-        OSError: if the disk fails; the old content is then kept, unless only the last flush failed.
+    After an OSError the old content is kept, unless only the last flush failed.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -164,10 +148,6 @@ class LockState(Enum):
     UNSUPPORTED = "none"  # the file system has no locks
 
 
-NO_LOCKS_ERRNO = (*UNSUPPORTED_ERRNO, errno.ENOSYS, errno.ENOLCK)
-"""Errno values of a file system without locks."""
-
-
 def try_lock(file: int | IO[bytes], shared: bool = False) -> LockState:
     """Lock an open file without blocking, until it is closed or the process ends, however it ends.
 
@@ -177,16 +157,13 @@ def try_lock(file: int | IO[bytes], shared: bool = False) -> LockState:
     Args:
         file: open file; it may be renamed while it is locked.
         shared: allow other shared locks, but no exclusive one.
-
-    Raises:
-        OSError: if the disk fails.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return LockState.HELD
     except OSError as error:
-        if error.errno not in NO_LOCKS_ERRNO:
+        if error.errno not in (*UNSUPPORTED_ERRNO, errno.ENOSYS, errno.ENOLCK):
             raise
         return LockState.UNSUPPORTED
     return LockState.ACQUIRED

@@ -29,7 +29,7 @@ class UnreachableError(CheckpointError):
 
 
 class NewerVersionError(CheckpointError):
-    """A checkpoint was written in a newer format version than this program supports."""
+    """A checkpoint was written in a newer format version than this program supports; it is not damaged."""
 
 
 class StorageError(CheckpointError):
@@ -66,43 +66,3 @@ def is_disk_full(error: OSError) -> bool:
 def describe_os_error(error: OSError) -> str:
     """Return the text of a disk error for messages."""
     return "the disk is full" if is_disk_full(error) else error.strerror or str(error)
-
-
-def storage_error(
-    error: OSError, folder: Location, rank: int, older: Location | None = None, local: bool = False
-) -> StorageError:
-    """Return the error for a checkpoint that could not be written to ``folder``.
-
-    Args:
-        error: from the disk or the store.
-        folder: of the checkpoint.
-        rank: that failed.
-        older: folder with earlier checkpoints of the run, to resume from when saving elsewhere; None if there are none.
-        local: True for a checkpoint on the nodes' own disks.
-    """
-    fixes = ["free some space"] if is_disk_full(error) else []
-    if local:
-        fixes.append("--local-save ELSEWHERE")
-    elif isinstance(folder, RemotePath):
-        fixes = [_store_fix(error), *fixes, save_elsewhere_flags(older)]
-    elif error.errno == errno.ENOENT:
-        fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
-    else:
-        fixes.append(save_elsewhere_flags(older))
-    what = "local checkpoint" if local else "checkpoint"
-    where = f"{error.filename or folder}: {describe_os_error(error)} (rank {rank})"
-    return StorageError(f"{where}; no {what} was written", *fixes)
-
-
-def _store_fix(error: OSError) -> str:
-    """Return the fix for a failed write to an object store."""
-    if error.errno == errno.ENOENT:
-        return "create the bucket"
-    if error.errno == errno.EACCES:
-        return "give this process credentials with write access"
-    return "check the store" if is_permanent(error) else "start again when the store answers"
-
-
-def save_elsewhere_flags(older: Location | None) -> str:
-    """Return the flags that save to another folder and resume from the checkpoints in ``older``."""
-    return ("" if older is None else f"--load {older} ") + "--save A_FOLDER_ELSEWHERE"

@@ -1,33 +1,32 @@
 """A folder of checkpoints ``iter_0000100``: list them, find the newest valid one, and delete old ones.
 
-:mod:`megatron.checkpoint.fencing` makes sure that one start at a time writes to it.
+The folder of a run is on a shared disk or in an object store; those of ``--local-save`` are on the nodes' own disks.
+
+:mod:`megatron.checkpoint.lease` makes sure that one start at a time writes to it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
-from megatron.checkpoint.lease import Lease, staging_folder_of
+from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.object_store import Location, RemotePath, local_path
 from megatron.checkpoint.publish import (
-    REPLACED_SUFFIX,
-    STAGED_NAME,
-    STAGED_SUFFIX,
+    LEFTOVER_NAME,
+    checkpoint_folder_of,
     delete_checkpoint,
+    find_checkpoints,
     is_complete,
+    list_folders,
     recover,
-    staged_entries,
     stale_uploads,
 )
-
-CHECKPOINT_NAME = re.compile(rf"iter_(\d+)({re.escape(STAGED_SUFFIX)}|{re.escape(REPLACED_SUFFIX)})?")
-AGE_ORDER = (REPLACED_SUFFIX, "", STAGED_SUFFIX)
-"""Age order within an iteration: a staged complete checkpoint is newer than the published one, a replaced one older."""
 
 
 @dataclass(frozen=True)
@@ -56,36 +55,21 @@ class CheckpointFolder:
         return any((self.folder / name).exists() for name in (MARKER, MANIFEST))
 
     def named(self) -> list[tuple[int, Location]]:
-        """Return iteration and path of all folders named like checkpoints, newest first, without opening them.
+        """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
+        return find_checkpoints(self.folder)
 
-        Raises:
-            OSError: if the disk or the store fails.
-        """
-        found = [(int(match[1]), path) for path in self._folders() if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-        return sorted(found, key=lambda item: (item[0], AGE_ORDER.index(item[1].suffix)), reverse=True)
-
-    def _folders(self) -> list[Location]:
-        """Return all folders inside, including those in staging folders."""
-        if isinstance(self.folder, RemotePath):
-            return [path for path in self.folder.folders() if path.suffix not in (STAGED_SUFFIX, REPLACED_SUFFIX)]
-        if not self.folder.is_dir():
-            return []
-        return [path for path in (*self.folder.iterdir(), *staged_entries(self.folder)) if path.is_dir()]
-
-    def scan(self) -> Iterator[FoundCheckpoint]:
-        """Yield the folders named like checkpoints, newest first, opening each on demand.
+    def candidates(self) -> list[FoundCheckpoint]:
+        """Open all folders named like checkpoints, newest first.
 
         Checks the marker, the manifest's checksum and the sizes of all files; tensors are verified when they are read.
         """
+        found = []
         for iteration, path in self.named():
             try:
-                yield FoundCheckpoint(iteration, path, Manifest.open(path), None)
+                found.append(FoundCheckpoint(iteration, path, Manifest.open(path), None))
             except CheckpointError as error:
-                yield FoundCheckpoint(iteration, path, None, strip_folder(path, error))
-
-    def candidates(self) -> list[FoundCheckpoint]:
-        """Return the list of :meth:`scan`."""
-        return list(self.scan())
+                found.append(FoundCheckpoint(iteration, path, None, strip_folder(path, error)))
+        return found
 
     def newest(self, step: int | None = None) -> tuple[Manifest, list[FoundCheckpoint]]:
         """Return the newest valid checkpoint, and the newer invalid ones that were skipped.
@@ -98,10 +82,15 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if there is none; lists the invalid ones.
             DamagedCheckpointError: if ``folder`` is itself a checkpoint, and damaged.
-            NewerVersionError: if a checkpoint has a newer format version; it is not damaged, so no older one is used.
+            NewerVersionError: if a checkpoint has a newer format version; no older one is used.
         """
         if self.is_checkpoint:
-            return self._itself(step), []
+            manifest = Manifest.open(self.folder)
+            found = manifest.state.get("iteration")
+            if step not in (None, found):
+                message = f"{self.folder} is the checkpoint of step {found}, not {step}"
+                raise CheckpointError(message, f"--ckpt-step {found}")
+            return manifest, []
         passed_over: list[FoundCheckpoint] = []
         for iteration, path in self.named():
             if step not in (None, iteration):
@@ -111,26 +100,9 @@ class CheckpointFolder:
             except DamagedCheckpointError as error:
                 passed_over.append(FoundCheckpoint(iteration, path, None, strip_folder(path, error)))
         which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        reasons = "".join(f"\n  {found.path.name}: {found.problem}" for found in passed_over)
-        raise CheckpointError(
-            f"{self.folder} does not hold {which}" + (f" that can be used:{reasons}" if reasons else "")
-        )
-
-    def resume_folder(self) -> Location | None:
-        """Return the folder if it contains a valid checkpoint that is not being written, else None."""
-        with suppress(OSError, CheckpointError):  # called after a disk error
-            if any(found.manifest for found in self.scan() if found.path.suffix != STAGED_SUFFIX):
-                return self.folder
-        return None
-
-    def _itself(self, step: int | None) -> Manifest:
-        manifest = Manifest.open(self.folder)
-        found = manifest.state.get("iteration")
-        if step not in (None, found):
-            raise CheckpointError(
-                f"{self.folder} is the checkpoint of step {found}, not {step}", f"--ckpt-step {found}"
-            )
-        return manifest
+        reasons = "".join(f"\n  {skipped.path.name}: {skipped.problem}" for skipped in passed_over)
+        usable = f" that can be used:{reasons}" if reasons else ""
+        raise CheckpointError(f"{self.folder} does not hold {which}{usable}")
 
     @property
     def leftovers(self) -> list[Location]:
@@ -138,8 +110,7 @@ class CheckpointFolder:
         if isinstance(self.folder, RemotePath):
             places = [path for _, path in self.named() if isinstance(path, RemotePath)]
             return [path for place in places for path in stale_uploads(place)]
-        found = [(STAGED_NAME.fullmatch(path.name), path) for path in self._folders()]
-        return sorted((path for match, path in found if match and any(match.groups())), reverse=True)
+        return sorted((path for path in list_folders(self.folder) if LEFTOVER_NAME.fullmatch(path.name)), reverse=True)
 
     def retain(
         self,
@@ -163,7 +134,7 @@ class CheckpointFolder:
             OSError: if the disk fails, or the staging folder is gone.
             SupersededError: if a later start holds the folder, in an object store.
         """
-        staging = staging_folder_of(lease)
+        staging = lease.staging if lease else None
         for path in self.leftovers:
             if isinstance(path, RemotePath):
                 self._remove(path, lease)
@@ -177,7 +148,9 @@ class CheckpointFolder:
             if newest is not None and iteration > newest:
                 continue
             if kept < keep_last:
-                kept += self._is_valid(path)
+                with suppress(CheckpointError):
+                    Manifest.open(path)
+                    kept += 1
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
                 self._remove(path, lease)
                 deleted.append(path)
@@ -187,11 +160,35 @@ class CheckpointFolder:
         """Delete a checkpoint or a leftover; in a store, check the lease immediately before."""
         if isinstance(path, RemotePath) and lease is not None:
             lease.check()
-        delete_checkpoint(path, staging_folder_of(lease))
+        delete_checkpoint(path, lease.staging if lease else None)
 
-    def _is_valid(self, path: Location) -> bool:
-        try:
-            Manifest.open(path)
-        except CheckpointError:
-            return False
-        return True
+
+NODE_PLACEHOLDER = "{node}"
+"""Placeholder for the number of a node in a folder name."""
+
+
+def node_folder(pattern: str, node: int) -> Path:
+    """Return the folder of a node."""
+    return Path(pattern.replace(NODE_PLACEHOLDER, str(node)))
+
+
+def is_local_checkpoint(path: Path, pattern: str) -> bool:
+    """Return True if a checkpoint lies in the local folder of any node."""
+    any_node = r"\d+".join(re.escape(part) for part in str(Path(pattern)).split(NODE_PLACEHOLDER))
+    return re.fullmatch(any_node, str(checkpoint_folder_of(path))) is not None
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """A checkpoint on the nodes' disks, as far as it is on one of them or on all."""
+
+    iteration: int  # steps taken when it was saved
+    mark: str  # content of the marker; equal on nodes that took part in the same save
+    run: str | None  # the ``--save`` folder of the run that wrote it
+    # by node, the files that are present with their full size; only nodes that have the manifest
+    files: Mapping[int, frozenset[str]]
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the files in ``names`` that no node has."""
+        present = frozenset().union(*self.files.values())
+        return [name for name in names if name not in present]

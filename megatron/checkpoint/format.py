@@ -120,7 +120,13 @@ def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | No
     if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
         return None
     if dim == len(view) or not spans:
-        return _column_problem(spans, (*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
+        column = _span_box((*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
+        if not column.numel:
+            return None
+        if not spans:
+            return f"{format_box(column)} is not covered"
+        a, b, *_ = (format_box(_span_box(*span)) for span in spans)
+        return f"{a} and {b} overlap in {format_box(column)}"
     edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
     waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
     active: list[Span] = []
@@ -132,17 +138,6 @@ def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | No
         if problem:
             return problem
     return None
-
-
-def _column_problem(spans: Sequence[Span], low: View, high: View) -> str | None:
-    """Return the message for a column that is covered by no span or by several."""
-    column = _span_box(low, high)
-    if not column.numel:
-        return None
-    if not spans:
-        return f"{format_box(column)} is not covered"
-    a, b, *_ = (format_box(_span_box(*span)) for span in spans)
-    return f"{a} and {b} overlap in {format_box(column)}"
 
 
 def _span_box(start: View, end: View) -> Box:
@@ -173,11 +168,7 @@ def match_view_dims(shape: View, view: View) -> tuple[slice, ...] | None:
 
 
 def boxes_in_shape(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box]]:
-    """Yield the boxes of the stored shape that make up a box of the view, as pairs (part of ``box``, box in ``shape``).
-
-    Raises:
-        ValueError: if ``view`` does not refine ``shape``.
-    """
+    """Yield the boxes of the stored shape that make up a box of the view: (part of ``box``, box in ``shape``)."""
     groups = match_view_dims(shape, view)
     if groups is None:
         raise ValueError(f"{list(view)} is not a view of {list(shape)}")
@@ -272,28 +263,21 @@ class Manifest:
             UnreachableError: if an object store does not answer.
         """
         manifest = cls.read(path)
-        sizes = None
-        if isinstance(manifest.folder, RemotePath):
-            try:
-                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
-            except OSError as error:
-                raise read_error(manifest.folder, error) from error
-        for name in manifest.files:
-            if sizes is None:
+        if not isinstance(manifest.folder, RemotePath):
+            for name in manifest.files:
                 manifest.check_file(name)
-            else:
-                manifest._check_size(name, sizes.get(name))
+            return manifest
+        try:
+            sizes = manifest.folder.files()  # a single request: there may be thousands of objects
+        except OSError as error:
+            raise read_error(manifest.folder, error) from error
+        for name in manifest.files:
+            manifest._check_size(name, sizes.get(name))
         return manifest
 
     @classmethod
     def read(cls, path: Location) -> Manifest:
-        """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
-
-        Raises:
-            DamagedCheckpointError: if the marker or the manifest is missing, truncated or corrupted.
-            NewerVersionError: if a newer version of this program wrote it.
-            UnreachableError: if an object store does not answer.
-        """
+        """As `open`, without checking the files; some may be on other nodes."""
         path = parse_location(path)
         mark = _read(path, MARKER)
         inside = marker_folder(mark)
@@ -319,7 +303,6 @@ class Manifest:
 
         Raises:
             DamagedCheckpointError: if the file is missing or corrupted.
-            KeyError: if the manifest does not list it.
         """
         record, content = self.files[name], _read(self.folder, name)
         if checksum(content) != record.xxh3:
@@ -328,22 +311,14 @@ class Manifest:
         return content
 
     def check_partition(self, name: str) -> None:
-        """Check that the chunks of a tensor partition it.
-
-        Raises:
-            DamagedCheckpointError: if they do not.
-        """
+        """Raise DamagedCheckpointError if the chunks of a tensor do not partition it."""
         record = self.tensors[name]
         problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
         if problem:
             raise DamagedCheckpointError(f"{self.path}: the chunks of {name} are not a partition of it: {problem}")
 
     def check_file(self, name: str) -> None:
-        """Check the presence and size of a file on disk.
-
-        Raises:
-            DamagedCheckpointError: if it is missing or has another size.
-        """
+        """Raise DamagedCheckpointError if a file on disk is missing or has another size."""
         path = local_path(self.folder / name)
         try:
             seen = path.stat().st_size
@@ -378,24 +353,12 @@ def marker_folder(mark: bytes) -> str:
 def encode_manifest(
     tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], state: Mapping[str, Any], config: JSON
 ) -> bytes:
-    """Return the content of manifest.json.
-
-    Raises:
-        TypeError, ValueError: if state or config is not JSON; NaN and infinity are not.
-    """
+    """Return the content of manifest.json; TypeError or ValueError if state or config is not JSON, as NaN is not."""
     tensor_entries = {}
     for name, record in sorted(tensors.items()):
-        chunks = [
-            {
-                "start": chunk.box.start,
-                "size": chunk.box.size,
-                "file": chunk.file,
-                "offset": chunk.offset,
-                "bytes": chunk.bytes,
-                "xxh3": chunk.xxh3,
-            }
-            for chunk in record.chunks
-        ]
+        chunks = [vars(chunk.box) | vars(chunk) for chunk in record.chunks]
+        for chunk in chunks:
+            del chunk["box"]
         tensor_entries[name] = vars(record) | {"chunks": chunks}
     content = {
         "format": FORMAT,
@@ -432,19 +395,20 @@ def parse_manifest(path: Location, content: bytes) -> Manifest:
                 f"this program supports up to {VERSION}",
                 "update this program",
             )
-        files = {_checked_name(name): _file(record) for name, record in data["files"].items()}
+        files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
+        for record in files.values():
+            to_dims((record.bytes, record.head))
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
-        return Manifest(path, data["version"], tensors, files, _values(data["state"]), _values(data["config"]))
+        for part in ("state", "config"):
+            if not isinstance(data[part], dict):
+                raise ValueError(f"{data[part]!r} is not an object of named values")
+        return Manifest(path, data["version"], tensors, files, data["state"], data["config"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {error!r}") from error
 
 
 def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return a shape, offset or length read from a file as a tuple.
-
-    Raises:
-        ValueError: if it is not made of integers >= 0.
-    """
+    """Return a shape, offset or length read from a file as a tuple; ValueError if not made of integers >= 0."""
     found = tuple(numbers)
     if not all(isinstance(n, int) and n >= 0 for n in found):
         raise ValueError(f"{found} are not all integers >= 0")
@@ -459,33 +423,19 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _file(data: JSON) -> FileRecord:
-    record = FileRecord(**data)
-    to_dims((record.bytes, record.head))
-    return record
-
-
-def _values(data: JSON) -> JSON:
-    if not isinstance(data, dict):
-        raise ValueError(f"{data!r} is not an object of named values")
-    return data
-
-
 def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
-    record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(_chunks(data["chunks"])))
+    chunks = []
+    for item in data["chunks"]:
+        box = Box(to_dims(item["start"]), to_dims(item["size"]))
+        offset, size = to_dims((item["offset"], item["bytes"]))
+        chunks.append(TensorChunk(box, item["file"], offset, size, item["xxh3"]))
+    record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(chunks))
     if prod(record.shape) != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
-    for chunk in record.chunks:
+    for chunk in chunks:
         in_file = files[chunk.file].head <= chunk.offset <= files[chunk.file].bytes - chunk.bytes
         if chunk.bytes != chunk.box.numel * ITEM_BYTES[record.dtype] or not in_file:
             raise ValueError(f"{chunk} has a wrong length or lies outside its file")
         if not is_inside(chunk.box, record.view):
             raise ValueError(f"{chunk} is not inside {record.view}")
     return record
-
-
-def _chunks(data: Iterable[JSON]) -> Iterable[TensorChunk]:
-    for item in data:
-        box = Box(to_dims(item["start"]), to_dims(item["size"]))
-        offset, size = to_dims((item["offset"], item["bytes"]))
-        yield TensorChunk(box, item["file"], offset, size, item["xxh3"])

@@ -1,7 +1,42 @@
-"""Leases on a folder of checkpoints: the right of one start of a run to write to it.
+"""The lease on a checkpoint folder: the right of one start of a run to write to it, which fences off earlier starts.
 
-The lease file lies in the staging folder of the start that holds it. A start whose staging folder is gone is
-superseded and exits. :mod:`megatron.checkpoint.fencing` describes the protocol.
+A start that the launcher considers dead may still write: its node lost the network but not the shared disk, or a
+process stalls during a save and continues an hour later. So the folder numbers its starts (*epochs*), and start 7 has
+
+    SAVE/.epoch-7/             its staging folder: it writes, replaces and deletes checkpoints only in here
+    SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
+
+**Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
+If it is locked by an earlier start of the same job (`JobStart.follows`: Slurm requeued the job, srun began a later
+step, torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start
+is rejected. It then creates the staging folder of the next epoch under a temporary name, with the locked lease file in
+it, and renames it. A rename cannot replace a folder that is not empty, so of two starts that take the same epoch one
+fails and tries again.
+
+**Fencing.** Before it looks for a checkpoint to resume from, the new start renames the staging folders of all earlier
+starts into its own (`take_over_staging`). A start changes a published checkpoint only by a rename: out of its staging
+folder to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start
+fails because the path does not exist, no matter what it checked before or where it was stopped. Renames that
+succeeded before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies
+only on POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its
+folder and do not create another. Complete staged checkpoints are published by the new start. Epochs are never reused:
+the newest staging folder stays.
+
+**Detection.** A start whose staging folder is gone is superseded. `Lease.check` looks for it before a save, after any
+failure in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. This is for
+the logs and their readers; the safety of the checkpoints does not depend on it.
+
+**File systems.** The kernel releases the lock when the process ends. On NFS locks hold across machines, and the
+server keeps those of a lost machine for its lease time (often 90 seconds): a start of the same job does not wait for
+that, others are rejected with an error. An NFS client may still reach a renamed folder through its handle for some
+seconds, so folders that were taken over are deleted before checkpoints are listed. Without lock support no start is
+rejected: the newest one holds the folder, and the others are fenced off.
+
+**Object stores** have neither locks nor renames. A start writes its lease over the previous one, and reads it again
+before it writes a marker and before it deletes anything. A start that stalls exactly between the two can still do one
+more thing: publish a complete checkpoint of an older epoch, or delete a checkpoint that it found superfluous.
+
+Programs that write a checkpoint without a lease, as tools do, stage it in the checkpoint folder itself.
 """
 
 from __future__ import annotations
@@ -9,19 +44,32 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable_files import durable_rename, make_folder, try_lock, write_file
-from megatron.checkpoint.errors import SupersededError
-from megatron.checkpoint.object_store import Location, RemotePath
-from megatron.checkpoint.publish import staging_folder, staging_folders
+from megatron.checkpoint.durable_files import LockState, durable_rename, make_folder, try_lock, write_file
+from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
+from megatron.checkpoint.object_store import Location, RemotePath, local_path
+from megatron.checkpoint.publish import (
+    DELETED_SUFFIX,
+    LEFTOVER_NAME,
+    STAGED_SUFFIX,
+    STAGING_NAME,
+    is_complete,
+    is_interrupted,
+    recover,
+    save_elsewhere_flags,
+    staging_folder,
+    staging_folders,
+)
 from megatron.config.errors import Problem
 from megatron.config.launch import JobStart
 
@@ -68,18 +116,11 @@ class Lease:
         return json.dumps({"epoch": self.epoch, **asdict(self.holder)}, indent=1).encode() + b"\n"
 
     def check(self) -> None:
-        """Check that no later start holds the folder.
+        """Raise SupersededError if a later start holds the folder.
 
         In an object store, which has no staging folder, call this immediately before every change.
-
-        Raises:
-            SupersededError: if a later start holds the folder.
-            OSError: if the disk or the store fails.
         """
-        if isinstance(self.folder, RemotePath):
-            other = stored_lease(self.folder)
-        else:
-            other = None if self._owns_staging_folder(self.folder) else newest_lease(self.folder)
+        other = None if self._owns_staging_folder() else current_lease(self.folder)
         if other is not None and other.holder.token != self.holder.token:
             message = (
                 f"start {self.epoch} of the run in {self.folder} is superseded by start {other.epoch}, "
@@ -88,25 +129,21 @@ class Lease:
             raise SupersededError(str(Problem("E817", message)))
 
     def ready(self) -> None:
-        """Check the lease before a save, and recreate the staging folder if it was deleted.
-
-        Raises:
-            SupersededError: if a later start holds the folder.
-            OSError: if the disk or the store fails.
-        """
+        """As `check`, before a save: also recreate the staging folder if it was deleted."""
         self.check()
-        if not isinstance(self.folder, RemotePath) and not self._owns_staging_folder(self.folder):
+        if self.staging is not None and not self._owns_staging_folder():
             make_folder(self.folder)
-            create_staging_folder(self, self.folder)  # the lock is kept until the process ends
+            create_staging_folder(self)  # the lock is kept until the process ends
             self.check()
 
-    def _owns_staging_folder(self, folder: Path) -> bool:
+    def _owns_staging_folder(self) -> bool:
         """Return True if the staging folder exists and is this start's; a deleted epoch may have been reused."""
-        staging = staging_folder(folder, self.epoch)
+        if self.staging is None:
+            return False
         try:
-            token = parse_lease((staging / LEASE_FILE).read_bytes())[1].token
+            token = parse_lease((self.staging / LEASE_FILE).read_bytes())[1].token
         except OSError:  # the lease file or the whole folder was deleted
-            return staging.is_dir()
+            return self.staging.is_dir()
         return token in ("", self.holder.token)
 
 
@@ -123,43 +160,102 @@ class Leases:
         return [note for lease in (self.save, self.node) if lease is not None for note in lease.notes]
 
     def look(self) -> None:
-        """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call.
-
-        Raises:
-            SupersededError: if a later start holds the folder.
-            OSError: if the disk fails.
-        """
+        """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call."""
         if self.save is not None and self.save.staging is not None:
             self.save.check()
-
-
-def staging_folder_of(lease: Lease | None) -> Path | None:
-    """Return the staging folder of a lease; None without a lease and in an object store."""
-    return lease.staging if lease is not None else None
 
 
 def raise_if_superseded(lease: Lease | None) -> None:
     """Raise SupersededError if a later start holds the folder; ignore I/O errors.
 
     Called after another failure, to find out whether losing the lease was its cause.
-
-    Raises:
-        SupersededError: if a later start holds the folder.
     """
     if lease is not None:
         with suppress(OSError):
             lease.check()
 
 
-def create_staging_folder(lease: Lease, folder: Path) -> int | None:
-    """Create the staging folder of a start with its lease file.
+@contextmanager
+def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None = None) -> Iterator[Lease]:
+    """Acquire the lease on ``folder``, which is created if necessary; used by one process of a run.
 
-    Returns:
-        The open, locked lease file; None if another start was first.
+    Where the file system has no locks, and in object stores, no start is rejected.
+
+    Args:
+        folder: of the checkpoints.
+        flag: the option that names the folder, for the fixes in errors.
+        start: this start of the job; None outside of a job.
 
     Raises:
-        OSError: if the disk fails.
+        CheckpointError: if another process holds the folder and is not an earlier start of this job.
+        SupersededError: if a later start of the job acquired it meanwhile.
+        StorageError: if the folder is not writable.
     """
+    holder = LeaseHolder(start or JobStart())
+    with ExitStack() as opened:
+        try:
+            if isinstance(folder, RemotePath):
+                previous = current_lease(folder)
+                lease = Lease(folder, previous.epoch + 1 if previous else 1, holder)
+                (folder / LEASE_FILE).write_bytes(lease.text)
+            else:
+                make_folder(folder)
+                lease = _acquire_on_disk(folder, holder, flag, opened)
+        except OSError as error:
+            fix = save_elsewhere_flags(folder) if flag == "--save" else f"{flag} ANOTHER"
+            where = f"{error.filename or folder}: {error.strerror}"
+            raise StorageError(f"{where}; no checkpoint can be written to {folder}", fix) from error
+        yield lease
+
+
+def _acquire_on_disk(folder: Path, holder: LeaseHolder, flag: str, opened: ExitStack) -> Lease:
+    """Acquire the lease of the next epoch, whose file stays locked while ``opened``, and fence off earlier starts."""
+    file = None
+    while file is None:
+        last, superseded = current_lease(folder), list[str]()
+        if last is not None and _is_locked(staging_folder(folder, last.epoch)):
+            if not holder.start.follows(last.holder.start):
+                raise CheckpointError(*_in_use(last, holder, flag))
+            superseded = [f"start {last.epoch}, of {last.holder}, is superseded: it may still be alive"]
+        lease = Lease(folder, last.epoch + 1 if last else 1, holder)
+        file = create_staging_folder(lease)
+    opened.callback(os.close, file)
+    try:
+        taken_over = take_over_staging(folder, lease.epoch)
+    finally:  # a later start may have done the same to this one
+        raise_if_superseded(lease)
+    return replace(lease, notes=(*superseded, *taken_over))
+
+
+def _is_locked(staging: Path) -> bool:
+    """Return True if another process has the lease file locked, as far as the file system knows."""
+    try:
+        file = os.open(staging / LEASE_FILE, os.O_RDONLY)
+    except FileNotFoundError:  # being taken over, or deleted
+        return False
+    try:
+        return try_lock(file, shared=True) is LockState.HELD  # shared: concurrent checks do not block each other
+    finally:
+        os.close(file)
+
+
+def _in_use(last: Lease, holder: LeaseHolder, flag: str) -> tuple[str, ...]:
+    """Return the message and fixes for a folder that is in use."""
+    if last.holder.start.follows(holder.start):
+        return f"{last.folder} is in use by a later start of this job: {last.holder}", f"{flag} ANOTHER"
+    message = f"{last.folder} is in use by {last.holder}"
+    if last.holder.host == socket.gethostname():
+        return message, f"{flag} ANOTHER"
+    return (
+        f"{message}; if that machine is gone, its lock expires within minutes",
+        f"{flag} ANOTHER",
+        "start again then",
+    )
+
+
+def create_staging_folder(lease: Lease) -> int | None:
+    """Create the staging folder of a start; return its open, locked lease file, or None if another start was first."""
+    folder = local_path(lease.folder)
     target = staging_folder(folder, lease.epoch)
     draft = target.with_name(f"{target.name}.{lease.holder.token}")
     os.mkdir(draft)
@@ -181,12 +277,53 @@ def create_staging_folder(lease: Lease, folder: Path) -> int | None:
     return None
 
 
-def newest_lease(folder: Path) -> Lease | None:
-    """Return the lease of the latest start in a folder on disk; None if there was none.
+def take_over_staging(folder: Path, epoch: int) -> list[str]:
+    """Take over the staging folders of all earlier starts, and finish or delete what is in them; return notes on it."""
+    mine = staging_folder(folder, epoch)
+    for name in sorted(os.listdir(folder)):
+        match = re.fullmatch(rf"{STAGING_NAME.pattern}(\..*)?", name)  # an unfinished one is called .epoch-7.5f3a90
+        if match and int(match[1]) < epoch:
+            with suppress(FileNotFoundError):  # removed by its own start
+                os.rename(folder / name, mine / name)
+    unleased = sorted(name for name in os.listdir(folder) if LEFTOVER_NAME.fullmatch(name))
+    oldest = staging_folder(mine, 0)  # for entries that were staged without a lease
+    if unleased:
+        with suppress(FileExistsError):
+            os.mkdir(oldest)
+    for name in unleased:
+        os.rename(folder / name, oldest / name)
+    return list(_recover(folder, mine))
 
-    Raises:
-        OSError: if the disk fails.
-    """
+
+def _recover(folder: Path, staging: Path) -> Iterator[str]:
+    """Recover and delete the staging folders nested in ``staging``, oldest first; yield notes on interrupted saves."""
+    for _, older in staging_folders(staging):
+        yield from _recover(folder, older)
+        for path in sorted(older.glob(f"iter_*{STAGED_SUFFIX}")):
+            if is_complete(path):
+                yield f"published {path.name}: its save was complete except for the final rename"
+            else:
+                yield f"removed {path.name}: its save was interrupted"
+        # What is no checkpoint goes to a subfolder that is not searched, because deleting it may fail: NFS keeps a file
+        # that a stalled process of the same machine has open, and its folder.
+        rest = [path for path in older.glob("iter_*") if path.suffix == DELETED_SUFFIX or is_interrupted(path)]
+        if rest:
+            (older / "rest").mkdir(exist_ok=True)
+        for path in rest:
+            os.rename(path, older / "rest" / path.name)
+        for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
+            recover(folder / name, older)
+        with suppress(OSError):  # files still open on NFS may block it; its entries no longer count
+            shutil.rmtree(older)
+
+
+def current_lease(folder: Location) -> Lease | None:
+    """Return the lease of the latest start in a folder; None if there was none."""
+    if isinstance(folder, RemotePath):
+        try:
+            return Lease(folder, *parse_lease((folder / LEASE_FILE).read_bytes()))
+        except FileNotFoundError:
+            return None
     found = staging_folders(folder)
     if not found:
         return None
@@ -195,19 +332,6 @@ def newest_lease(folder: Path) -> Lease | None:
     with suppress(FileNotFoundError):
         text = (staging / LEASE_FILE).read_bytes()
     return Lease(folder, epoch, parse_lease(text)[1])
-
-
-def stored_lease(folder: RemotePath) -> Lease | None:
-    """Return the lease in a folder of an object store; None if there is none.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
-    try:
-        epoch, holder = parse_lease((folder / LEASE_FILE).read_bytes())
-    except FileNotFoundError:
-        return None
-    return Lease(folder, epoch, holder)
 
 
 def parse_lease(text: bytes) -> tuple[int, LeaseHolder]:

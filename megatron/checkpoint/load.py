@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
@@ -41,22 +42,21 @@ from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
 
 
-class PartsLoadPlanner(LoadPlanner):
-    """Plans the reads of this rank's parts after checking that the checkpoint has all of every requested tensor."""
+class PartsLoadPlanner(DefaultLoadPlanner):
+    """Plans the reads of this rank's parts after checking that the checkpoint has all of every requested tensor.
+
+    The inherited methods return plans unchanged.
+    """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> None:
+        super().__init__()
         self._tensors, self._manifest = tensors, manifest
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Do nothing: the constructor has the tensors and the manifest."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Return one item per part and chunk that intersect.
-
-        Raises:
-            CheckpointError: if a tensor is missing from the checkpoint, or has another shape or kind of type.
-            DamagedCheckpointError: if the chunks of a tensor are not a partition.
-        """
+        """Return one item per part and chunk that intersect."""
         problems = [text for name, tensor in self._tensors.items() for text in self._problems(name, tensor)]
         if problems:
             more = f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -65,14 +65,6 @@ class PartsLoadPlanner(LoadPlanner):
             if tensor.parts:
                 self._manifest.check_partition(name)
         return LoadPlan([item for name in self._tensors for item in self._items(name)])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Raise: checkpoints hold no pickled objects."""
@@ -83,9 +75,6 @@ class PartsLoadPlanner(LoadPlanner):
         index = read_item.dest_index
         target = self._tensors[index.fqn].parts[index.index or 0].resolve()
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the resolved tensor is a view of the part."""
 
     def _problems(self, name: str, tensor: GlobalTensor) -> Iterator[str]:
         if name not in self._manifest.tensors:
@@ -127,10 +116,6 @@ class _Piece:
     size: tuple[int, ...]
 
 
-ReadRequests = list[tuple[ReadItem, _Piece]]
-"""The items to fill from a chunk, each with its piece of the chunk."""
-
-
 class CheckpointStorageReader(StorageReader):
     """Our checkpoints as a storage reader of torch.distributed.checkpoint.
 
@@ -155,7 +140,13 @@ class CheckpointStorageReader(StorageReader):
 
     def read_metadata(self) -> dcp_metadata.Metadata:
         """Return the metadata of every tensor in its stored shape."""
-        return dcp_metadata.Metadata({name: _metadata(r) for name, r in self._manifest.tensors.items()})
+        tensors: dict[str, dcp_metadata.STORAGE_TYPES] = {}
+        for name, record in self._manifest.tensors.items():
+            outer = [box for c in record.chunks for _, box in boxes_in_shape(c.box, record.shape, record.view)]
+            chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in outer]
+            properties = dcp_metadata.TensorProperties(DTYPES[record.dtype])
+            tensors[name] = dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+        return dcp_metadata.Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: dcp_metadata.Metadata, is_coordinator: bool) -> None:
         """Do nothing: the manifest suffices."""
@@ -169,12 +160,8 @@ class CheckpointStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify chunks in file order, and fill all items from each.
-
-        Raises:
-            DamagedCheckpointError: if a chunk is missing or its checksum differs.
-        """
-        wanted: dict[TensorChunk, ReadRequests] = defaultdict(list)
+        """Read and verify chunks in file order, and fill all items from each."""
+        wanted: dict[TensorChunk, list[tuple[ReadItem, _Piece]]] = defaultdict(list)
         for item in plan.items:
             name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
             if name not in self._pieces:
@@ -200,14 +187,9 @@ def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], _Piece]]:
             yield chunk.box.start, _Piece(chunk, relative_box(chunk.box, chunk.box), chunk.box.size)
 
 
-def _metadata(record: TensorRecord) -> dcp_metadata.TensorStorageMetadata:
-    boxes = [outer for chunk in record.chunks for _, outer in boxes_in_shape(chunk.box, record.shape, record.view)]
-    chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes]
-    properties = dcp_metadata.TensorProperties(DTYPES[record.dtype])
-    return dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
-
-
-def _fill(reader: ChunkReader, chunk: TensorChunk, wanted: ReadRequests, planner: LoadPlanner) -> None:
+def _fill(
+    reader: ChunkReader, chunk: TensorChunk, wanted: Sequence[tuple[ReadItem, _Piece]], planner: LoadPlanner
+) -> None:
     """Read a chunk once and copy it into all items; read in place if one contiguous item covers the chunk."""
     for item, piece in wanted:
         name = item.storage_index.fqn
@@ -256,9 +238,7 @@ def call_collectively(
     except CheckpointException as error:
         undo()
         cause = error.failures[min(error.failures)][0]
-        if isinstance(cause, CheckpointError):
-            raise cause from None
-        raise cause from error
+        raise cause from None if isinstance(cause, CheckpointError) else error
 
 
 class CheckpointReader:

@@ -4,17 +4,18 @@ A node has the files of its own ranks, copies of those of the previous node, and
 so any single node may be lost. At a save every rank writes its own file and sends it to the next node. At a load the
 nodes compare what they have, verify the copies to be used, and send files to nodes that lack them. Files are sent
 between ranks block by block; an I/O error on one rank does not stop the others, but is raised on all of them at the
-end.
+end. Collective functions raise the error of a disk, or SupersededError if a later start holds a node's folder, on
+every rank.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from io import FileIO
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,25 +23,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.checkpoint.durable_files import NewFile, make_parent_folders, sync_folder, write_file
-from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, storage_error, strip_folder
-from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.durable_files import NewFile, make_folder, sync_folder, write_file
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, strip_folder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint
 from megatron.checkpoint.format import (
     MANIFEST,
+    MARKER,
     BoxIndex,
+    FileRecord,
     Manifest,
     marker_content,
     parse_manifest,
 )
-from megatron.checkpoint.lease import Lease, raise_if_superseded, staging_folder_of
-from megatron.checkpoint.local_folder import (
-    FileCopy,
-    LocalCheckpoint,
-    NodeMap,
-    choose_sources,
-    list_node_checkpoints,
-    merge_node_checkpoints,
-)
+from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.object_store import local_path
 from megatron.checkpoint.publish import (
     create_staged,
@@ -52,12 +47,11 @@ from megatron.checkpoint.publish import (
 )
 from megatron.checkpoint.save import (
     CheckpointExtras,
-    FileResult,
     PartsSavePlanner,
-    as_storage_errors,
     build_manifest,
     disk_space_message,
     local_bytes,
+    storage_errors,
     write_small_files,
     write_tensors,
 )
@@ -76,6 +70,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class NodeMap:
+    """Assignment of ranks to nodes."""
+
+    node_of: tuple[int, ...]  # node of every rank, counted from 0
+
+    @classmethod
+    def from_launcher(cls, numbers: Sequence[int]) -> NodeMap:
+        """Create from the launcher's node number of every rank, which may have gaps."""
+        known = sorted(set(numbers))
+        return cls(tuple(known.index(number) for number in numbers))
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return max(self.node_of) + 1
+
+    @property
+    def are_even(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return len({len(self.ranks(node)) for node in range(self.count)}) == 1
+
+    def ranks(self, node: int) -> list[int]:
+        """Return the ranks on a node; the first one is its leader."""
+        return [rank for rank, number in enumerate(self.node_of) if number == node]
+
+    def neighbour(self, rank: int, step: int) -> int:
+        """Return the rank at the same position ``step`` nodes further in the ring of nodes."""
+        node = self.node_of[rank]
+        return self.ranks((node + step) % self.count)[self.ranks(node).index(rank)]
+
+
+@dataclass(frozen=True)
 class LocalStore:
     """The nodes' folders of checkpoints, as seen by one rank."""
 
@@ -88,7 +114,7 @@ class LocalStore:
     @property
     def staging(self) -> Path | None:
         """Staging folder of the node's folder; None without a lease."""
-        return staging_folder_of(self.lease)
+        return self.lease.staging if self.lease else None
 
     @property
     def rank(self) -> int:
@@ -103,15 +129,11 @@ class LocalStore:
     @property
     def is_leader(self) -> bool:
         """True if this rank is the leader of its node."""
-        return self.nodes.is_leader(self.rank)
+        return self.nodes.ranks(self.node)[0] == self.rank
 
 
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
-    """Run ``act`` on all ranks and return their results; collective.
-
-    Raises:
-        Exception: that of the lowest rank that failed, on every rank.
-    """
+    """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
     outcome: tuple[T | None, Exception | None]
     try:
         outcome = act(), None
@@ -146,96 +168,57 @@ def send_and_receive(sent: FileTransfer | None, received: FileTransfer | None, g
     Returns:
         The first I/O error of this rank; None if there was none.
     """
-    source = _FileSender(sent.path) if sent is not None else None
-    target = _FileReceiver(received) if received is not None else None
-    send_sizes = sent.blocks() if sent is not None else []
-    receive_sizes = received.blocks() if received is not None else []
-    for number in range(max(len(send_sizes), len(receive_sizes))):
-        receive: Pending | None = None
-        pending = []
-        if received is not None and number < len(receive_sizes):
-            buffer = torch.empty(receive_sizes[number], dtype=torch.uint8)
-            channel = Channel(group.ranks[received.peer], group.ranks[group.rank], group.handle)
-            receive = comm.start_receive(buffer, channel)
-            pending.append(receive)
-        if sent is not None and source is not None and number < len(send_sizes):
-            block = source.read(send_sizes[number])
-            channel = Channel(group.ranks[group.rank], group.ranks[sent.peer], group.handle)
-            pending.append(comm.start_send(block, channel))
-        for transfer in pending:
-            transfer.wait()
-        if receive is not None and target is not None:
-            target.write(receive.result)
-    errors = [end.close() for end in (source, target) if end is not None]
-    return next((error for error in errors if error is not None), None)
+    errors: list[OSError] = []
+    blocks = _exchange_blocks(sent, received, group, errors)
+    if received is not None:
+        part = (received.staging or received.path.parent) / (received.path.name + PARTIAL_SUFFIX)
+        try:
+            with suppress(OSError):
+                os.unlink(part)
+            with NewFile(part) as file:
+                for block in blocks:
+                    file.write(block.numpy().data)
+            os.rename(part, received.path)
+        except OSError as error:
+            errors.append(error)
+    for _ in blocks:  # the peers expect all messages, even if nothing can be written here
+        pass
+    return errors[0] if errors else None
 
 
-class _TransferEnd:
-    """One end of a file transfer; after the first I/O error no more calls are made."""
-
-    def __init__(self) -> None:
-        self.error: OSError | None = None
-
-    def attempt(self, act: Callable[[], T]) -> T | None:
-        if self.error is None:
-            try:
-                return act()
-            except OSError as error:
-                self.error = error
-        return None
-
-
-class _FileSender(_TransferEnd):
-    """A file being sent; after an error zeros are sent, and the transfer fails at the end."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._file = self.attempt(lambda: FileIO(str(path)))
-
-    def read(self, size: int) -> Tensor:
-        block = torch.zeros(size, dtype=torch.uint8)
-        self.attempt(lambda: self._fill(block.numpy().data))
-        return block
-
-    def _fill(self, view: memoryview) -> None:
-        while view and self._file is not None:
-            count = self._file.readinto(view) or 0
-            if not count:
-                raise OSError(errno.EIO, "is shorter than when it was written", str(self._path))
-            view = view[count:]
-
-    def close(self) -> OSError | None:
-        if self._file is not None:
-            self._file.close()
-        return self.error
+def _exchange_blocks(
+    sent: FileTransfer | None, received: FileTransfer | None, group: Group, errors: list[OSError]
+) -> Iterator[Tensor]:
+    """Send the blocks of a file while receiving those of another, and yield the latter."""
+    me, blocks = group.ranks[group.rank], _read_blocks(sent, errors) if sent is not None else ()
+    for size, block in zip_longest(received.blocks() if received is not None else (), blocks):
+        messages: list[Pending] = []
+        if received is not None and size is not None:
+            incoming = Channel(group.ranks[received.peer], me, group.handle)
+            messages.append(comm.start_receive(torch.empty(size, dtype=torch.uint8), incoming))
+        if sent is not None and block is not None:
+            messages.append(comm.start_send(block, Channel(me, group.ranks[sent.peer], group.handle)))
+        for message in messages:
+            message.wait()
+        if size is not None:
+            yield messages[0].result
 
 
-class _FileReceiver(_TransferEnd):
-    """A file being received, under a temporary name until it is complete."""
-
-    def __init__(self, transfer: FileTransfer) -> None:
-        super().__init__()
-        self._path = transfer.path
-        self._part = (transfer.staging or transfer.path.parent) / (transfer.path.name + PARTIAL_SUFFIX)
-        with suppress(OSError):
-            os.unlink(self._part)
-        self._file = self.attempt(lambda: NewFile(self._part))
-
-    def write(self, block: Tensor) -> None:
-        if self._file is not None:
-            file = self._file
-            self.attempt(lambda: file.write(block.numpy().data))
-
-    def close(self) -> OSError | None:
-        if self._file is not None:
-            write_error = self.error
-            try:
-                self._file.__exit__(None if write_error is None else type(write_error), write_error, None)
-            except OSError as close_error:
-                self.error = close_error
-        self.attempt(lambda: os.rename(self._part, self._path))
-        return self.error
+def _read_blocks(transfer: FileTransfer, errors: list[OSError]) -> Iterator[Tensor]:
+    """Yield the blocks of a file; after an I/O error zeros, because the receiver expects them all."""
+    sizes = transfer.blocks()
+    try:
+        with transfer.path.open("rb") as file:
+            while sizes:
+                block = torch.empty(sizes[0], dtype=torch.uint8)
+                if file.readinto(block.numpy().data) < len(block):
+                    raise OSError(errno.EIO, "is shorter than when it was written", str(transfer.path))
+                yield block
+                del sizes[0]
+    except OSError as error:
+        errors.append(error)
+    for size in sizes:
+        yield torch.zeros(size, dtype=torch.uint8)
 
 
 def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
@@ -248,8 +231,7 @@ def save_local(store: LocalStore, iteration: int, tensors: Mapping[str, GlobalTe
         Its folder on this node.
 
     Raises:
-        StorageError: if a disk fails, on every rank; the older checkpoint is then unchanged.
-        SupersededError: if a later start holds a node's folder, on every rank.
+        StorageError: if a disk fails; the older checkpoint is then unchanged.
         ValueError: if the parts of all ranks do not partition the tensors.
     """
     final = local_path(CheckpointFolder(store.folder).path(iteration))
@@ -267,22 +249,19 @@ def delete_other_local_checkpoints(store: LocalStore, iteration: int) -> str | N
 
     Returns:
         The error of a disk, the same on every rank; None if there was none.
-
-    Raises:
-        SupersededError: if a later start holds the node's folder.
     """
+
+    def delete() -> None:
+        for other, path in CheckpointFolder(store.folder).named() if store.is_leader else ():
+            if other != iteration or path.suffix:
+                delete_checkpoint(path, store.staging)
+
     try:
-        gather_results(lambda: _remove_others(store, iteration) if store.is_leader else None, store.group)
+        gather_results(delete, store.group)
     except OSError as error:
         raise_if_superseded(store.lease)
         return f"older local checkpoints are not deleted: {error}"
     return None
-
-
-def _remove_others(store: LocalStore, iteration: int) -> None:
-    for other, path in CheckpointFolder(store.folder).named():
-        if other != iteration or path.suffix:
-            delete_checkpoint(path, store.staging)
 
 
 def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
@@ -290,7 +269,7 @@ def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], 
 
     def on_all_ranks(action: Callable[[], T]) -> list[T]:
         def guarded() -> T:
-            with as_storage_errors(store.lease, lambda error: storage_error(error, final, store.rank, local=True)):
+            with storage_errors(final, store.rank, store.lease, local=True):
                 return action()
 
         return gather_results(guarded, store.group)
@@ -310,14 +289,15 @@ def _write(store: LocalStore, final: Path, tensors: Mapping[str, GlobalTensor], 
     flat = [result for of_rank in results for result in of_rank]
     content = on_all_ranks(lambda: build_manifest(kinds, flat, small[0], extra)[0] if store.rank == 0 else b"")[0]
     on_leaders(lambda: _write_manifest(folder, content))
-    on_leaders(lambda: _publish_local(store, final, content))
+    on_leaders(lambda: _publish(store, final, content))
 
 
 def _create_staged_folder(store: LocalStore, final: Path, sizes: Sequence[int]) -> None:
     """Create the staging path if the disk has space for this node's files and the copies of the previous node's."""
     kept = {store.node, (store.node - 1) % store.nodes.count}
     size = sum(sizes[rank] for node in kept for rank in store.nodes.ranks(node))
-    if message := disk_space_message(store.folder, size, store.lease):
+    message = disk_space_message(store.folder, size, store.lease)
+    if message is not None:
         sentence = f"{message} (rank {store.rank}); no local checkpoint was written"
         raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
     if store.lease is not None:
@@ -330,7 +310,7 @@ def _write_manifest(folder: Path, content: bytes) -> None:
     sync_folder(folder)
 
 
-def _publish_local(store: LocalStore, final: Path, content: bytes) -> None:
+def _publish(store: LocalStore, final: Path, content: bytes) -> None:
     write_marker(staged_path(final, store.staging), content)
     publish_staged(final, store.staging)
 
@@ -348,17 +328,12 @@ def _copy_to_next_node(store: LocalStore, folder: Path, results: list[list[Write
 
 def _transfer_of(folder: Path, results: list[WriteResult], peer: int) -> FileTransfer | None:
     """Return the transfer of the file that a rank has written; None if it had nothing to write."""
-    files = [r.storage_data for r in results if isinstance(r.storage_data, FileResult)]
-    return FileTransfer(folder / files[0].name, peer, files[0].record.bytes) if files else None
+    files = [(r.index.fqn, r.storage_data.bytes) for r in results if isinstance(r.storage_data, FileRecord)]
+    return FileTransfer(folder / files[0][0], peer, files[0][1]) if files else None
 
 
 def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], list[str]]:
-    """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective.
-
-    Raises:
-        NewerVersionError: if a checkpoint has a newer format version, on every rank.
-        OSError: if a disk fails, on every rank.
-    """
+    """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective."""
     found = gather_results(
         lambda: list_node_checkpoints(store.folder, store.node, store.lease) if store.is_leader else ([], []),
         store.group,
@@ -367,13 +342,41 @@ def find_local_checkpoints(store: LocalStore) -> tuple[list[LocalCheckpoint], li
     return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
 
 
-def read_local_manifest(store: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
-    """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective.
+def list_node_checkpoints(
+    folder: Path, node: int, lease: Lease | None = None
+) -> tuple[list[LocalCheckpoint], list[str]]:
+    """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints."""
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.retain(None, lease=lease)  # deletes leftovers only
+    held, notes = [], []
+    for iteration, path in checkpoints.named():
+        try:
+            manifest = Manifest.read(path)
+        except DamagedCheckpointError as error:
+            notes.append(f"passed over {path}: {strip_folder(path, error)}")
+            continue
+        files = set()
+        for name in manifest.files:
+            with suppress(DamagedCheckpointError):
+                manifest.check_file(name)
+                files.add(name)
+        mark = local_path(path / MARKER).read_text()
+        run = manifest.config.get("checkpoint", {}).get("save")
+        held.append(LocalCheckpoint(iteration, mark, run, {node: frozenset(files)}))
+    return held, notes
 
-    Raises:
-        DamagedCheckpointError: if it changed meanwhile, on every rank.
-        OSError: if it cannot be read, on every rank.
-    """
+
+def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckpoint]:
+    """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
+    merged: dict[tuple[int, str], LocalCheckpoint] = {}
+    for part in parts:
+        same_save = merged.get((part.iteration, part.mark), part)
+        merged[part.iteration, part.mark] = replace(same_save, files={**same_save.files, **part.files})
+    return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
+
+
+def read_local_manifest(store: LocalStore, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
+    """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective."""
     final = local_path(CheckpointFolder(store.folder).path(checkpoint.iteration))
     reader = store.nodes.ranks(min(checkpoint.files))[0]
     texts = gather_results(lambda: (final / MANIFEST).read_bytes() if store.rank == reader else b"", store.group)
@@ -398,8 +401,7 @@ def fetch_missing_files(
         The manifest, of whose files this node may have only some, and notes on damaged copies.
 
     Raises:
-        DamagedCheckpointError: if no good copy of a file is left, on every rank.
-        OSError: if a disk fails, on every rank.
+        DamagedCheckpointError: if no good copy of a file is left.
     """
     manifest, content = read_local_manifest(store, checkpoint)
     wanted = comm.all_gather_objects(files_needed(manifest, tensors), store.group)
@@ -422,6 +424,28 @@ def files_needed(manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> fro
             index = BoxIndex(chunk.box for chunk in chunks)
             found |= {chunks[number].file for part in tensor.parts for number, _ in index.shared(part.box)}
     return frozenset(found)
+
+
+FileCopy = tuple[int, str]
+"""A node, and the name of a file that it has or needs."""
+
+
+def choose_sources(
+    checkpoint: LocalCheckpoint, needs: Mapping[int, frozenset[str]], bad: Mapping[FileCopy, str]
+) -> dict[FileCopy, int]:
+    """Choose, for each file that a node needs, the node to read it from: itself, else the nearest following one.
+
+    Raises DamagedCheckpointError if all copies of a file are ``bad``, for the reasons given there.
+    """
+    chosen, count = {}, max([*needs, *checkpoint.files]) + 1
+    for node, names in needs.items():
+        for name in sorted(names):
+            holders = [n for n, files in checkpoint.files.items() if name in files and (n, name) not in bad]
+            if not holders:
+                why = "; ".join(f"node {n}: {text}" for (n, other), text in sorted(bad.items()) if other == name)
+                raise DamagedCheckpointError(f"no node has {name}" + (f" as it was written ({why})" if why else ""))
+            chosen[node, name] = min(holders, key=lambda n: (n - node) % count)
+    return chosen
 
 
 def _choose_verified(
@@ -467,7 +491,7 @@ def _fetch(
         if store.is_leader and is_new:
             create_staged(final, store.staging)
         for name in [name for name, _, node in moves if store.is_leader and node == store.node]:
-            make_parent_folders(folder, name)
+            make_folder((folder / name).parent, folder)
 
     def finish() -> None:
         if store.is_leader:
@@ -483,23 +507,16 @@ def _fetch(
 
 
 def _move(store: LocalStore, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
-    """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks.
-
-    Raises:
-        OSError: if the disk fails.
-    """
+    """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks."""
     errors = []
     for number, (name, source, node) in enumerate(moves):
         senders, receivers = store.nodes.ranks(source), store.nodes.ranks(node)
         sender = senders[number % len(senders)]
         receiver = receivers[number % len(receivers)]
         size = manifest.files[name].bytes
-        if store.rank == sender:
-            errors.append(send_and_receive(FileTransfer(folder / name, receiver, size), None, store.file_group))
-        elif store.rank == receiver:
-            errors.append(
-                send_and_receive(None, FileTransfer(folder / name, sender, size, store.staging), store.file_group)
-            )
+        sent = FileTransfer(folder / name, receiver, size) if store.rank == sender else None
+        received = FileTransfer(folder / name, sender, size, store.staging) if store.rank == receiver else None
+        errors.append(send_and_receive(sent, received, store.file_group))
     for error in errors:
         if error is not None:
             raise error

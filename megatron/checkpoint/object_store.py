@@ -44,33 +44,24 @@ T = TypeVar("T")
 
 @contextmanager
 def translate_errors(place: object) -> Iterator[None]:
-    """Convert any exception of a library to an OSError that names ``place``.
-
-    Raises:
-        OSError: with ``EIO`` if the error may be transient.
-    """
+    """Convert any exception of a library to an OSError that names ``place``, with ``EIO`` if it may be transient."""
     try:
         yield
     except Exception as error:
-        raise as_os_error(error, place) from error
-
-
-def as_os_error(error: Exception, place: object) -> OSError:
-    """Return an OSError with a matching errno for what a library raised about ``place``."""
-    number = next((number for kind, number in PERMANENT_ERRORS if isinstance(error, kind)), errno.EIO)
-    if type(error).__name__ in NO_CREDENTIALS:
-        number = errno.EACCES
-    if isinstance(error, OSError) and error.filename == str(place):
-        return error
-    original = error.__cause__ or error  # the store's own message, where the library has wrapped it
-    text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
-    if number == errno.ENOENT:
-        text = "there is no such object or bucket"
-    elif number == errno.EACCES:
-        text = f"access denied ({text})"
-    elif number == errno.EIO and not isinstance(error, OSError):
-        text = f"{type(error).__name__}: {text}"
-    return OSError(number, text, str(place))  # Python makes it a FileNotFoundError or the like
+        if isinstance(error, OSError) and error.filename == str(place):
+            raise
+        number = next((number for kind, number in PERMANENT_ERRORS if isinstance(error, kind)), errno.EIO)
+        if type(error).__name__ in NO_CREDENTIALS:
+            number = errno.EACCES
+        original = error.__cause__ or error  # the store's own message, where the library has wrapped it
+        text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
+        if number == errno.ENOENT:
+            text = "there is no such object or bucket"
+        elif number == errno.EACCES:
+            text = f"access denied ({text})"
+        elif number == errno.EIO and not isinstance(error, OSError):
+            text = f"{type(error).__name__}: {text}"
+        raise OSError(number, text, str(place)) from error  # Python makes it a FileNotFoundError or the like
 
 
 def is_permanent(error: OSError) -> bool:
@@ -79,11 +70,7 @@ def is_permanent(error: OSError) -> bool:
 
 
 def retry(action: Callable[[], T]) -> T:
-    """Call ``action`` until it succeeds, with exponential backoff after transient errors.
-
-    Raises:
-        OSError: of the last attempt, or the first permanent one.
-    """
+    """Call ``action`` until it succeeds, with exponential backoff after transient errors; raise the last error."""
     for number in range(1, ATTEMPTS):
         try:
             return action()
@@ -91,9 +78,8 @@ def retry(action: Callable[[], T]) -> T:
             if is_permanent(error):
                 raise
             seconds = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)  # spreads the ranks
-            print_warning(
-                f"{error.filename}: {error.strerror}; attempt {number} of {ATTEMPTS}, retrying in {seconds:.1f} s"
-            )
+            again = f"attempt {number} of {ATTEMPTS}, retrying in {seconds:.1f} s"
+            print_warning(f"{error.filename}: {error.strerror}; {again}")
         time.sleep(seconds)
     return action()
 
@@ -159,14 +145,6 @@ class RemotePath:
         """Parent folder; that of a bucket is the bucket itself."""
         return RemotePath(self.uri.rpartition("/")[0]) if self._key else self
 
-    def with_name(self, name: str) -> RemotePath:
-        """Return the path with another last component."""
-        return self.parent / name
-
-    def with_suffix(self, suffix: str) -> RemotePath:
-        """Return the path with another suffix, or without one."""
-        return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
-
     def resolve(self) -> RemotePath:
         """Return the path itself: stores have no links."""
         return self
@@ -194,18 +172,24 @@ class RemotePath:
 
     def folders(self) -> list[RemotePath]:
         """Return the folders directly inside."""
-        entries = self._list(lambda fs, key: fs.ls(key, detail=True))
+        try:
+            entries = self._call(lambda fs, key: fs.ls(key, detail=True))
+        except FileNotFoundError:
+            return []
         names = {PurePosixPath(entry["name"].rstrip("/")).name for entry in entries if entry["type"] == "directory"}
         return [self / name for name in sorted(names)]
 
     def files(self) -> dict[str, int]:
         """Return the size of every object below this path, by its relative name."""
 
-        def inside(fs: Any, key: str) -> list[dict[str, Any]]:
-            start, found = len(key.strip("/")) + 1, fs.find(key, detail=True).values()
-            return [{"name": entry["name"].strip("/")[start:], "size": entry["size"]} for entry in found]
+        def find(fs: Any, key: str) -> dict[str, int]:
+            start = len(key.strip("/")) + 1
+            return {name.strip("/")[start:]: entry["size"] for name, entry in fs.find(key, detail=True).items()}
 
-        return {entry["name"]: entry["size"] for entry in self._list(inside)}
+        try:
+            return self._call(find)
+        except FileNotFoundError:
+            return {}
 
     def read_bytes(self) -> bytes:
         """Return the content of an object."""
@@ -224,21 +208,13 @@ class RemotePath:
 
     def remove(self) -> None:
         """Delete an object if it exists."""
-
-        def delete(fs: Any, key: str) -> None:
-            with suppress(FileNotFoundError):
-                fs.rm_file(key)
-
-        self._call(delete)
+        with suppress(FileNotFoundError):
+            self._call(lambda fs, key: fs.rm_file(key))
 
     def remove_all(self) -> None:
         """Delete every object below this path."""
-
-        def delete(fs: Any, key: str) -> None:
-            with suppress(FileNotFoundError):
-                fs.rm(key, recursive=True)
-
-        self._call(delete)
+        with suppress(FileNotFoundError):
+            self._call(lambda fs, key: fs.rm(key, recursive=True))
 
     def _info(self) -> dict[str, Any]:
         """Return the store's description of the path; {} if there is nothing."""
@@ -246,13 +222,6 @@ class RemotePath:
             return dict(self._call(lambda fs, key: fs.info(key)))
         except FileNotFoundError:
             return {}
-
-    def _list(self, request: Callable[[Any, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Return the result of the listing ``request``; [] if there is nothing."""
-        try:
-            return self._call(request)
-        except FileNotFoundError:
-            return []
 
     def _call(self, request: Callable[..., T]) -> T:
         """Return the result of a library call, retried on transient errors."""
@@ -282,11 +251,7 @@ def parse_location(text: str | Location) -> Location:
 
 
 def local_path(path: Location) -> Path:
-    """Return a location that must be on disk as a ``Path``.
-
-    Raises:
-        TypeError: if it is in an object store.
-    """
+    """Return a location that must be on disk as a ``Path``."""
     if isinstance(path, RemotePath):
         raise TypeError(f"{path} is not on a disk")
     return path

@@ -12,6 +12,8 @@ In an object store nothing can be renamed. Every save uploads its files under a 
 ``iter_0000100/attempt-5f3a90c1d2e4/``. The marker ``iter_0000100/COMPLETE`` is written last, as one object: it names
 the upload and holds the checksum of its manifest. Writing it publishes the checkpoint, and replaces an older one of
 the same step, atomically.
+
+All functions raise OSError if the disk fails, the staging folder is gone, or the store does not answer.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,42 +33,61 @@ from megatron.checkpoint.object_store import Location, RemotePath
 
 STAGED_SUFFIX, REPLACED_SUFFIX, DELETED_SUFFIX = ".tmp", ".replaced", ".gone"
 
-STAGING_PREFIX = ".epoch-"
-STAGING_NAME = re.compile(rf"{re.escape(STAGING_PREFIX)}\d+")
-"""The name of a start's staging folder: the prefix and the epoch, a number that increases with every start."""
+CHECKPOINT_NAME = re.compile(r"iter_(\d+)(\.tmp|\.replaced)?")
+"""Names of checkpoints, published or not, with their iteration."""
 
+LEFTOVER_NAME = re.compile(r"iter_\d+(?=\.)(\.tmp|\.replaced)?(\.gone)?")
+"""Names of everything that an interrupted save or deletion leaves."""
 
-STAGED_NAME = re.compile(
-    rf"iter_\d+({re.escape(STAGED_SUFFIX)}|{re.escape(REPLACED_SUFFIX)})?({re.escape(DELETED_SUFFIX)})?"
-)
-"""Names of checkpoints, and of staged ones that were written without a lease."""
+AGE_ORDER = (REPLACED_SUFFIX, "", STAGED_SUFFIX)
+"""Age order within an iteration: a staged complete checkpoint is newer than the published one, a replaced one older."""
+
+STAGING_NAME = re.compile(r"\.epoch-(\d+)")
+"""The name of a start's staging folder, with its epoch, a number that increases with every start."""
 
 
 def staging_folder(folder: Path, epoch: int) -> Path:
     """Return the staging folder of a start."""
-    return folder / f"{STAGING_PREFIX}{epoch}"
+    return folder / f".epoch-{epoch}"
 
 
 def staging_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return epoch and path of the staging folders directly in ``folder``, oldest first.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    names = [name for name in os.listdir(folder) if STAGING_NAME.fullmatch(name)] if folder.is_dir() else []
-    return sorted((int(name.removeprefix(STAGING_PREFIX)), folder / name) for name in names)
+    """Return epoch and path of the staging folders directly in ``folder``, oldest first."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted((int(match[1]), folder / name) for name in names if (match := STAGING_NAME.fullmatch(name)))
 
 
 def staged_entries(folder: Path) -> Iterator[Path]:
-    """Yield all entries of the staging folders in ``folder``, including nested ones that were taken over.
-
-    Raises:
-        OSError: if the disk fails.
-    """
+    """Yield all entries of the staging folders in ``folder``, including nested ones that were taken over."""
     for _, staging in staging_folders(folder):
         with suppress(FileNotFoundError):  # taken over by a concurrent start
             yield from sorted(path for path in staging.iterdir() if not STAGING_NAME.fullmatch(path.name))
             yield from staged_entries(staging)
+
+
+def list_folders(folder: Location) -> list[Location]:
+    """Return all folders in a folder of checkpoints, including those in staging folders."""
+    if isinstance(folder, RemotePath):
+        return [path for path in folder.folders() if path.suffix not in (STAGED_SUFFIX, REPLACED_SUFFIX)]
+    if not folder.is_dir():
+        return []
+    return [path for path in (*folder.iterdir(), *staged_entries(folder)) if path.is_dir()]
+
+
+def find_checkpoints(folder: Location) -> list[tuple[int, Location]]:
+    """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
+    found = [(int(match[1]), path) for path in list_folders(folder) if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+    return sorted(found, key=lambda item: (item[0], AGE_ORDER.index(item[1].suffix)), reverse=True)
+
+
+def save_elsewhere_flags(folder: Location) -> str:
+    """Return the flags that save elsewhere, and resume from the checkpoints in ``folder`` if one is valid."""
+    with suppress(OSError):  # called after a disk error
+        for _, path in find_checkpoints(folder):
+            with suppress(CheckpointError):
+                if path.suffix != STAGED_SUFFIX and Manifest.open(path):
+                    return f"--load {folder} --save A_FOLDER_ELSEWHERE"
+    return "--save A_FOLDER_ELSEWHERE"
 
 
 def staged_path(final: Path, staging: Path | None = None) -> Path:
@@ -75,7 +95,7 @@ def staged_path(final: Path, staging: Path | None = None) -> Path:
     return (staging or final.parent) / (final.name + STAGED_SUFFIX)
 
 
-def replaced_path(final: Path, staging: Path | None = None) -> Path:
+def _replaced_path(final: Path, staging: Path | None) -> Path:
     """Return the path of the older checkpoint of the same name while it is being replaced."""
     return (staging or final.parent) / (final.name + REPLACED_SUFFIX)
 
@@ -94,16 +114,11 @@ def is_complete(path: Location) -> bool:
 
 
 def create_staged(final: Path, staging: Path | None = None) -> Path:
-    """Create an empty staging path for ``final``.
-
-    Raises:
-        OSError: if the disk fails or the staging folder is gone.
-        StorageError: if ``final`` exists and is not a checkpoint.
-    """
+    """Create an empty staging path for ``final``; StorageError if ``final`` exists and is not a checkpoint."""
     if staging is None:
         make_folder(final.parent)
     recover(final, staging)
-    if _exists(final) and not _is_replaceable(final):
+    if not _is_replaceable(final):
         raise StorageError(
             f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
             f"mv {final} {final}.other",
@@ -114,26 +129,21 @@ def create_staged(final: Path, staging: Path | None = None) -> Path:
 
 
 def write_marker(folder: Path, manifest: bytes) -> None:
-    """Write the marker, which makes a folder a checkpoint.
-
-    Raises:
-        OSError: if the disk fails.
-    """
+    """Write the marker, which makes a folder a checkpoint."""
     publish_file(folder / MARKER, marker_content(manifest))  # a partly written marker must not count
 
 
 def publish_staged(final: Path, staging: Path | None = None) -> None:
     """Rename the complete checkpoint that was staged for ``final``, and delete the one it replaces.
 
-    Raises:
-        OSError: if the disk fails; then nothing is published.
+    After an OSError nothing is published.
     """
-    built, old = staged_path(final, staging), replaced_path(final, staging)
+    built, old = staged_path(final, staging), _replaced_path(final, staging)
     if is_complete(final):
         delete_checkpoint(old, staging)
-    if _exists(final) and _exists(old):  # the old one is complete, ``final`` is not
+    if os.path.lexists(final) and os.path.lexists(old):  # the old one is complete, ``final`` is not
         delete_checkpoint(final, staging)
-    elif _exists(final):
+    elif os.path.lexists(final):
         os.rename(final, old)
     os.rename(built, final)
     try:
@@ -147,9 +157,9 @@ def publish_staged(final: Path, staging: Path | None = None) -> None:
 
 def discard_staged(final: Path, staging: Path | None = None) -> None:
     """Clean up a failed save as far as possible: delete the staged checkpoint and restore the replaced one."""
-    old = replaced_path(final, staging)
+    old = _replaced_path(final, staging)
     with suppress(OSError):
-        if is_complete(old) and not _exists(final):
+        if is_complete(old) and not os.path.lexists(final):
             os.rename(old, final)
     built = staged_path(final, staging)
     with suppress(OSError):  # the marker first, which invalidates the checkpoint; a rename may fail
@@ -158,14 +168,10 @@ def discard_staged(final: Path, staging: Path | None = None) -> None:
 
 
 def recover(final: Path, staging: Path | None = None) -> None:
-    """Recover from a crash: publish a complete staged checkpoint, delete incomplete ones.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    if _exists(final) and not _is_replaceable(final):
+    """Recover from a crash: publish a complete staged checkpoint, delete incomplete ones."""
+    if not _is_replaceable(final):
         return
-    built, old = staged_path(final, staging), replaced_path(final, staging)
+    built, old = staged_path(final, staging), _replaced_path(final, staging)
     for path in (built, final, old):
         _delete(_deletion_path(path, staging))
     if is_complete(built):
@@ -174,7 +180,7 @@ def recover(final: Path, staging: Path | None = None) -> None:
         delete_checkpoint(built, staging)
     if is_complete(final):
         delete_checkpoint(old, staging)
-    elif is_complete(old) and not _exists(final):
+    elif is_complete(old) and not os.path.lexists(final):
         durable_rename(old, final)
 
 
@@ -186,15 +192,13 @@ def is_interrupted(path: Location) -> bool:
 def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
     """Delete a checkpoint or a remainder; renamed first, so that a crash never leaves a partial checkpoint.
 
-    Of a symbolic link only the link is deleted.
-
-    Raises:
-        OSError: if the disk fails.
+    Of a symbolic link only the link is deleted. In a store the marker is deleted first.
     """
     if isinstance(path, RemotePath):
-        delete_remote(path)
+        (path / MARKER).remove()
+        path.remove_all()
         return
-    if not _exists(path):
+    if not os.path.lexists(path):
         return
     doomed = _deletion_path(path, staging)
     _delete(doomed)
@@ -216,13 +220,8 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _exists(path: Path) -> bool:
-    """Return True if the path exists, even as a dangling link."""
-    return os.path.lexists(path)
-
-
 def _is_replaceable(path: Path) -> bool:
-    """Return True if ``path`` may be replaced: a checkpoint or its remainder, an empty folder, or a dangling link."""
+    """Return True if ``path`` may be replaced: missing, a checkpoint or its remainder, empty, or a dangling link."""
     if is_complete(path) or not path.exists() or not any(path.iterdir()):
         return True
     with suppress(OSError, ValueError, AttributeError):
@@ -233,17 +232,8 @@ def _is_replaceable(path: Path) -> bool:
 UPLOAD_PREFIX = "attempt-"
 
 
-def new_upload(final: RemotePath) -> RemotePath:
-    """Return a new unique folder for the files of the checkpoint ``final``."""
-    return final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
-
-
 def publish_upload(upload: RemotePath, manifest: bytes) -> None:
-    """Write the manifest and the marker of a complete upload.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
+    """Write the manifest and the marker of a complete upload."""
     (upload / MANIFEST).write_bytes(manifest)
     (upload.parent / MARKER).write_bytes(marker_content(manifest, upload.name))
 
@@ -259,11 +249,7 @@ def discard_upload(upload: RemotePath) -> None:
 
 
 def stale_uploads(path: RemotePath) -> list[RemotePath]:
-    """Return interrupted and replaced uploads in the folder of a checkpoint, or the folder itself if it has no marker.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
+    """Return interrupted and replaced uploads of a checkpoint, or its whole folder if it has no marker."""
     if not (path / MARKER).exists():
         return [path]
     try:
@@ -271,13 +257,3 @@ def stale_uploads(path: RemotePath) -> list[RemotePath]:
     except CheckpointError:  # damaged: the published upload is unknown
         return []
     return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]
-
-
-def delete_remote(path: RemotePath) -> None:
-    """Delete a checkpoint or a leftover; the marker first, so that an interruption leaves no checkpoint.
-
-    Raises:
-        OSError: if the store fails or does not answer.
-    """
-    (path / MARKER).remove()
-    path.remove_all()

@@ -8,15 +8,17 @@ tensors are first copied to host memory and written in a thread. Free disk space
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from megatron.checkpoint.durable_files import checksum, make_parent_folders, sync_folder, write_file
-from megatron.checkpoint.errors import StorageError, save_elsewhere_flags, storage_error
+from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder, write_file
+from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
@@ -40,16 +42,17 @@ from megatron.checkpoint.format import (
     relative_box,
     split_box,
 )
-from megatron.checkpoint.lease import Lease, raise_if_superseded, staging_folder_of
+from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.load import call_collectively
-from megatron.checkpoint.object_store import Location, RemotePath, local_path, retry
+from megatron.checkpoint.object_store import Location, RemotePath, is_permanent, local_path, retry
 from megatron.checkpoint.publish import (
+    UPLOAD_PREFIX,
     create_staged,
     discard_staged,
     discard_upload,
-    new_upload,
     publish_staged,
     publish_upload,
+    save_elsewhere_flags,
     write_marker,
 )
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
@@ -114,20 +117,19 @@ class PartsSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return one item per chunk of this rank's parts, in the order of the tensors."""
         kinds = {name: (t.shape, t.view, t.dtype) for name, t in self._tensors.items()}
-        items = [
-            _write_item(name, number, box, tensor)
-            for name, tensor in self._tensors.items()
-            for number, part in enumerate(tensor.parts)
-            for box in split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize)
-        ]
+        items = []
+        for name, tensor in self._tensors.items():
+            properties = dcp_metadata.TensorProperties(tensor.dtype)
+            for number, part in enumerate(tensor.parts):
+                for box in split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize):
+                    chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+                    data = TensorWriteData(chunk, properties, torch.Size(tensor.view))
+                    index = dcp_metadata.MetadataIndex(name, box.start, number)
+                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items, planner_data=kinds)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp_metadata.Metadata]:
-        """Check that the parts of all ranks partition every tensor.
-
-        Raises:
-            ValueError: if they do not, or if ranks disagree about a tensor; lists all such tensors.
-        """
+        """Raise ValueError if ranks disagree about a tensor or their parts do not partition it; lists all of these."""
         kinds: TensorKinds = {}
         problems = []
         for rank, plan in enumerate(all_plans):
@@ -145,8 +147,8 @@ class PartsSavePlanner(SavePlanner):
                 problems.append(f"{name}: {problem}")
         if problems:
             raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
-        empty = [SavePlan(plan.items) for plan in all_plans]
-        return empty, dcp_metadata.Metadata({}, planner_data=kinds)
+        plans = [SavePlan(plan.items) for plan in all_plans]
+        return plans, dcp_metadata.Metadata({}, planner_data=kinds)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -162,20 +164,8 @@ class PartsSavePlanner(SavePlanner):
         return self._resolved[1][relative_box(_box(write_item), part.box).slices]
 
 
-def _write_item(name: str, part: int, box: Box, tensor: GlobalTensor) -> WriteItem:
-    chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
-    data = TensorWriteData(chunk, dcp_metadata.TensorProperties(tensor.dtype), torch.Size(tensor.view))
-    return WriteItem(dcp_metadata.MetadataIndex(name, box.start, part), WriteItemType.SHARD, tensor_data=data)
-
-
-def _data(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise ValueError(f"{item.index.fqn} is not a tensor")
-    return item.tensor_data
-
-
 def _box(item: WriteItem) -> Box:
-    chunk = _data(item).chunk
+    chunk = cast(TensorWriteData, item.tensor_data).chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -188,20 +178,12 @@ class CheckpointExtras:
     files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
-@dataclass
-class FileResult:
-    """The file that a rank has written."""
-
-    name: str
-    record: FileRecord
-
-
 class CheckpointWriter(StorageWriter):
     """Writes one safetensors file per rank, then the manifest and the marker on rank 0."""
 
     def __init__(self, final: Location, extra: CheckpointExtras, rank: int, lease: Lease | None = None) -> None:
         self._final, self._extra, self._rank, self._lease = final, extra, rank, lease
-        self._staging = staging_folder_of(lease)
+        self._staging = lease.staging if lease else None
         self._folder: Location | None = None
 
     def abandon(self) -> None:
@@ -229,11 +211,11 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the staging folder on rank 0 and send its path to all ranks in their plans."""
-        with self._storage_errors():
+        with storage_errors(self._final, self._rank, self._lease):
             if self._lease is not None:
                 self._lease.ready()
             if isinstance(self._final, RemotePath):
-                folder: Location = new_upload(self._final)
+                folder: Location = self._final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
             else:
                 folder = create_staged(self._final, self._staging)
         self._folder = folder
@@ -244,7 +226,7 @@ class CheckpointWriter(StorageWriter):
         folder: Location = plan.storage_data
         results: list[WriteResult] = []
         if plan.items:
-            with self._storage_errors():
+            with storage_errors(self._final, self._rank, self._lease):
                 if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
                     results = retry(lambda: write_tensors(folder, self._rank, plan, planner))
                 else:
@@ -255,66 +237,78 @@ class CheckpointWriter(StorageWriter):
 
     def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """Write small files, manifest and marker, and publish the checkpoint."""
-        flat = [result for of_rank in results for result in of_rank]
-        with self._storage_errors():
-            self._publish(metadata.planner_data, flat)
-
-    def _publish(self, kinds: TensorKinds, results: Sequence[WriteResult]) -> None:
         folder = self._folder
         if folder is None:
             raise ValueError("finish() was called before prepare_global_plan()")
-        content, files = build_manifest(kinds, results, write_small_files(folder, self._extra.files), self._extra)
-        if isinstance(folder, RemotePath):
-            _check_lengths(folder, files, folder.files())
-            if self._lease is not None:
-                self._lease.check()
-            publish_upload(folder, content)
-            return
-        write_file(folder / MANIFEST, content)
-        sync_folder(folder)
-        lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
-        _check_lengths(folder, files, lengths)
-        write_marker(folder, content)
-        publish_staged(local_path(self._final), self._staging)
-
-    def _storage_errors(self) -> AbstractContextManager[None]:
-        folder = CheckpointFolder(self._final.parent)
-        return as_storage_errors(
-            self._lease, lambda error: storage_error(error, self._final, self._rank, folder.resume_folder())
-        )
+        flat = [result for of_rank in results for result in of_rank]
+        with storage_errors(self._final, self._rank, self._lease):
+            small = write_small_files(folder, self._extra.files)
+            content, files = build_manifest(metadata.planner_data, flat, small, self._extra)
+            if isinstance(folder, RemotePath):
+                _check_lengths(folder, files, folder.files())
+                if self._lease is not None:
+                    self._lease.check()
+                publish_upload(folder, content)
+                return
+            write_file(folder / MANIFEST, content)
+            sync_folder(folder)
+            lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+            _check_lengths(folder, files, lengths)
+            write_marker(folder, content)
+            publish_staged(local_path(self._final), self._staging)
 
 
 @contextmanager
-def as_storage_errors(lease: Lease | None, describe: Callable[[OSError], StorageError]) -> Iterator[None]:
-    """Raise disk errors as StorageError, or as SupersededError if a later start holds the folder."""
+def storage_errors(final: Location, rank: int, lease: Lease | None, local: bool = False) -> Iterator[None]:
+    """Raise disk errors while writing ``final`` as StorageError, or SupersededError if a later start holds the folder.
+
+    With ``local``, the checkpoint is on the nodes' own disks.
+    """
     try:
         yield
     except (OSError, StorageError) as error:
         raise_if_superseded(lease)
         if isinstance(error, StorageError):
             raise
-        raise describe(error) from error
+        raise storage_error(error, final, rank, local) from error
+
+
+def storage_error(error: OSError, final: Location, rank: int, local: bool = False) -> StorageError:
+    """Return the error for a checkpoint that could not be written; arguments as of `storage_errors`."""
+    fixes = ["free some space"] if is_disk_full(error) else []
+    if local:
+        fixes.append("--local-save ELSEWHERE")
+    elif isinstance(final, RemotePath):
+        store_fixes = {
+            errno.ENOENT: "create the bucket",
+            errno.EACCES: "give this process credentials with write access",
+        }
+        other = "check the store" if is_permanent(error) else "start again when the store answers"
+        fixes = [store_fixes.get(error.errno or 0, other), *fixes, save_elsewhere_flags(final.parent)]
+    elif error.errno == errno.ENOENT:
+        fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
+    else:
+        fixes.append(save_elsewhere_flags(final.parent))
+    what = "local checkpoint" if local else "checkpoint"
+    where = f"{error.filename or final}: {describe_os_error(error)} (rank {rank})"
+    return StorageError(f"{where}; no {what} was written", *fixes)
 
 
 def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    """Write a rank's file chunk by chunk; return one result per chunk, then one for the file.
-
-    Raises:
-        OSError: if the disk fails.
-    """
+    """Write a rank's file chunk by chunk; return one result per chunk, then one for the file."""
     name = f"tensors_{rank:05d}.safetensors"
     entries: list[TensorEntry] = []
     for item in plan.items:
         box = _box(item)
         key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
-        entries.append((key, _data(item).properties.dtype, box.size))
+        entries.append((key, cast(TensorWriteData, item.tensor_data).properties.dtype, box.size))
     results = []
     with TensorFileWriter(folder / name, entries) as file:
         for item, entry in zip(plan.items, entries):
-            written = file.write(entry[0], _resolve(planner, item))  # no local reference: the tensor is freed
-            chunk = TensorChunk(_box(item), name, written.offset, written.bytes, written.xxh3)
-            results.append(WriteResult(item.index, written.bytes, chunk))
-    results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
+            written = file.write(entry[0], cast(Tensor, planner.resolve_data(item)))  # not kept: the tensor is freed
+            chunk = TensorChunk(_box(item), name, *written)
+            results.append(WriteResult(item.index, chunk.bytes, chunk))
+    results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, file.record))
     return results
 
 
@@ -322,7 +316,7 @@ def build_manifest(
     kinds: TensorKinds, results: Sequence[WriteResult], small: Mapping[str, FileRecord], extra: CheckpointExtras
 ) -> tuple[bytes, dict[str, FileRecord]]:
     """Build the manifest from the results of all ranks and the small files; return its text and all files."""
-    files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
+    files = {r.index.fqn: r.storage_data for r in results if isinstance(r.storage_data, FileRecord)}
     files |= small
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in kinds}
     for result in results:
@@ -335,24 +329,13 @@ def build_manifest(
     return encode_manifest(tensors, files, extra.state, extra.config), files
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
-    data = planner.resolve_data(item)
-    if not isinstance(data, Tensor):
-        raise ValueError(f"{item.index.fqn} is not a tensor")
-    return data
-
-
 def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
-    """Write small files, given as content or as a path to copy, by their names in the checkpoint.
-
-    Raises:
-        OSError: if the disk fails.
-    """
+    """Write small files, given as content or as a path to copy, by their names in the checkpoint."""
     records = {}
     for name, content in files.items():
         data = content if isinstance(content, bytes) else content.read_bytes()
         if isinstance(folder, Path):
-            make_parent_folders(folder, name)
+            make_folder((folder / name).parent, folder)
         write_file(folder / name, data)
         sync_folder((folder / name).parent)
         records[name] = FileRecord(len(data), len(data), checksum(data))
@@ -385,9 +368,6 @@ class HostCopyBuffer:
         Args:
             tensors: whose parts have the sizes that will be copied.
             pinned: page-lock the buffer, so that GPUs copy into it directly.
-
-        Raises:
-            RuntimeError: if the memory cannot be allocated or locked.
         """
         size = sum(_padded_bytes(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
         self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
@@ -402,11 +382,7 @@ class HostCopyBuffer:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-        """Return the same tensors with parts copied into the buffer; the copies are valid until the next call.
-
-        Raises:
-            ValueError: if the parts do not fit the buffer.
-        """
+        """Return the same tensors with parts copied into the buffer; the copies are valid until the next call."""
         at, copies, on_gpu = 0, {}, False
         for name, tensor in tensors.items():
             parts = []
@@ -460,7 +436,7 @@ def disk_space_problem(folder: Location, size: int, lease: Lease | None = None) 
     message = disk_space_message(folder, size, lease)
     if message is None:
         return None
-    return Problem("E816", message, ("free some space", save_elsewhere_flags(CheckpointFolder(folder).resume_folder())))
+    return Problem("E816", message, ("free some space", save_elsewhere_flags(folder)))
 
 
 def disk_space_message(folder: Location, size: int, lease: Lease | None = None) -> str | None:
@@ -469,11 +445,10 @@ def disk_space_message(folder: Location, size: int, lease: Lease | None = None) 
     Space held by interrupted saves is freed first. If the free space is unknown, the check passes.
     """
     free = _free_bytes(folder)
-    if free is None or free >= size:
-        return None
-    with suppress(OSError):
-        CheckpointFolder(folder).retain(None, lease=lease)
-    free = _free_bytes(folder)
+    if free is not None and free < size:
+        with suppress(OSError):
+            CheckpointFolder(folder).retain(None, lease=lease)
+        free = _free_bytes(folder)
     if free is None or free >= size:
         return None
     return f"{folder}: a checkpoint takes {format_binary(size)}, and its disk has {format_binary(free)} left"

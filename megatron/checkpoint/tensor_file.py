@@ -18,16 +18,16 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 import xxhash
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import BLOCK, checksum, create_file
+from megatron.checkpoint.durable_files import BLOCK, NewFile, checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, read_error
 from megatron.checkpoint.format import ITEM_BYTES, FileRecord, Manifest, TensorChunk, to_dims
-from megatron.checkpoint.object_store import RANGE, RANGES, Location, RemotePath, print_warning
+from megatron.checkpoint.object_store import RANGE, RANGES, Location, RemoteFileWriter, RemotePath, print_warning
 from megatron.distributed.sharding import Box
 
 DTYPES = {
@@ -64,15 +64,6 @@ ALIGNMENT = 64
 MAX_HEADER = 100_000_000
 
 
-@dataclass(frozen=True)
-class WrittenRange:
-    """Byte range of a tensor in its file, and the checksum of those bytes."""
-
-    offset: int
-    bytes: int
-    xxh3: str
-
-
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the elements in row-major order; a view of the tensor if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
@@ -88,35 +79,38 @@ class TensorFileWriter:
     def __init__(
         self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Create the file and write its header.
+        """Create the file, which must not exist, and write its header.
 
         Args:
-            path: must not exist.
+            path: on a disk or in an object store.
             entries: of all tensors.
             metadata: free text.
-
-        Raises:
-            OSError: if the file cannot be created or written.
         """
-        header, self._offsets, end = _header(entries, metadata or {})
+        table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        starts, end = [], 0
+        for key, dtype, shape in entries:
+            if key in table:
+                raise ValueError(f"{key} occurs twice among the entries")
+            starts.append(end)
+            end += prod(shape) * dtype.itemsize
+            table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [starts[-1], end]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        header = len(text).to_bytes(8, "little") + text
         self._entries = list(entries)
+        self._offsets = [len(header) + start for start in starts]
         self._next = 0
         # length of the file and checksum of the header, for the manifest
-        self.record = FileRecord(end, len(header), checksum(header))
-        self._file = create_file(path)
+        self.record = FileRecord(len(header) + end, len(header), checksum(header))
+        self._file = RemoteFileWriter(path) if isinstance(path, RemotePath) else NewFile(path)
         try:
             self._file.write(header)
         except OSError as error:
             self._file.__exit__(type(error), error, None)
             raise
 
-    def write(self, key: str, tensor: Tensor) -> WrittenRange:
-        """Append the next tensor, of any strides and device.
-
-        Raises:
-            OSError: if the disk fails.
-            ValueError: if it is not the next one of ``entries``.
-        """
+    def write(self, key: str, tensor: Tensor) -> tuple[int, int, str]:
+        """Append the next of ``entries``, of any strides and device; return its offset, its size and a checksum."""
         if (key, tensor.dtype, tuple(tensor.shape)) != self._entries[self._next]:
             seen = f"{key}, {tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{seen} is not the next entry, {self._entries[self._next]}")
@@ -125,7 +119,7 @@ class TensorFileWriter:
             digest.update(content[start : start + BLOCK])
             self._file.write(content[start : start + BLOCK])
         self._next += 1
-        return WrittenRange(self._offsets[self._next - 1], len(content), digest.hexdigest())
+        return self._offsets[self._next - 1], len(content), digest.hexdigest()
 
     def __enter__(self) -> Self:
         return self
@@ -136,22 +130,6 @@ class TensorFileWriter:
         self._file.__exit__(kind, error, trace)
         if kind is None and self._next != len(self._entries):
             raise ValueError(f"{len(self._entries) - self._next} of {len(self._entries)} entries were not written")
-
-
-def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[int], int]:
-    """Return the bytes of the header, the offset of each tensor, and the length of the file."""
-    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    starts, end = [], 0
-    for key, dtype, shape in entries:
-        if key in table:
-            raise ValueError(f"{key} occurs twice among the entries")
-        starts.append(end)
-        end += prod(shape) * dtype.itemsize
-        table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [starts[-1], end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [len(header) + start for start in starts], len(header) + end
 
 
 class TensorFile:
@@ -169,8 +147,20 @@ class TensorFile:
                 self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NO_RESERVE)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+        # type, shape, first byte and end byte by key
+        self._table: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         try:
-            self.metadata, self._table = _parse_header(self._map)
+            size = int.from_bytes(self._map[:8], "little")
+            if len(self._map) < 8 or size > min(len(self._map) - 8, MAX_HEADER):
+                raise ValueError(f"a header of {size} bytes in a file of {len(self._map)}")
+            header = json.loads(self._map[8 : 8 + size])
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            for key, entry in header.items():
+                name, shape, (start, end) = entry["dtype"], to_dims(entry["shape"]), entry["data_offsets"]
+                fits = 0 <= start <= end <= len(self._map) - 8 - size
+                if not fits or end - start != prod(shape) * ITEM_BYTES[name]:
+                    raise ValueError(f"{key}, {name} {list(shape)}, does not fit its bytes {start}..{end}")
+                self._table[key] = (name, shape, 8 + size + start, 8 + size + end)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(f"{path} is not a safetensors file, or is damaged: {error}") from error
         self.keys = tuple(self._table)  # of all tensors, in the order of the header
@@ -184,11 +174,7 @@ class TensorFile:
         return self._table[key][1]
 
     def tensor(self, key: str) -> Tensor:
-        """Return a tensor backed by the map; only the pages that are accessed are read.
-
-        Raises:
-            KeyError: if the file has no such tensor.
-        """
+        """Return a tensor backed by the map; only the pages that are accessed are read."""
         name, shape, start, end = self._table[key]
         if start == end:
             return torch.empty(shape, dtype=DTYPES[name])
@@ -198,45 +184,14 @@ class TensorFile:
         return flat.view(DTYPES[name]).reshape(shape)
 
 
-HeaderTable = dict[str, tuple[str, tuple[int, ...], int, int]]
-
-
-def _parse_header(content: mmap.mmap) -> tuple[dict[str, str], HeaderTable]:
-    """Return the metadata, and type, shape, first byte and end byte by key."""
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or size > min(len(content) - 8, MAX_HEADER):
-        raise ValueError(f"a header of {size} bytes in a file of {len(content)}")
-    header = json.loads(content[8 : 8 + size])
-    metadata = header.pop("__metadata__", {})
-    table: HeaderTable = {}
-    for key, entry in header.items():
-        name, shape, (start, end) = entry["dtype"], to_dims(entry["shape"]), entry["data_offsets"]
-        if not 0 <= start <= end <= len(content) - 8 - size or end - start != prod(shape) * ITEM_BYTES[name]:
-            raise ValueError(f"{key}, {name} {list(shape)}, does not fit its bytes {start}..{end}")
-        table[key] = (name, shape, 8 + size + start, 8 + size + end)
-    return metadata, table
-
-
 READ_ATTEMPTS = 3
 """Reads of a chunk from an object store before a wrong checksum counts as damage: transfers may corrupt data."""
 
 
-class ByteSource(Protocol):
-    """An open file that is read block by block."""
-
-    block: int  # preferred bytes of a read
-
-    def read(self, offset: int, buffer: memoryview) -> int:
-        """Read from ``offset`` into ``buffer`` and return the number of bytes read, 0 at the end of the file."""
-
-    def close(self) -> None:
-        """Release the file."""
-
-
 class DiskFile:
-    """A file on a disk."""
+    """A file on a disk, read block by block."""
 
-    block = BLOCK
+    block = BLOCK  # bytes of a read
 
     def __init__(self, path: str) -> None:
         self._file = FileIO(path)
@@ -282,12 +237,14 @@ class RemoteObject:
 class ChunkReader:
     """Reads and verifies chunks one at a time.
 
-    Uses plain reads rather than a memory map: a failing disk raises an OSError instead of a signal.
+    Uses plain reads rather than a memory map: a failing disk raises an OSError instead of a signal. All methods raise
+    DamagedCheckpointError if a file cannot be read or a checksum differs, and UnreachableError if an object store does
+    not answer.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._open: tuple[str, ByteSource] | None = None
+        self._open: tuple[str, DiskFile | RemoteObject] | None = None
         self._verified_heads: set[str] = set()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._in_memory: TensorChunk | None = None
@@ -297,12 +254,7 @@ class ChunkReader:
         return DTYPES[self._manifest.tensors[name].dtype]
 
     def load(self, name: str, chunk: TensorChunk) -> Tensor:
-        """Return a chunk of tensor ``name``, shape ``chunk.box.size``; its memory is reused by the next call.
-
-        Raises:
-            DamagedCheckpointError: if it cannot be read or its checksum differs.
-            UnreachableError: if an object store does not answer.
-        """
+        """Return a chunk of tensor ``name``, shape ``chunk.box.size``; its memory is reused by the next call."""
         if len(self._memory) < chunk.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
@@ -314,28 +266,16 @@ class ChunkReader:
         return tensor
 
     def load_into(self, name: str, chunk: TensorChunk, out: Tensor) -> None:
-        """Read a chunk into a contiguous CPU tensor of the same type and size.
-
-        Raises:
-            DamagedCheckpointError: if it cannot be read or its checksum differs; ``out`` is then undefined.
-        """
+        """Read a chunk into a contiguous CPU tensor of the same type and size; undefined after an error."""
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
 
     def verify(self, name: str, chunk: TensorChunk) -> None:
-        """Verify the checksum of a chunk of tensor ``name``, one block at a time.
-
-        Raises:
-            DamagedCheckpointError: if it cannot be read or its checksum differs.
-        """
+        """Verify the checksum of a chunk of tensor ``name``, one block at a time."""
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
     def verify_head(self, file: str) -> None:
-        """Verify, once per file, the bytes that belong to no chunk.
-
-        Raises:
-            DamagedCheckpointError: if their checksum differs.
-        """
+        """Verify, once per file, the bytes that belong to no chunk."""
         if file not in self._verified_heads:
             record = self._manifest.files[file]
             self._read(file, 0, record.head, None, record.xxh3, "header" if record.head < record.bytes else "content")
@@ -349,7 +289,7 @@ class ChunkReader:
 
     __del__ = close
 
-    def _file(self, name: str) -> ByteSource:
+    def _file(self, name: str) -> DiskFile | RemoteObject:
         if self._open is None or self._open[0] != name:
             self.close()
             path = self._path(name)
@@ -402,11 +342,7 @@ class TensorPart:
     tensor: Tensor | Callable[[], Tensor]
 
     def resolve(self) -> Tensor:
-        """Return the tensor, computed if necessary.
-
-        Raises:
-            ValueError: if its shape is not that of the box.
-        """
+        """Return the tensor, computed if necessary; ValueError if its shape is not that of the box."""
         tensor = self.tensor if isinstance(self.tensor, Tensor) else self.tensor()
         if tuple(tensor.shape) != self.box.size:
             raise ValueError(f"a tensor {list(tensor.shape)} for a box of {list(self.box.size)}")

@@ -7,12 +7,11 @@ needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, TensorChunk, split_box
@@ -30,7 +29,12 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield str(error)
     for file, chunks in chunks_by_file(manifest).items():
-        yield from _uncovered(manifest, file, [chunk for _, chunk in chunks])
+        record = manifest.files[file]
+        starts = [*(chunk.offset for _, chunk in chunks), record.bytes]
+        ends = [record.head, *(chunk.offset + chunk.bytes for _, chunk in chunks)]
+        for end, start in zip(ends, starts):
+            if end != start:
+                yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
         yield from list_file_damage(reader, file, chunks)
     reader.close()
 
@@ -58,16 +62,6 @@ def list_file_damage(reader: ChunkReader, file: str, chunks: NamedChunks) -> Ite
             yield str(error)
 
 
-def _uncovered(manifest: Manifest, file: str, chunks: list[TensorChunk]) -> Iterator[str]:
-    """Yield the byte ranges of a file that no checksum, or more than one, covers."""
-    record = manifest.files[file]
-    starts = [*(chunk.offset for chunk in chunks), record.bytes]
-    ends = [record.head, *(chunk.offset + chunk.bytes for chunk in chunks)]
-    for end, start in zip(ends, starts):
-        if end != start:
-            yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
-
-
 COMPARE_ELEMENTS = 1 << 20
 """Elements computed with at a time, in addition to the chunk in memory."""
 
@@ -91,49 +85,35 @@ class TensorDifference:
 
 
 def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
-    """Summarise a tensor of at least one element.
-
-    Raises:
-        DamagedCheckpointError: if it is missing or a checksum differs.
-    """
-    minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
+    """Summarise a tensor of at least one element."""
+    minimum, maximum = torch.tensor(math.inf).double(), torch.tensor(-math.inf).double()
+    squares, count = 0.0, 0
     for box in _small_boxes(reader, name):
         values = reader.read(name, box).double()
         low, high = values.aminmax()
-        minimum, maximum = _extreme(min, minimum, low), _extreme(max, maximum, high)
+        minimum, maximum = torch.minimum(minimum, low), torch.maximum(maximum, high)  # these propagate NaN
         squares, count = squares + float(values.square().sum()), count + values.numel()
-    return TensorSummary(minimum, maximum, math.sqrt(squares / count) if count else 0.0)
-
-
-def _extreme(choose: Callable[[float, float], float], a: float, b: Tensor) -> float:
-    """Apply min or max and propagate NaN, which Python's own do depending on the order of arguments."""
-    return math.nan if math.isnan(a) or bool(b.isnan()) else choose(a, float(b))
+    return TensorSummary(float(minimum), float(maximum), math.sqrt(squares / count) if count else 0.0)
 
 
 def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference:
-    """Compare a tensor that has the same shape and view in both checkpoints.
-
-    Raises:
-        DamagedCheckpointError: if it is missing or a checksum differs in one of them.
-    """
-    identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
+    """Compare a tensor that has the same shape and view in both checkpoints."""
+    identical, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0
+    largest = torch.tensor(0.0).double()
     for box in _small_boxes(a, name):
         x, y = a.read(name, box), b.read(name, box)
         reference += float(x.double().square().sum())
-        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+        if x.dtype == y.dtype and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
             continue
         identical = False
         delta = x.double() - y.double()
-        largest = _extreme(max, largest, delta.abs().max())
+        largest = torch.maximum(largest, delta.abs().max())
         squares += float(delta.square().sum())
-    return TensorDifference(identical, largest, math.sqrt(squares / reference) if reference else math.sqrt(squares))
+    relative = math.sqrt(squares / reference) if reference else math.sqrt(squares)
+    return TensorDifference(identical, float(largest), relative)
 
 
 def _small_boxes(reader: CheckpointReader, name: str) -> Iterator[Box]:
     """Yield boxes that partition a tensor, grouped by chunk so that each chunk is read once."""
     for chunk in reader.manifest.tensors[name].chunks:
         yield from split_box(chunk.box, COMPARE_ELEMENTS)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)

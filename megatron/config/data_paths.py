@@ -12,13 +12,12 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.config.errors import Problem, UserError, did_you_mean
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import NAME_SEPARATORS, unique_names
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -40,6 +39,9 @@ NUMBER = r"\d+(\.\d*)?|\.\d+"
 SPLIT_ALIASES = {"validation": "valid", "val": "valid", "dev": "valid", "eval": "valid"}
 """Other names of splits."""
 
+NAME_SEPARATORS = r"[\s:/]+"
+"""Characters that dataset names must not contain: they separate names in records, curves and folders."""
+
 MAX_WORDS = 16  # in a list that is written out in a fix
 
 
@@ -57,8 +59,7 @@ class SplitSource:
     """Sources of the samples of one split."""
 
     blend: Blend
-    # weights of the train, validation and test parts; None for whole files
-    split: str | None = None
+    split: str | None = None  # weights of the train, validation and test parts; None for whole files
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,29 @@ class DataPathArgs:
         return (f"write in {self.file}: " + (f'"{self.key}": "{text}"' if self.key else text),)
 
 
+def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return a unique name for each prefix: as few of its last path components as tell all prefixes apart.
+
+    Equal names get a number; characters that names must not contain become ``-``.
+    """
+    paths = [PurePath(prefix) for prefix in prefixes]
+    parts = [tuple(re.sub(NAME_SEPARATORS, "-", part) for part in path.parts if part != path.anchor) for path in paths]
+    names: list[str] = []
+    for length in range(1, max([1, *map(len, parts)]) + 1):
+        names = ["-".join(path_parts[-length:]) for path_parts in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    unique: dict[str, None] = {}
+    for name in names:
+        numbered = name
+        number = 2
+        while numbered in unique:
+            numbered = f"{name}-{number}"
+            number += 1
+        unique[numbered] = None
+    return tuple(unique)
+
+
 def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     """Return the sources of each split's samples.
 
@@ -104,9 +128,10 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     if found:
         raise UserError(found)
     sources: dict[str, SplitSource] = {}
-    for split in SPLITS:
-        paths, cut = _list_of_split(split, lists, data)
-        if paths is None:
+    cut = split_text(data) if "all" in lists else None
+    for split, weight in zip(SPLITS, split_weights(cut) if cut is not None else (1, 1, 1)):
+        paths = lists.get("all", lists.get(split))
+        if paths is None or weight == 0:
             continue
         blend = read_blend(paths.words)
         if split == "valid" and data.multiple_validation_sets:
@@ -117,17 +142,6 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
         else:
             sources[split] = SplitSource(blend, cut)
     return sources
-
-
-def _list_of_split(
-    split: str, lists: Mapping[str, DataPathArgs], data: DataConfig
-) -> tuple[DataPathArgs | None, str | None]:
-    """Return the list that a split reads, or None, and the weights that cut its datasets."""
-    if "all" not in lists:
-        return lists.get(split), None
-    text = split_text(data)
-    weight = dict(zip(SPLITS, split_weights(text)))[split]
-    return (lists["all"] if weight > 0 else None), text
 
 
 def train_data_flag(data: DataConfig) -> str | None:
@@ -147,16 +161,12 @@ def source_problems(data: DataConfig) -> Iterator[Problem]:
         named = ", ".join(flags[:-1]) + f" and {flags[-1]}"
         each = "both" if len(used) == 2 else "all"
         others = ([name for names in used if names is not kept for name in names] for kept in used)
-        fixes = tuple(" ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in some) for some in others)
-        yield Problem("E501", f"{named} {each} give the source of tokens", (*_as_train_data(data, used), *fixes))
-
-
-def _as_train_data(data: DataConfig, used: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the fix for evaluation files given with ``--data-path``: use that for training only."""
-    if len(used) != 2 or used[0] != ["data_path"] or used[1][0] not in ("valid_data_path", "test_data_path"):
-        return ()
-    whole = DataPathArgs(data.data_path, SETTINGS["train_data_path"].flag).replace_with(data.data_path)
-    return tuple(f"{fix} {SETTINGS['data_path'].spell(())}" for fix in whole)
+        fixes = [" ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in some) for some in others]
+        if used[0] == ["data_path"] and used[1][0] in ("valid_data_path", "test_data_path") and len(used) == 2:
+            # evaluation files were given with --data-path: use that for training only
+            for_training = DataPathArgs(data.data_path, "--train-data-path").replace_with(data.data_path)
+            fixes = [*(f"{fix} {SETTINGS['data_path'].spell(())}" for fix in for_training), *fixes]
+        yield Problem("E501", f"{named} {each} give the source of tokens", tuple(fixes))
 
 
 def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
@@ -266,7 +276,10 @@ def blend_problems(paths: DataPathArgs) -> Iterator[Problem]:
     if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
         odd = next(word for word, number in zip(words[::2], numbers) if number is None)
         sentence = f"{where}: {odd} is in the place of a weight; give a weight before every prefix, or none"
-        yield Problem("E502", sentence, paths.replace_with(_paired(words)))
+        prefixes = [word for word in words if as_weight(word) is None]
+        weights = [word for word in words if as_weight(word) is not None]
+        paired = [word for pair in zip(weights, prefixes) for word in pair]
+        yield Problem("E502", sentence, paths.replace_with(paired if len(weights) == len(prefixes) else prefixes))
         return
     blend = read_blend(words)
     if not all(blend.prefixes):
@@ -277,15 +290,6 @@ def blend_problems(paths: DataPathArgs) -> Iterator[Problem]:
         yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
     if blend.weights is not None:
         yield from _weight_problems(paths, blend.prefixes, blend.weights)
-
-
-def _paired(words: Sequence[str]) -> list[str]:
-    """Return the prefixes, each after its weight if there is one for each, in the given order."""
-    prefixes = [word for word in words if as_weight(word) is None]
-    weights = [word for word in words if as_weight(word) is not None]
-    if len(weights) != len(prefixes):
-        return prefixes
-    return [word for pair in zip(weights, prefixes) for word in pair]
 
 
 def _weight_problems(paths: DataPathArgs, prefixes: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""User-facing configuration errors.
+"""User-facing errors, and the parts of their texts: formatted numbers, and values to suggest.
 
 A ``Problem`` has a code, a sentence and fixes to paste; ``UserError`` reports all problems at once. Each code has a
 section in docs/troubleshooting.md.
@@ -6,6 +6,7 @@ section in docs/troubleshooting.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -42,3 +43,51 @@ class UserError(ValueError):
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return the known word closest to a misspelt ``word``, or None."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.72)), None)
+
+
+def nearest(value: int, among: Iterable[int]) -> list[int]:
+    """Return the nearest of ``among`` below ``value`` and the nearest above it."""
+    numbers = sorted(among)
+    return [*[n for n in numbers if n < value][-1:], *[n for n in numbers if n > value][:1]]
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """Return the nearest positive multiples of ``of`` below and above ``value``."""
+    return nearest(value, (n for n in (value // of * of, (value // of + 1) * of, (-(-value // of) - 1) * of) if n > 0))
+
+
+MAX_TRIED = 1_000_000  # trial divisors; bounds the time for a mistyped number of 30 digits
+
+
+def divisors(of: int) -> list[int]:
+    """Return all divisors, ascending; above ``MAX_TRIED`` squared only those that pair with a smaller one."""
+    small = [d for d in range(1, min(math.isqrt(of), MAX_TRIED) + 1) if of % d == 0]
+    return sorted({*small, *(of // d for d in small)})
+
+
+def flag_fixes(flag: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    """Return one fix for each number."""
+    return tuple(f"{flag} {n}" for n in numbers)
+
+
+def format_number(number: float) -> str:
+    """Return the shortest text that reads back as the same number."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number).removesuffix(".0")
+
+
+def format_bytes(count: float, *, binary: bool = False) -> str:
+    """Format a number of bytes: ``812 bytes``, ``43.3 kB``, ``1.2 MB``, ``3.0 GB``, in powers of 1000.
+
+    With ``binary``, as memory is measured, in 2^20 and 2^30 bytes: ``12.50 MiB``, ``1.87 GiB``.
+    """
+    if binary:
+        unit, name = (2**30, "GiB") if count >= 0.1 * 2**30 else (2**20, "MiB")
+        return f"{count / unit:,.2f} {name}"
+    if count < 1000:
+        return f"{round(count)} byte{'' if round(count) == 1 else 's'}"
+    for name in ("kB", "MB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {name}"
+    return f"{count / 1000:,.1f} GB"

@@ -1,7 +1,6 @@
 """The launcher's environment variables, of torchrun or srun: ranks, restarts, the address of rank 0.
 
-``Launch`` describes this process among the ranks; ``JobStart`` orders restarts of a job, so that a later start can
-take
+``Launch`` describes this process among the ranks; ``JobStart`` orders restarts of a job, so that a later start can take
 over the checkpoint folder from an earlier one.
 """
 
@@ -13,13 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from megatron.config.errors import Problem
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm counts the steps of a job from 0; larger numbers denote a batch script, an interactive shell and so on."""
-
 
 DEFAULT_RDZV_ID = "none"
 """torchrun's default ``--rdzv-id``, which does not identify a job."""
@@ -99,26 +97,19 @@ class Launch:
     def read(cls, environ: Mapping[str, str]) -> Launch:
         """Read the environment; torchrun takes precedence over srun, which may have started it."""
         if "RANK" in environ and "WORLD_SIZE" in environ:
-            return cls._torchrun(environ)
-        if _is_srun_step(environ):
-            return cls._srun(environ)
-        return cls()
-
-    @classmethod
-    def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
-        rank = int(environ["RANK"])
-        size = int(environ["WORLD_SIZE"])
-        local = int(environ.get("LOCAL_RANK", "0"))
-        local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
-        master = environ.get("MASTER_ADDR", cls.master)
-        return cls("torchrun", rank, size, local, local_size, master, rank - local)
-
-    @classmethod
-    def _srun(cls, environ: Mapping[str, str]) -> Launch:
-        rank, size, local = (int(environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+            rank = int(environ["RANK"])
+            size = int(environ["WORLD_SIZE"])
+            local = int(environ.get("LOCAL_RANK", "0"))
+            local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
+            master = environ.get("MASTER_ADDR", cls.master)
+            return cls("torchrun", rank, size, local, local_size, master, rank - local)
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        if _step(environ) < 0 or not set(names) <= environ.keys():
+            return cls()  # a batch script has its job's variables, but is not a rank
+        rank, size, local = (int(environ[name]) for name in names)
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
-        master = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        return cls("srun", rank, size, local, local + 1, master, int(environ.get("SLURM_NODEID", "0")))
+        address = environ.get("MASTER_ADDR", cls.master if one_machine else None)
+        return cls("srun", rank, size, local, local + 1, address, int(environ.get("SLURM_NODEID", "0")))
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if the address of rank 0 is unknown."""
@@ -128,11 +119,6 @@ class Launch:
                 f"srun started {self.world_size} ranks on several machines, but MASTER_ADDR is not set",
                 ('export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',),
             )
-
-
-def _is_srun_step(environ: Mapping[str, str]) -> bool:
-    """Return True for a process of srun; a batch script has its job's variables, but is not a rank."""
-    return _step(environ) >= 0 and {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
 
 
 def _step(environ: Mapping[str, str]) -> int:
@@ -156,14 +142,9 @@ def exit_process(status: int) -> NoReturn:
     if status == 0:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        _flush(stream)
+        try:
+            stream.flush()
+        except OSError:  # a full disk or a closed pipe: Python would exit with status 120, but ours matters more
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     os._exit(status)
-
-
-def _flush(stream: TextIO) -> None:
-    """Flush a stream, ignoring errors; otherwise Python exits with status 120."""
-    try:
-        stream.flush()
-    except OSError:  # a full disk or a closed pipe; the exit status matters more
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

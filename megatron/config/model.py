@@ -45,176 +45,111 @@ class ModelConfig:
         k k k k          k     k               k
     """
 
-    num_layers: int = option(2, "Number of transformer blocks.", at_least=1, role="shape")
-    hidden_size: int = option(128, "Width of the residual stream.", at_least=1, role="shape")
-    ffn_hidden_size: int | None = option(
-        None,
-        "Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64.",
-        at_least=1,
-        role="shape",
-    )
-    num_attention_heads: int = option(4, "Number of query heads.", at_least=1, role="shape")
-    num_query_groups: int | None = option(
-        None, "Number of key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1, role="shape"
-    )
-    kv_channels: int | None = option(
-        None, "Channels per head. Default: hidden_size / num_attention_heads.", at_least=1, role="shape"
-    )
-    vocab_size: int | None = option(None, "Vocabulary size. Default: that of the tokenizer.", at_least=1, role="shape")
-    make_vocab_size_divisible_by: int = option(
-        128,
-        "Pad the embedding rows to a multiple of this x TP. The model never sees the padding.",
-        at_least=1,
-        role="free",
-    )
-    untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer a weight of its own.", role="shape"
-    )
+    num_layers: int = option(2, role="shape", at_least=1)
+    """Number of transformer blocks."""
+    hidden_size: int = option(128, role="shape", at_least=1)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = option(None, role="shape", at_least=1)
+    """Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64."""
+    num_attention_heads: int = option(4, role="shape", at_least=1)
+    """Number of query heads."""
+    num_query_groups: int | None = option(None, role="shape", at_least=1)
+    """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
+    kv_channels: int | None = option(None, role="shape", at_least=1)
+    """Channels per head. Default: hidden_size / num_attention_heads."""
+    vocab_size: int | None = option(None, role="shape", at_least=1)
+    """Vocabulary size. Default: that of the tokenizer."""
+    make_vocab_size_divisible_by: int = option(128, role="free", at_least=1)
+    """Pad the embedding rows to a multiple of this x TP. The model never sees the padding."""
+    untie_embeddings_and_output_weights: bool = option(False, role="shape")
+    """Give the output layer a weight of its own."""
 
     position_embedding_type: str = option(
         "learned_absolute",
-        "Position embedding.",
+        role="shape",
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
-        role="shape",
     )
-    max_position_embeddings: int | None = option(
-        None, "Longest supported sequence. Default: seq_length.", at_least=1, role="shape"
-    )
-    rotary_base: float = option(
-        10000.0, "Base of the rotary frequencies (theta).", above=1, role="function", needs=ROTARY
-    )
-    rotary_percent: float = option(
-        1.0, "Fraction of a head's channels that are rotated.", above=0, at_most=1, role="function", needs=ROTARY
-    )
-    rotary_interleaved: bool = option(
-        False, "Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2).", role="function", needs=ROTARY
-    )
-    use_rope_scaling: bool = option(
-        False, "Apply Llama-3's scaling of the rotary frequencies.", role="function", needs=ROPE
-    )
-    rope_scaling_factor: float = option(
-        8.0, "Llama-3 scaling: context extension factor.", at_least=1, role="function", needs=ROPE_SCALING
-    )
-    rope_original_max_position: int = option(
-        8192, "Llama-3 scaling: original context length.", at_least=1, role="function", needs=ROPE_SCALING
-    )
-    rope_low_freq_factor: float = option(
-        1.0,
-        "Llama-3 scaling: wavelengths above original/low are divided by the factor.",
-        above=0,
-        role="function",
-        needs=ROPE_SCALING,
-    )
-    rope_high_freq_factor: float = option(
-        4.0,
-        "Llama-3 scaling: wavelengths below original/high are unchanged.",
-        above=0,
-        role="function",
-        needs=ROPE_SCALING,
-    )
-    rotary_scaling_factor: float = option(
-        1.0, "YaRN: context extension factor.", at_least=1, role="function", needs=YARN
-    )
-    yarn_original_max_position_embeddings: int | None = option(
-        None, "YaRN: original context length. Required by yarn.", at_least=1, role="function", needs=YARN
-    )
-    yarn_beta_fast: float = option(
-        32.0, "YaRN: channels with more rotations than this are unchanged.", above=0, role="function", needs=YARN
-    )
-    yarn_beta_slow: float = option(
-        1.0, "YaRN: channels with fewer rotations than this are interpolated.", above=0, role="function", needs=YARN
-    )
-    window_size: int | None = option(
-        None,
-        "Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 "
-        "means L+1.",
-        at_least=1,
-        parse=_window,
-        role="function",
-    )
+    """Position embedding."""
+    max_position_embeddings: int | None = option(None, role="shape", at_least=1)
+    """Longest supported sequence. Default: seq_length."""
+    rotary_base: float = option(10000.0, role="function", above=1, needs=ROTARY)
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = option(1.0, role="function", above=0, at_most=1, needs=ROTARY)
+    """Fraction of a head's channels that are rotated."""
+    rotary_interleaved: bool = option(False, role="function", needs=ROTARY)
+    """Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2)."""
+    use_rope_scaling: bool = option(False, role="function", needs=ROPE)
+    """Apply Llama-3's scaling of the rotary frequencies."""
+    rope_scaling_factor: float = option(8.0, role="function", at_least=1, needs=ROPE_SCALING)
+    """Llama-3 scaling: context extension factor."""
+    rope_original_max_position: int = option(8192, role="function", at_least=1, needs=ROPE_SCALING)
+    """Llama-3 scaling: original context length."""
+    rope_low_freq_factor: float = option(1.0, role="function", above=0, needs=ROPE_SCALING)
+    """Llama-3 scaling: wavelengths above original/low are divided by the factor."""
+    rope_high_freq_factor: float = option(4.0, role="function", above=0, needs=ROPE_SCALING)
+    """Llama-3 scaling: wavelengths below original/high are unchanged."""
+    rotary_scaling_factor: float = option(1.0, role="function", at_least=1, needs=YARN)
+    """YaRN: context extension factor."""
+    yarn_original_max_position_embeddings: int | None = option(None, role="function", at_least=1, needs=YARN)
+    """YaRN: original context length. Required by yarn."""
+    yarn_beta_fast: float = option(32.0, role="function", above=0, needs=YARN)
+    """YaRN: channels with more rotations than this are unchanged."""
+    yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
+    """YaRN: channels with fewer rotations than this are interpolated."""
+    window_size: int | None = option(None, role="function", at_least=1, parse=_window)
+    """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
+    L+1."""
 
-    normalization: str = option("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"), role="shape")
-    norm_epsilon: float = option(1e-5, "Epsilon added to the variance.", above=0, role="function")
-    qk_layernorm: bool = option(
-        False, "Normalize queries and keys per head, before the rotary embedding.", role="shape"
-    )
+    normalization: str = option("LayerNorm", role="shape", choices=("LayerNorm", "RMSNorm"))
+    """Normalization layer."""
+    norm_epsilon: float = option(1e-5, role="function", above=0)
+    """Epsilon added to the variance."""
+    qk_layernorm: bool = option(False, role="shape")
+    """Normalize queries and keys per head, before the rotary embedding."""
     activation: str = option(
         "gelu_tanh",
-        "Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
+        role="shape",
         choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
         aliases={
             "--swiglu": "swiglu",
             "--squared-relu": "relu2",
             "--openai-gelu": "gelu_tanh",
         },
-        role="shape",
     )
-    add_bias_linear: bool = option(
-        True, "Use biases in all linear layers.", aliases={"--disable-bias-linear": False}, role="shape"
-    )
-    add_qkv_bias: bool = option(False, "Use a bias in the QKV projection even without add_bias_linear.", role="shape")
-    hidden_dropout: float = option(
-        0.1,
-        "Dropout rate of the embeddings and of each block's two residual branches.",
-        at_least=0,
-        below=1,
-        role="schedule",
-    )
-    attention_dropout: float = option(
-        0.1, "Dropout rate of attention weights. Above 0, attention is not fused.", at_least=0, below=1, role="schedule"
-    )
-    init_method_std: float = option(
-        0.02,
-        "Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers).",
-        at_least=0,
-        role="free",
-    )
-    z_loss_coeff: float = option(
-        0.0, "Weight of PaLM's z-loss, the squared log-partition of the logits.", at_least=0, role="schedule"
-    )
+    """Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes."""
+    add_bias_linear: bool = option(True, role="shape", aliases={"--disable-bias-linear": False})
+    """Use biases in all linear layers."""
+    add_qkv_bias: bool = option(False, role="shape")
+    """Use a bias in the QKV projection even without add_bias_linear."""
+    hidden_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
+    """Dropout rate of the embeddings and of each block's two residual branches."""
+    attention_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
+    """Dropout rate of attention weights. Above 0, attention is not fused."""
+    init_method_std: float = option(0.02, role="free", at_least=0)
+    """Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers)."""
+    z_loss_coeff: float = option(0.0, role="schedule", at_least=0)
+    """Weight of PaLM's z-loss, the squared log-partition of the logits."""
 
-    num_experts: int | None = option(
-        None,
-        "Number of experts per block, in place of the MLP (mixture of experts). Default: none.",
-        at_least=2,
-        role="shape",
-    )
-    moe_router_topk: int = option(2, "Number of experts per token.", at_least=1, role="function", needs="num_experts")
-    moe_ffn_hidden_size: int | None = option(
-        None, "Hidden width of an expert. Default: that of the MLP.", at_least=1, role="shape", needs=EXPERTS
-    )
-    moe_shared_expert_intermediate_size: int | None = option(
-        None,
-        "Hidden width of a shared expert, which processes every token. Default: no shared expert.",
-        at_least=1,
-        role="shape",
-        needs=EXPERTS,
-    )
-    moe_router_pre_softmax: bool = option(
-        False,
-        "Apply the softmax over all experts before the top-k, instead of over the chosen experts.",
-        role="function",
-        needs=EXPERTS,
-    )
+    num_experts: int | None = option(None, role="shape", at_least=2)
+    """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
+    moe_router_topk: int = option(2, role="function", at_least=1, needs="num_experts")
+    """Number of experts per token."""
+    moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, needs=EXPERTS)
+    """Hidden width of an expert. Default: that of the MLP."""
+    moe_shared_expert_intermediate_size: int | None = option(None, role="shape", at_least=1, needs=EXPERTS)
+    """Hidden width of a shared expert, which processes every token. Default: no shared expert."""
+    moe_router_pre_softmax: bool = option(False, role="function", needs=EXPERTS)
+    """Apply the softmax over all experts before the top-k, instead of over the chosen experts."""
     moe_router_load_balancing_type: str = option(
-        "seq_aux_loss",
-        "Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each "
-        "micro-batch of a rank (aux_loss), which makes it depend on the layout.",
-        choices=("seq_aux_loss", "aux_loss", "none"),
-        role="schedule",
-        needs="num_experts",
+        "seq_aux_loss", role="schedule", choices=("seq_aux_loss", "aux_loss", "none"), needs="num_experts"
     )
-    moe_aux_loss_coeff: float = option(
-        0.0, "Weight of the load-balancing loss.", at_least=0, role="schedule", needs=EXPERTS
-    )
-    moe_z_loss_coeff: float | None = option(
-        None,
-        "Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0.",
-        at_least=0,
-        role="schedule",
-        needs=EXPERTS,
-    )
+    """Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each
+    micro-batch of a rank (aux_loss), which makes it depend on the layout."""
+    moe_aux_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=EXPERTS)
+    """Weight of the load-balancing loss."""
+    moe_z_loss_coeff: float | None = option(None, role="schedule", at_least=0, needs=EXPERTS)
+    """Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0."""
 
     @property
     def head_dim(self) -> int:

@@ -1,7 +1,7 @@
 """The helper that declares a dataclass field as a command-line flag.
 
-``option`` attaches help text, choices, limits and aliases to a field; flags, YAML keys, ``--help``, docs/flags.md and
-validation are derived from them.
+``option`` attaches choices, limits, aliases and more to a field, and the docstring below the field is its help text.
+Flags, YAML keys, ``--help``, docs/flags.md and validation are derived from them.
 """
 
 from __future__ import annotations
@@ -11,35 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron.config.text import format_number
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The interval that a number, or every number of a tuple, must lie in; None leaves a side open."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def hold(self, value: float) -> bool:
-        """Return True if ``value`` lies inside."""
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        bounds = (
-            ("at least", self.at_least),
-            ("above", self.above),
-            ("at most", self.at_most),
-            ("below", self.below),
-        )
-        return " and ".join(f"{words} {format_number(bound)}" for words, bound in bounds if bound is not None)
+from megatron.config.errors import format_number
 
 
 class Role(Enum):
@@ -72,67 +44,50 @@ class Need:
 
 @dataclass(frozen=True)
 class Option:
-    """The metadata of a config field besides its name, type and default."""
+    """The metadata of a config field besides its name, type, default and help text."""
 
-    help: str
     role: Role
     needs: tuple[Need, ...] = ()
     # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str, ...] = ()
     kind: str | None = None  # of plugins whose names are allowed too
     append: bool = False  # a repeated flag adds to the tuple instead of replacing it
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
-    aliases: Mapping[str, Any] | None = None
-    limits: Limits = Limits()  # allowed numbers
-    # converts the flag's text, raises ValueError; default: by type
-    parse: Callable[[str], Any] | None = None
-    example: float | None = None  # a reasonable value, for a number without a default
+    aliases: Mapping[str, Any] = field(default_factory=dict)
+    # the interval that a number, or every number of a tuple, must lie in; None leaves a side open
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
+    example: float | None = None  # suggested in place of a number that is not allowed and has no default
+
+    def allows(self, number: float) -> bool:
+        """Return True if ``number`` lies inside the limits."""
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+    @property
+    def limits(self) -> str:
+        """The limits in words; empty without any."""
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{words} {format_number(bound)}" for words, bound in bounds.items() if bound is not None)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    role: str,
-    needs: str | Need | Sequence[Need] = (),
-    choices: Sequence[str] | None = None,
-    kind: str | None = None,
-    append: bool = False,
-    aliases: Mapping[str, Any] | None = None,
-    parse: Callable[[str], Any] | None = None,
-    example: float | None = None,
-    **limits: float,
-) -> Any:
-    """Declare a dataclass field with a help text.
-
-    The flag is ``--field-name``; booleans also have ``--no-field-name``.
+def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] = (), **properties: Any) -> Any:
+    """Declare a config field. Its flag is ``--field-name``; booleans also have ``--no-field-name``.
 
     Args:
         default: value when no source sets the field.
-        help: one or two sentences.
         role: value of a :class:`Role`.
         needs: conditions without which the field has no effect; a text is a :class:`Need` whose violation is noted.
-        choices: allowed words.
-        kind: kind of plugins whose names are allowed too.
-        append: a repeated flag adds to the tuple.
-        aliases: extra flags and the constants they store.
-        parse: converts the flag's text.
-        example: suggested in place of a number that is not allowed.
-        limits: ``at_least``, ``above``, ``at_most``, ``below``.
+        properties: other attributes of :class:`Option`.
     """
-    if isinstance(needs, str):
-        needs = Need(needs)
-    record = Option(
-        help,
-        Role(role),
-        (needs,) if isinstance(needs, Need) else tuple(needs),
-        tuple(choices) if choices else None,
-        kind,
-        append,
-        aliases,
-        Limits(**limits),
-        parse,
-        example,
-    )
-    return field(default=default, metadata={"option": record})
+    conditions = (needs,) if isinstance(needs, (str, Need)) else needs
+    needed = tuple(Need(each) if isinstance(each, str) else each for each in conditions)
+    return field(default=default, metadata={"option": Option(Role(role), needed, **properties)})

@@ -6,18 +6,22 @@ line and YAML values, and spells a value as a flag for use in a fix.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import re
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from megatron.config.errors import format_number
 from megatron.config.option import Option
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
-from megatron.config.text import format_number
 
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)"}
 
@@ -57,6 +61,7 @@ class Setting:
     kind: FieldType
     default: Any
     option: Option
+    help: str  # the docstring below the field
 
     @property
     def key(self) -> str:
@@ -76,14 +81,22 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, with the names that plugins register; empty if any word is allowed."""
-        added = registered(self.option.kind) if self.option.kind else ()
-        return (*(self.option.choices or ()), *added)
+        return (*self.option.choices, *(registered(self.option.kind) if self.option.kind else ()))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The flags that take no value, with what they store."""
+        own = {self.flag: True, self.negative: False} if self.kind.scalar is bool else {}
+        return own | dict(self.option.aliases)
 
     @property
     def spellings(self) -> list[str]:
         """All flags that set this field."""
-        negative = [self.negative] if self.kind.scalar is bool else []
-        return [self.flag, *negative, *(self.option.aliases or {})]
+        return list(dict.fromkeys([self.flag, *self.constants]))
+
+    def value_in(self, config: RunConfig) -> Any:
+        """Return the value of the field in a configuration."""
+        return getattr(getattr(config, self.group), self.name)
 
     def spell(self, value: Any) -> str:
         """Return the flag, in its main spelling, that stores ``value``."""
@@ -120,7 +133,10 @@ class Setting:
                 return None if self.kind.optional else ()
             raise ValueError("needs a value")
         if self.kind.many:
-            return self._tuple([self._item(v) for v in (value if isinstance(value, (list, tuple)) else [value])])
+            items = value if isinstance(value, (list, tuple)) else [value]
+            if self.kind.scalar is str:  # in a list of texts, such as weights and prefixes, numbers need no quotes
+                items = [str(item) if type(item) in (int, float) else item for item in items]
+            return self._tuple([self._scalar(item) for item in items])
         return self._check_choice(self._scalar(value))
 
     def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
@@ -132,10 +148,6 @@ class Setting:
         if self.choices and value is not None and value not in self.choices:
             raise ValueError(f"{value!r} is not one of {', '.join(self.choices)}")
         return value
-
-    def _item(self, value: Any) -> Any:
-        """Convert one item of a tuple; in a list of texts, such as weights and prefixes, numbers need no quotes."""
-        return str(value) if self.kind.scalar is str and type(value) in (int, float) else self._scalar(value)
 
     def _scalar(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -188,15 +200,29 @@ def replace_by_flags(sentence: str) -> str:
     return re.sub(quoted + r"|(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", flag_of, sentence)
 
 
+def _help_texts(classes: Iterable[type]) -> dict[str, str]:
+    """Return the docstring below every field, which Python does not store, from the source of the classes."""
+    texts = {}
+    for module in {sys.modules[cls.__module__] for cls in classes}:
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            for statement, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                match statement, below:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                        texts[name] = " ".join(text.split())
+    return texts
+
+
 def _all_settings() -> dict[str, Setting]:
     table = {}
-    for group, cls in get_type_hints(RunConfig).items():
+    texts = _help_texts(GROUPS.values())
+    for group, cls in GROUPS.items():
         hints = get_type_hints(cls)
         for f in fields(cls):
-            table[f.name] = Setting(group, f.name, FieldType.of(hints[f.name]), f.default, f.metadata["option"])
+            kind = FieldType.of(hints[f.name])
+            table[f.name] = Setting(group, f.name, kind, f.default, f.metadata["option"], texts[f.name])
     return table
 
 
+GROUPS: dict[str, type] = get_type_hints(RunConfig)
 SETTINGS = _all_settings()
 SPELLINGS = {spelling: setting for setting in SETTINGS.values() for spelling in setting.spellings}
-GROUPS: dict[str, type] = get_type_hints(RunConfig)

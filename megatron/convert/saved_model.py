@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.compatibility import unknown_options
-from megatron.arguments.resolve import resolve
-from megatron.arguments.sources import from_dict, to_dict
+from megatron.arguments.sources import from_dict, resolve, to_dict
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, split_box

@@ -54,19 +54,9 @@ def build_blend_index(weights: ArrayLike, size: int) -> BlendIndex:
     Raises:
         DataError: for invalid weights, or when numba is needed and not installed.
     """
-    return _interleave(normalize_weights(weights), np.full(np.size(weights), size, dtype=np.int64), size)
-
-
-def build_exhaustive_index(sizes: Sequence[int]) -> BlendIndex:
-    """Build a blend of all samples of datasets of ``sizes`` samples, in proportion to size.
-
-    As `build_blend_index`, with each place given to a dataset that is not used up.
-
-    Raises:
-        DataError: when there are too many or too few datasets, or numba is needed and not installed.
-    """
-    limits = np.asarray(sizes, dtype=np.int64)
-    return _interleave(normalize_weights(sizes), limits, int(limits.sum()))
+    shares = normalize_weights(weights)
+    interleave = _interleave if size * len(shares) < COMPILE_ABOVE else _compiled()
+    return interleave(shares, size)
 
 
 def truncate_blend(index: BlendIndex, sizes: Sequence[int]) -> BlendIndex:
@@ -86,14 +76,8 @@ def count_datasets(datasets: NDArray[np.int16], k: int) -> list[int]:
     return total.tolist()
 
 
-def _interleave(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
-    """Run `_take_turns`, compiled if it has enough work to pay for the compilation."""
-    take_turns = _take_turns if total * len(weights) < COMPILE_ABOVE else _compiled()
-    return take_turns(weights, sizes, total)
-
-
-def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
-    """Fill ``total`` places from datasets of ``sizes`` samples, which must sum to at least ``total``."""
+def _interleave(weights: NDArray[np.float64], total: int) -> BlendIndex:
+    """Fill ``total`` places from datasets with normalised ``weights``."""
     datasets = np.empty(total, dtype=np.int16)
     samples = np.empty(total, dtype=np.int64)
     taken = np.zeros(len(weights), dtype=np.int64)
@@ -102,7 +86,7 @@ def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: i
         chosen, largest_lag = 0, -np.inf
         for k in range(len(weights)):
             lag = weights[k] * place - taken[k]
-            if lag > largest_lag and taken[k] < sizes[k]:
+            if lag > largest_lag:
                 chosen, largest_lag = k, lag
         datasets[i] = chosen
         samples[i] = taken[chosen]
@@ -112,12 +96,12 @@ def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: i
 
 @cache
 def _compiled() -> Any:
-    """Compile `_take_turns`, without fast math, so that sums are rounded as in Python."""
+    """Compile `_interleave`, without fast math, so that sums are rounded as in Python."""
     try:
         import numba
     except ImportError as error:
         raise DataError("numba is needed for blends of so many samples", "pip install numba") from error
-    return numba.njit("Tuple((int16[::1], int64[::1]))(float64[::1], int64[::1], int64)")(_take_turns)
+    return numba.njit("Tuple((int16[::1], int64[::1]))(float64[::1], int64)")(_interleave)
 
 
 class BlendedDataset(Dataset):

@@ -1,10 +1,9 @@
 """The interface of a data set, and what all data sets share.
 
-`Dataset` gives samples by number: sample ``i`` is the same on every rank and at every call. `MockDataset` generates
-them. `sample_digest` hashes which samples were read: each place of the stream contributes 64 bits mixed from the
-place and its sample's hash, added modulo 2**64, so that ranks can sum what each of them read in any order. A
-checkpoint stores the sum, which proves on resume that the data are the same. Splits are named ``train``; ``valid``,
-or ``valid:NAME`` for each of several validation sets; ``test``.
+`Dataset` gives samples by number; `MockDataset` generates them. `sample_digest` hashes which samples were read: each
+place of the stream contributes 64 bits mixed from the place and its sample's hash, added modulo 2**64, so that ranks
+can sum what each of them read in any order. A checkpoint stores the sum, which proves on resume that the data are the
+same. Splits are named ``train``; ``valid``, or ``valid:NAME`` for each of several validation sets; ``test``.
 """
 
 from __future__ import annotations
@@ -66,10 +65,6 @@ class Dataset(Protocol):
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
         return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
-
-    def epochs(self, samples: int) -> float:
-        """Return how often the first ``samples`` samples read the most-read source; 0.0 for generated data."""
-        return max((source.epochs for source in self.source_usage(samples)), default=0.0)
 
 
 DIGEST_BLOCK = 1 << 14  # so that intermediate arrays stay in the CPU cache

@@ -87,19 +87,17 @@ def check_vocab_size(known: TokenizerInfo | None, vocab_size: int | None, weight
         seen = f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids"
         if weights is None:
             raise DataError(seen, f"--vocab-size {known.vocab_size}")
-        raise DataError(f"{seen}: the weights in {weights} have no more entries", *_pretrained_fixes(weights))
+        seen += f": the weights in {weights} have no more entries"
+        if not weights.startswith(HUGGING_FACE_PREFIX):  # a checkpoint does not record the flags of its tokenizer
+            other_data = "data written with the tokenizer of the weights"
+            raise DataError(seen, other_data, "new weights: drop --load, --save ANOTHER")
+        model = shlex.quote(weights.removeprefix(HUGGING_FACE_PREFIX))
+        command = (
+            "python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX "
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+        )
+        raise DataError(seen, command, "new weights: drop --load")
     return size
-
-
-def _pretrained_fixes(weights: str) -> tuple[str, ...]:
-    """Return fixes for data with ids beyond the vocabulary of pretrained weights."""
-    if not weights.startswith(HUGGING_FACE_PREFIX):  # a checkpoint does not record the flags of its tokenizer
-        return ("data written with the tokenizer of the weights", "new weights: drop --load, --save ANOTHER")
-    tokenizer = (
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(weights[len(HUGGING_FACE_PREFIX) :])}"
-    )
-    command = f"python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX {tokenizer}"
-    return (command, "new weights: drop --load")
 
 
 def note_unused_entries(known: TokenizerInfo | None, vocab_size: int) -> str | None:
@@ -132,7 +130,19 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
         UserError: when the data path options are invalid.
     """
     records = {prefix: record for prefix, record in _records(data).items() if record is not None}
-    _must_agree(records)
+    for prefix, record in records.items():
+        first, other = next(iter(records.items()))
+        same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
+        if not same and not have_same_ids(first, prefix):
+            one, another = (
+                f"{r.tokenizer_type} {r.fingerprint} of {r.vocab_size:,} ids, {r.eod} at the end"
+                for r in (other, record)
+            )
+            raise DataError(
+                f"{first} was written with {one}, but {prefix} with {another}: "
+                "the same id means different text in them",
+                "write one of them again with tools/preprocess_data.py",
+            )
     named = tokenizer_from_flags(data, vocab_size) if _has_files(data) or not records else None
     if not records:
         return None if named is None else _known(TokenizerRecord.of(named), named.files)
@@ -145,7 +155,10 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
             " ".join(f"--set data.{name}=null" for name in given),
             "write the dataset again with tools/preprocess_data.py",
         )
-    return _known(record, {} if record.pad is None else _role_files(prefix), prefix)
+    folder = Path(f"{prefix}.{FILES_SUFFIX}")
+    paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
+    files = {} if record.pad is None else {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return _known(record, files, prefix)
 
 
 def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
@@ -202,23 +215,6 @@ def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     return {prefix: read_tokenizer_record(prefix, named) for prefix in dataset_prefixes(data)}
 
 
-def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
-    """Raise DataError if two datasets were written with different tokenizers."""
-    for prefix, record in records.items():
-        first, other = next(iter(records.items()))
-        same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
-        if not same and not have_same_ids(first, prefix):
-            raise DataError(
-                f"{first} was written with {_shown(other)}, but {prefix} with {_shown(record)}: "
-                "the same id means different text in them",
-                "write one of them again with tools/preprocess_data.py",
-            )
-
-
-def _shown(record: TokenizerRecord) -> str:
-    return f"{record.tokenizer_type} {record.fingerprint} of {record.vocab_size:,} ids, {record.eod} at the end"
-
-
 def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | None = None) -> TokenizerInfo:
     """Read the properties from a record; ``files`` tell whether its padding token has another role too."""
     pad = record.pad
@@ -228,9 +224,3 @@ def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | No
     ):
         pad = None
     return TokenizerInfo(record.tokenizer_type, record.vocab_size, record.eod, pad, prefix)
-
-
-def _role_files(prefix: str) -> dict[str, bytes]:
-    """Read the files beside a dataset that assign roles to special tokens, if any."""
-    paths = [Path(f"{prefix}.{FILES_SUFFIX}") / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}

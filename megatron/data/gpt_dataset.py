@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +109,7 @@ def split_ranges(split: str, sequences: int) -> list[range]:
     except ValueError as error:
         raise DataError(f"split {error}", "--split 969,30,1") from error
     ends = [round(end * float(sequences)) for end in accumulate(shares, initial=0.0)]
-    return [range(begin, end) for begin, end in zip(ends, ends[1:])]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def build_sample_order(
@@ -128,39 +128,28 @@ def build_sample_order(
         DataError: when the split has no tokens, or ``num_samples`` is None and one epoch is shorter than a sample.
     """
     tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
-    epochs = _epochs(tokens, num_samples, seq_length)
-    separate = _samples_before_last_epoch(tokens, epochs, num_samples, seq_length)
-    random = np.random.RandomState(seed)  # Megatron-LM's generator: the order depends on it
-    documents = _document_index(part, epochs, separate is not None, random)
-    samples = _sample_index(lengths, documents, (epochs * tokens - 1) // seq_length, seq_length)
-    shuffle = _shuffle_index(len(samples) - 1, separate, random)
-    return SampleOrder(documents, samples, shuffle, epochs, tokens, part, seq_length)
-
-
-def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:
-    """Return the epochs that hold the samples and the one token after them."""
     if tokens == 0 or (num_samples is None and tokens <= seq_length):
         seen = f"a part of the data with {tokens} tokens holds no sample of {seq_length} + 1"
         raise DataError(seen, "more documents, or a smaller --seq-length")
-    return 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
+    tokens_needed = 1 if num_samples is None else num_samples * seq_length + 1  # one more than the inputs: a label
+    epochs = -(-tokens_needed // tokens)
+    samples_per_epoch = (tokens - 1) // seq_length
+    samples_before_last = ((epochs - 1) * tokens - 1) // seq_length
+    separate = False  # whether the last epoch is shuffled separately
+    if num_samples is not None and epochs > 1:
+        # if only a small part of the last epoch is used, shuffling it in would displace samples of earlier epochs
+        separate = num_samples - samples_before_last < int(SEPARATE_LAST_EPOCH_BELOW * samples_per_epoch)
 
-
-def _samples_before_last_epoch(tokens: int, epochs: int, num_samples: int | None, seq_length: int) -> int | None:
-    """Return the samples of all epochs but the last if the last is shuffled separately, else None.
-
-    It is when only a small part of it is used: shuffled in, it would displace samples of earlier epochs.
-    """
-    if num_samples is None or epochs == 1:
-        return None
-    before = ((epochs - 1) * tokens - 1) // seq_length
-    per_epoch = (tokens - 1) // seq_length
-    return before if num_samples - before < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch) else None
-
-
-def _document_index(part: range, epochs: int, separate: bool, random: np.random.RandomState) -> NDArray[np.int32]:
+    random = np.random.RandomState(seed)  # Megatron-LM's generator: the order depends on it
     sequences = np.arange(part.start, part.stop)
-    runs = [np.tile(sequences, n) for n in ((epochs - 1, 1) if separate else (epochs,))]
-    return _shuffled(runs, np.int32, random)
+    repeats = (epochs - 1, 1) if separate else (epochs,)
+    documents = _shuffled([np.tile(sequences, n) for n in repeats], np.int32, random)
+    samples = _sample_index(lengths, documents, (epochs * tokens - 1) // seq_length, seq_length)
+    count = len(samples) - 1
+    cuts = (0, samples_before_last, count) if separate else (0, count)
+    places = [np.arange(begin, end) for begin, end in pairwise(cuts)]
+    shuffle = _shuffled(places, np.uint32 if count < 2**32 - 2 else np.int64, random)
+    return SampleOrder(documents, samples, shuffle, epochs, tokens, part, seq_length)
 
 
 def _sample_index(
@@ -184,12 +173,6 @@ def _sample_index(
         begin, started = int(ends[-1]), here.stop
     rows[0, 0] = 0  # if the first sequence is empty, the first sample starts in it, as in Megatron-LM
     return rows
-
-
-def _shuffle_index(samples: int, separate: int | None, random: np.random.RandomState) -> NDArray[Any]:
-    cuts = (0, samples) if separate is None else (0, separate, samples)
-    runs = [np.arange(begin, end) for begin, end in zip(cuts, cuts[1:])]
-    return _shuffled(runs, np.uint32 if samples < 2**32 - 2 else np.int64, random)
 
 
 def _shuffled(runs: Sequence[NDArray[np.int64]], dtype: DTypeLike, random: np.random.RandomState) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -73,20 +74,22 @@ class IndexCache:
             seen = _identity(path)
             found = self._read(path, about) if seen else None
             if found is None and self._is_writable:
-                self._note_changed(about)
+                contents = self._contents.get(source)
+                if contents and facts.get(FILES) not in (None, *contents):
+                    self._note(
+                        f"{source} has changed since its tables were cached in {self.folder}: they are built again"
+                    )
                 self.folder.mkdir(parents=True, exist_ok=True)
-                found = self._shared(path, about, build, seen)
+                found = self._build_once(path, about, build, seen)
             return found or build()
         except OSError as error:
             self._give_up(error)
             return build()
 
-    def _shared(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: EntryIdentity) -> Tables:
-        """Return the entry once any process has built it; if this one builds it and cannot publish, what it built.
-
-        Raises:
-            OSError: when another process built it and could not publish.
-        """
+    def _build_once(
+        self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: EntryIdentity
+    ) -> Tables:
+        """Return the entry once any process has built it; if this one builds it and cannot publish, what it built."""
         with open(f"{path}.lock", "ab") as lock:
             found = self._wait(lock, path, about, seen)
             if found is not None:
@@ -110,9 +113,8 @@ class IndexCache:
     def _wait(self, lock: IO[bytes], path: Path, about: Mapping[str, Any], seen: EntryIdentity) -> Tables | None:
         """Return the entry once another process has built it, or None if this process must build it.
 
-        It must once it holds the lock, or if the file system has no locks.
-
-        ``seen`` identifies a damaged entry that is already there.
+        It must once it holds the lock, or if the file system has no locks. ``seen`` identifies a damaged entry that is
+        already there.
 
         Raises:
             OSError: when another process held the lock and could not publish.
@@ -132,13 +134,13 @@ class IndexCache:
             if not _is_named(lock):
                 raise OSError("another process could not write to it")
             if state is LockState.ACQUIRED:
-                _remove_unfinished(path)
+                for left in path.parent.glob(f"{path.name}.*{BUILDING}"):  # of killed processes
+                    shutil.rmtree(left, ignore_errors=True)
                 return None
             if time.monotonic() - reported > WAIT_MESSAGE_SECONDS:
                 reported = time.monotonic()
-                print(
-                    f"waiting {reported - began:.0f} s for another process to build {path}", file=sys.stderr, flush=True
-                )
+                line = f"waiting {reported - began:.0f} s for another process to build {path}"
+                print(line, file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -157,14 +159,6 @@ class IndexCache:
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             self._note(f"the tables in {path} are damaged and not used: {error}")
             return None
-
-    def _note_changed(self, about: Mapping[str, Any]) -> None:
-        """Add a note if the folder holds tables of the same source, but only of other content."""
-        content, contents = about["facts"].get(FILES), self._contents.get(about["source"], ())
-        if content is not None and contents and content not in contents:
-            self._note(
-                f"{about['source']} has changed since its tables were cached in {self.folder}: they are built again"
-            )
 
     @cached_property
     def _contents(self) -> dict[str, set[str]]:
@@ -219,9 +213,8 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
             raise ValueError(f"{path.name} has another checksum")
         file.seek(0)
         npy.read_magic(file)
-        shape, fortran, dtype = npy.read_array_header_1_0(file)
-        order: Literal["F", "C"] = "F" if fortran else "C"
-        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape, order))
+        shape, _, dtype = npy.read_array_header_1_0(file)
+        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape))
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: EntryIdentity) -> None:
@@ -231,10 +224,16 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Entr
     try:
         written = {}
         for name, table in tables.items():
+            rows = np.ascontiguousarray(table)
+            header = io.BytesIO()
+            npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(rows))
+            content = rows.reshape(-1).view(np.uint8).data
+            checksum = xxhash.xxh3_64(header.getvalue())  # of the intended content, not of what the disk holds
+            checksum.update(content)
             with NewFile(folder / f"{name}.npy") as file:
-                counted = _Counted(file)
-                np.save(counted, table, allow_pickle=False)
-            written[name] = counted.size, counted.checksum.hexdigest()
+                file.write(header.getvalue())
+                file.write(content)
+            written[name] = header.tell() + content.nbytes, checksum.hexdigest()
         write_file(folder / ABOUT, json.dumps({**about, "tables": written}, indent=2).encode())
         if damaged is not None and _identity(path) == damaged:
             shutil.rmtree(path)
@@ -246,27 +245,3 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Entr
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Counted:
-    """Forwards writes and keeps their size and checksum, so that they describe the intended content.
-
-    It is no real file to numpy, which would otherwise write past Python and miss a full disk.
-    """
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-        self.size = 0
-        self.checksum = xxhash.xxh3_64()
-
-    def write(self, content: bytes) -> None:
-        """Append ``content`` to the file."""
-        self.size += len(content)
-        self.checksum.update(content)
-        self._file.write(content)
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left; only the holder of the lock may."""
-    for left in path.parent.glob(f"{path.name}.*{BUILDING}"):
-        shutil.rmtree(left, ignore_errors=True)

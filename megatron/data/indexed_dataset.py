@@ -1,8 +1,19 @@
-"""Read token files ``<prefix>.bin`` and ``<prefix>.idx`` through a memory map.
+"""Read token files ``<prefix>.bin`` and ``<prefix>.idx``, Megatron-LM's format, through a memory map.
 
-`IndexedDataset` opens a pair, checks the index against itself and against the size of ``.bin``, and returns the ids
-of any sequence without copying. The format and its writer are in `indexed_writer`. Every mapped file counts against
-the limit on open files, which `raise_open_file_limit` raises.
+``.bin`` holds the ids of all sequences back to back. ``.idx`` holds where each sequence and document starts (little-
+endian, no padding; S sequences, D + 1 document boundaries)::
+
+    9 bytes   MMIDIDX and two zero bytes
+    uint64    version, 1
+    uint8     code of the ids' type (DTYPE_CODES)
+    uint64    S
+    uint64    D + 1
+    int32     [S]      tokens of each sequence
+    int64     [S]      byte in .bin where each sequence starts
+    int64     [D + 1]  sequences before each document, from 0 to S
+
+A document is a run of sequences: usually one, none when it is empty. `IndexedDataset` checks an index against itself
+and against the size of ``.bin``. The writer is in `indexed_writer`.
 """
 
 from __future__ import annotations
@@ -10,28 +21,38 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import struct
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
-from megatron.data.indexed_writer import (
-    DTYPE_CODES,
-    INDEX_HEADER,
-    INDEX_MAGIC,
-    INDEX_VERSION,
-)
 
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
 OPEN_FILES_FIX = "ulimit -n 65536"
+ENTRIES_PER_CHECK = 1 << 20
+FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS = 4096, 64  # of .bin that a fingerprint reads; a smaller file is read whole
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit on open files to the hard limit, if the system permits."""
+    """Raise the soft limit on open files, against which mapped files count, to the hard limit, if permitted."""
     try:
         import resource
     except ImportError:
@@ -45,16 +66,6 @@ def raise_open_file_limit() -> None:
 def is_too_many_open_files(error: BaseException) -> bool:
     """Return True if a file could not be opened because too many are open."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-ENTRIES_PER_CHECK = 1 << 20
-FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS = 4096, 64  # of .bin that a fingerprint reads; a smaller file is read whole
-
-
-class _Header(NamedTuple):
-    dtype: np.dtype[Any]
-    sequences: int
-    boundaries: int
 
 
 class IndexedDataset:
@@ -72,17 +83,22 @@ class IndexedDataset:
         """
         self.prefix = str(prefix)
         index = _map(f"{self.prefix}.idx")
-        header = self._read_header(index)
-        sizes = (INDEX_HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.boundaries)
-        ends = list(accumulate(sizes))
-        self._check_index_size(len(index), ends[-1], header.sequences)
-        self.dtype = header.dtype  # type of the ids
+        self.dtype, sequences, boundaries = self._read_header(index)
+        ends = list(accumulate((INDEX_HEADER.size, 4 * sequences, 8 * sequences, 8 * boundaries)))
+        if sequences and len(index) == ends[-1] + sequences:
+            self._refuse("idx", "size", f"{len(index)} bytes, as of multimodal data", f"{ends[-1]} bytes, as of text")
+        if len(index) != ends[-1]:
+            self._refuse("idx", "size", f"{len(index)} bytes", f"{ends[-1]} bytes, as its header counts")
         self.lengths = index[ends[0] : ends[1]].view("<i4")  # int32 [S], tokens of each sequence
         self.pointers = index[ends[1] : ends[2]].view("<i8")  # int64 [S], byte where each sequence starts
         self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
         self._check_documents()
         self.num_tokens = self._check_sequences()  # of all sequences
-        self.tokens = self._map_tokens()  # ids [num_tokens], a read-only view of the file
+        ids = _map(f"{self.prefix}.bin")
+        expected = self.num_tokens * self.dtype.itemsize
+        if len(ids) != expected:
+            self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
+        self.tokens = ids.view(self.dtype)  # ids [num_tokens], a read-only view of the file
         if self.dtype.kind == "f" and not floats:
             raise DataError(
                 f"{self.prefix}.idx: the type is {self.dtype}, but token ids are whole numbers",
@@ -127,7 +143,8 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start + offset : start + end]
 
-    def _read_header(self, index: NDArray[np.uint8]) -> _Header:
+    def _read_header(self, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+        """Return the type of the ids, and the numbers of sequences and document boundaries."""
         if len(index) < INDEX_HEADER.size:
             self._refuse("idx", "size", f"{len(index)} bytes", f"a header of {INDEX_HEADER.size} bytes")
         magic, version, code, sequences, boundaries = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
@@ -140,15 +157,10 @@ class IndexedDataset:
             self._refuse("idx", "type code", code, f"one of {known}")
         if boundaries < 1:
             self._refuse("idx", "number of document boundaries", boundaries, "at least 1")
-        return _Header(DTYPE_CODES[code], sequences, boundaries)
-
-    def _check_index_size(self, seen: int, expected: int, sequences: int) -> None:
-        if sequences and seen == expected + sequences:
-            self._refuse("idx", "size", f"{seen} bytes, as of multimodal data", f"{expected} bytes, as of text")
-        if seen != expected:
-            self._refuse("idx", "size", f"{seen} bytes", f"{expected} bytes, as its header counts")
+        return DTYPE_CODES[code], sequences, boundaries
 
     def _check_documents(self) -> None:
+        """Check that the boundaries rise from 0 to the number of sequences, block by block."""
         ends = int(self.documents[0]), int(self.documents[-1])
         if ends != (0, len(self)):
             self._refuse("idx", "first and last document boundary", ends, (0, len(self)))
@@ -176,13 +188,6 @@ class IndexedDataset:
             tokens = int(starts[-1])
         return tokens
 
-    def _map_tokens(self) -> NDArray[Any]:
-        ids = _map(f"{self.prefix}.bin")
-        expected = self.num_tokens * self.dtype.itemsize
-        if len(ids) != expected:
-            self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
-        return ids.view(self.dtype)
-
     def _refuse(self, suffix: str, field: str, seen: object, expected: object) -> NoReturn:
         raise DataError(
             f"{self.prefix}.{suffix}: {field} is {seen}, expected {expected}",
@@ -198,19 +203,18 @@ def _map(path: str) -> NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"{path}: {reason}", *_remedies(path, error)) from error
+        fix = OPEN_FILES_FIX if is_too_many_open_files(error) else _path_fix(path)
+        raise DataError(f"{path}: {reason}", fix) from error
 
 
-def _remedies(path: str, error: Exception) -> list[str]:
-    """Return fixes for a file that cannot be opened."""
-    if is_too_many_open_files(error):
-        return [OPEN_FILES_FIX]
+def _path_fix(path: str) -> str:
+    """Return the fix for a file that cannot be opened."""
     prefix, suffix = os.path.splitext(path)
     for ending in (".bin", ".idx"):
         if prefix.endswith(ending):
-            return [f"give the path without {ending}: {prefix.removesuffix(ending)}"]
+            return f"give the path without {ending}: {prefix.removesuffix(ending)}"
     if os.path.isdir(prefix):
-        return [f"name a pair in that folder: {os.path.join(prefix, 'NAME')}, without .bin/.idx"]
+        return f"name a pair in that folder: {os.path.join(prefix, 'NAME')}, without .bin/.idx"
     if suffix == ".bin" and os.path.exists(f"{prefix}.idx"):
-        return ["copy both files again"]
-    return ["give the path without .bin/.idx, as tools/preprocess_data.py printed it"]
+        return "copy both files again"
+    return "give the path without .bin/.idx, as tools/preprocess_data.py printed it"

@@ -1,21 +1,8 @@
-"""Write token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte in Megatron-LM's format.
+"""Write and merge token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte in Megatron-LM's format.
 
-A pair is complete or absent, and memory does not grow with its size: ids and index tables are written to temporary
-files, synced, and renamed at the end, the index last.
-
-``.bin`` holds the ids of all sequences back to back. ``.idx`` holds where each sequence and document starts (little-
-endian, no padding; S sequences, D + 1 document boundaries)::
-
-    9 bytes   b"MMIDIDX\0\0"
-    uint64    version, 1
-    uint8     code of the ids' type (DTYPE_CODES)
-    uint64    S
-    uint64    D + 1
-    int32     [S]      tokens of each sequence
-    int64     [S]      byte in .bin where each sequence starts
-    int64     [D + 1]  sequences before each document, from 0 to S
-
-A document is a run of sequences: usually one, none when it is empty.
+The format is described in `indexed_dataset`. A pair is complete or absent, and memory does not grow with its size:
+ids and index tables are written to temporary files, synced, and renamed at the end, the index last. A merged pair is
+the one that a single preprocessing of all the text would have written.
 """
 
 from __future__ import annotations
@@ -25,44 +12,39 @@ import os
 import secrets
 import shlex
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX
+from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
+from megatron.data.tokenizers.tokenizer import (
+    FILES_SUFFIX,
+    RECORD_SUFFIX,
+    TokenizerRecord,
+    have_same_ids,
+    read_tokenizer_record,
+)
 
-INDEX_MAGIC = b"MMIDIDX\x00\x00"
-INDEX_VERSION = 1
-INDEX_HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
 MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens of a sequence
+COPY_BYTES = 8 << 20
+TABLE_BLOCK = 1 << 20  # table entries in memory at once
+INDEX_ENTRY_BYTES = 20  # index entry of a document of one sequence: length, pointer and boundary
+DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)  # of a dataset's files and folder, ``<prefix>.<suffix>``
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the type in which Megatron-LM's preprocessing stores the ids of a vocabulary of that size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
-COPY_BYTES = 8 << 20
-TABLE_BLOCK = 1 << 20  # table entries in memory at once
 
 
 class IndexedDatasetWriter:
@@ -83,7 +65,6 @@ class IndexedDatasetWriter:
         if self._dtype not in DTYPE_CODES.values():
             raise DataError(f"{self._prefix}: the format has no {self._dtype}", "uint16 | int32")
         self._extra_files: dict[str, bytes] = {}
-        self._unwanted: list[str] = []
         self._sequences = 0
         self._sequences_of_documents = 0
         self._published = False
@@ -102,7 +83,7 @@ class IndexedDatasetWriter:
             # the index tables grow in unnamed files, which vanish with the process
             self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
-            self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "xb"))
+            self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "xb"))
             with suppress(OSError):  # where files cannot be locked, leftovers are never removed
                 try_lock(self._bin)
             self._open = files.pop_all()
@@ -116,10 +97,7 @@ class IndexedDatasetWriter:
             DataError: when an id does not fit the file's type, or the sequence is too long for the format.
         """
         ids = np.asarray(tokens)
-        if ids.size > MAX_SEQUENCE_LENGTH:
-            self._too_long(ids.size)
-        self._write_ids(ids)
-        self._add_lengths(np.array([ids.size]))
+        self._add_sequences(ids, np.array([ids.size]))
 
     def end_document(self) -> None:
         """End the current document; it is empty if no sequence was added."""
@@ -128,73 +106,52 @@ class IndexedDatasetWriter:
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence of ids ``[n]``, or an empty one when ``n`` is 0."""
         ids = np.asarray(tokens)
-        if ids.size:
-            self.add_sequence(ids)
-        self.end_document()
+        self.add_documents(ids, np.array([ids.size]))
 
     def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
         """Append ``n`` documents: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
-
-        The files are the same as after ``n`` calls of `add_document`.
 
         Raises:
             DataError: when an id does not fit the file's type, or a document is too long for the format.
             ValueError: when the lengths are negative or do not sum to ``total``.
         """
-        lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.size and lengths.min() < 0:
             raise ValueError(f"{self._prefix}: a document of {lengths.min()} tokens")
-        if lengths.size and lengths.max() > MAX_SEQUENCE_LENGTH:
-            self._too_long(int(lengths.max()))
-        if int(lengths.sum()) != ids.size:
-            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {ids.size} ids")
-        self._write_ids(ids)
-        has_tokens = lengths > 0
-        self._add_boundaries(self._sequences + np.cumsum(has_tokens))
-        self._add_lengths(lengths[has_tokens])
+        before = self._sequences
+        self._add_sequences(ids, lengths[lengths > 0])
+        self._add_boundaries(before + np.cumsum(lengths > 0))
 
-    def add_pair(
-        self,
-        bin_path: str | Path,
-        lengths: NDArray[np.int32],
-        boundaries: NDArray[np.int64],
-        report: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def add_pair(self, data: IndexedDataset, report: Callable[[int], None] = lambda _: None) -> None:
         """Append all documents of another pair of the same id type, copying its bytes.
 
-        Args:
-            bin_path: its ids.
-            lengths: ``[S]`` tokens of each sequence.
-            boundaries: ``[D + 1]`` sequences before each document, and in all.
-            report: called with the size in bytes of every block copied.
+        ``report`` is called with the size in bytes of every block copied.
 
         Raises:
-            DataError: when the file does not match the tables.
+            DataError: when the file has changed since it was opened.
         """
-        for first in range(1, len(boundaries), TABLE_BLOCK):
-            self._add_boundaries(boundaries[first : first + TABLE_BLOCK] + self._sequences)
-        tokens_before = self.num_tokens
-        for first in range(0, len(lengths), TABLE_BLOCK):
-            self._add_lengths(lengths[first : first + TABLE_BLOCK])
-            self.num_tokens += int(lengths[first : first + TABLE_BLOCK].sum(dtype=np.int64))
-        expected = (self.num_tokens - tokens_before) * self._dtype.itemsize
-        copied = self._copy(bin_path, report)
-        if copied != expected:
+        for first in range(1, len(data.documents), TABLE_BLOCK):
+            self._add_boundaries(data.documents[first : first + TABLE_BLOCK] + self._sequences)
+        for first in range(0, len(data), TABLE_BLOCK):
+            self._add_lengths(data.lengths[first : first + TABLE_BLOCK])
+        copied = 0
+        with open(f"{data.prefix}.bin", "rb") as source:
+            while block := source.read(COPY_BYTES):
+                self._bin.write(block)
+                copied += len(block)
+                report(len(block))
+        if copied != data.tokens.nbytes:
             raise DataError(
-                f"{bin_path}: {copied} bytes were read, expected {expected}",
+                f"{data.prefix}.bin: {copied} bytes were read, expected {data.tokens.nbytes}",
                 "merge again after all writers have finished",
             )
 
     def add_file(self, suffix: str, content: bytes) -> None:
         """Add a small file ``<prefix>.<suffix>`` that is published together with the pair.
 
-        ``suffix`` may be ``folder/name``; other files in such a folder are removed.
+        ``suffix`` may be ``folder/name``; other files in such a folder are removed. The tokenizer record and files of
+        an older pair are removed too if none are added.
         """
         self._extra_files[suffix] = content
-
-    def remove_on_publish(self, suffix: str) -> None:
-        """Remove an older dataset's ``<prefix>.<suffix>`` at publication, unless it was added to this one."""
-        self._unwanted.append(suffix)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -204,73 +161,87 @@ class IndexedDatasetWriter:
                 publish_all([self])
         finally:
             for suffix in ("bin", "idx", *self._extra_files):
-                Path(self._part(suffix)).unlink(missing_ok=True)
+                self._temporary(suffix).unlink(missing_ok=True)
             for folder in self._folders():
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()
             self._open.close()  # last, because on a full disk it raises again
 
     def _prepare(self) -> None:
-        """Write and fsync everything, so that only renames are left."""
+        """Write and sync everything, so that only renames are left."""
         if self._sequences != self._sequences_of_documents:
             raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
-        self._check_targets()
-        sync_file(self._bin)
-        for folder in self._folders():
-            folder.mkdir(exist_ok=True)
-        for suffix, content in self._extra_files.items():
-            write_file(Path(self._part(suffix)), content)
-        with open(self._part("idx"), "wb") as file:
-            self._write_index(file)
-            sync_file(file)
-
-    def _check_targets(self) -> None:
-        """Refuse folders in the place of files, while an older pair is still intact."""
-        targets = [Path(f"{self._prefix}.{suffix}") for suffix in ("bin", "idx", *self._extra_files)]
+        targets = [self._path(suffix) for suffix in ("bin", "idx", *self._extra_files)]
         targets += [path for folder in self._folders() if folder.is_dir() for path in folder.iterdir()]
         for path in targets:
             if path.is_dir():
                 raise DataError(
                     f"{path} is a folder, but a file must be written there", f"rm -r {shlex.quote(str(path))}"
                 )
-
-    def _name_ids(self) -> None:
-        """Rename everything but the index."""
-        self._remove_unwanted()
-        for suffix in ("bin", *self._extra_files):
-            os.rename(self._part(suffix), f"{self._prefix}.{suffix}")
+        sync_file(self._bin)
         for folder in self._folders():
-            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._extra_files}:
-                old.unlink()
-            sync_folder(folder)
+            folder.mkdir(exist_ok=True)
+        for suffix, content in self._extra_files.items():
+            write_file(self._temporary(suffix), content)
+        with open(self._temporary("idx"), "wb") as file:
+            self._write_index(file)
+            sync_file(file)
 
-    def _name_index(self) -> None:
-        durable_rename(Path(self._part("idx")), Path(f"{self._prefix}.idx"))
-        self._published = True
+    def _write_index(self, file: IO[bytes]) -> None:
+        code = next(code for code, dtype in DTYPE_CODES.items() if dtype == self._dtype)
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, code, self._sequences, self.num_documents + 1))
+        self._lengths.seek(0)
+        shutil.copyfileobj(self._lengths, file)
+        self._lengths.seek(0)
+        start = 0
+        while block := self._lengths.read(4 * TABLE_BLOCK):
+            ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self._dtype.itemsize
+            file.write(np.append(np.int64(start), ends[:-1]).astype("<i8").data)
+            start = int(ends[-1])
+        self._boundaries.seek(0)
+        shutil.copyfileobj(self._boundaries, file)
 
-    def _remove_unwanted(self) -> None:
-        for suffix in self._unwanted:
-            path = Path(f"{self._prefix}.{suffix}")
-            if suffix in self._extra_files or path in self._folders():
+    def _publish_all_but_index(self) -> None:
+        """Rename the ids and the added files; remove the tokenizer record and files of an older pair."""
+        for path in (self._path(RECORD_SUFFIX), self._path(FILES_SUFFIX)):
+            if path in self._folders() or path in map(self._path, self._extra_files):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for suffix in ("bin", *self._extra_files):
+            os.rename(self._temporary(suffix), self._path(suffix))
+        for folder in self._folders():
+            for old in {*folder.iterdir()} - {*map(self._path, self._extra_files)}:
+                old.unlink()
+            sync_folder(folder)
+
+    def _publish_index(self) -> None:
+        durable_rename(self._temporary("idx"), self._path("idx"))
+        self._published = True
+
+    def _path(self, suffix: str) -> Path:
+        return Path(f"{self._prefix}.{suffix}")
+
+    def _temporary(self, suffix: str) -> Path:
+        return Path(f"{self._prefix}.{suffix}.{self._unique}.part")
 
     def _folders(self) -> set[Path]:
         """Return the folders of the added files."""
-        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._extra_files if "/" in suffix}
+        return {self._path(suffix).parent for suffix in self._extra_files if "/" in suffix}
 
-    def _part(self, suffix: str) -> str:
-        """Return the temporary name of a file."""
-        return f"{self._prefix}.{suffix}.{self._unique}.part"
-
-    def _write_ids(self, ids: NDArray[Any]) -> None:
+    def _add_sequences(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
+        """Append ``ids [total]`` as sequences of ``lengths [n]`` tokens."""
+        if lengths.size and lengths.max() > MAX_SEQUENCE_LENGTH:
+            seen = f"{self._prefix}: a sequence of {lengths.max()} tokens; at most {MAX_SEQUENCE_LENGTH}"
+            raise DataError(seen, "cut the document")
+        if lengths.sum(dtype=np.int64) != ids.size:
+            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {ids.size} ids")
         if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
             self._check_values(ids)
         self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
-        self.num_tokens += ids.size
+        self._add_lengths(lengths)
 
     def _check_values(self, ids: NDArray[Any]) -> None:
         """Refuse values that the file's type cannot hold exactly."""
@@ -286,14 +257,10 @@ class IndexedDatasetWriter:
             if not info.min <= value <= info.max or ids.dtype.kind not in "iu":
                 raise DataError(f"{self._prefix}: id {value} does not fit {self._dtype} ({info.min}..{info.max})")
 
-    def _too_long(self, tokens: int) -> NoReturn:
-        raise DataError(
-            f"{self._prefix}: a sequence of {tokens} tokens; at most {MAX_SEQUENCE_LENGTH}", "cut the document"
-        )
-
     def _add_lengths(self, lengths: NDArray[np.integer[Any]]) -> None:
         self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._sequences += len(lengths)
+        self.num_tokens += int(lengths.sum(dtype=np.int64))
 
     def _add_boundaries(self, boundaries: NDArray[np.integer[Any]]) -> None:
         """Append ``boundaries [n]``: sequences before the end of each of ``n`` documents."""
@@ -301,29 +268,6 @@ class IndexedDatasetWriter:
         self.num_documents += len(boundaries)
         if len(boundaries):
             self._sequences_of_documents = int(boundaries[-1])
-
-    def _copy(self, path: str | Path, report: Callable[[int], None]) -> int:
-        copied = 0
-        with open(path, "rb") as source:
-            while block := source.read(COPY_BYTES):
-                self._bin.write(block)
-                copied += len(block)
-                report(len(block))
-        return copied
-
-    def _write_index(self, file: IO[bytes]) -> None:
-        code = next(code for code, dtype in DTYPE_CODES.items() if dtype == self._dtype)
-        file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, code, self._sequences, self.num_documents + 1))
-        self._lengths.seek(0)
-        shutil.copyfileobj(self._lengths, file)
-        self._lengths.seek(0)
-        start = 0
-        while block := self._lengths.read(4 * TABLE_BLOCK):
-            ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self._dtype.itemsize
-            file.write(np.append(np.int64(start), ends[:-1]).astype("<i8").data)
-            start = int(ends[-1])
-        self._boundaries.seek(0)
-        shutil.copyfileobj(self._boundaries, file)
 
 
 def publish_all(writers: Sequence[IndexedDatasetWriter]) -> None:
@@ -340,11 +284,11 @@ def publish_all(writers: Sequence[IndexedDatasetWriter]) -> None:
     for writer in writers:
         writer._prepare()
     for writer in writers:
-        Path(f"{writer._prefix}.idx").unlink(missing_ok=True)  # an older index must not outlive its ids
+        writer._path("idx").unlink(missing_ok=True)  # an older index must not outlive its ids
     for writer in writers:
-        writer._name_ids()
+        writer._publish_all_but_index()
     for writer in writers:
-        writer._name_index()
+        writer._publish_index()
 
 
 def remove_unfinished_files(prefix: str | Path) -> list[Path]:
@@ -364,19 +308,169 @@ def remove_unfinished_files(prefix: str | Path) -> list[Path]:
     return removed
 
 
-DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)
-"""Suffixes of a dataset's files and folder: ``<prefix>.<suffix>``."""
-
-
 def check_not_existing(prefixes: Iterable[str], overwrite: bool) -> None:
     """Refuse prefixes that already have files, unless ``overwrite``.
 
     Raises:
         DataError: naming an existing file.
     """
-    found = [
-        path for prefix in prefixes for suffix in DATASET_SUFFIXES if os.path.lexists(path := f"{prefix}.{suffix}")
-    ]
+    paths = [f"{prefix}.{suffix}" for prefix in prefixes for suffix in DATASET_SUFFIXES]
+    found = [path for path in paths if os.path.lexists(path)]
     if found and not overwrite:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise DataError(f"{found[0]} is there already{more}", "--overwrite", "another --output-prefix")
+
+
+@dataclass(frozen=True)
+class MergeInput:
+    """One pair to merge."""
+
+    prefix: str
+    dtype: np.dtype[Any]
+    documents: int
+    sequences: int
+    tokens: int
+    record: TokenizerRecord | None
+
+    @classmethod
+    def of(cls, prefix: str) -> MergeInput:
+        """Open a pair, check everything but its ids, and close it again: thousands may be merged.
+
+        Raises:
+            DataError: when the pair or its record is missing or damaged.
+        """
+        data = IndexedDataset(prefix, floats=True)
+        record = read_tokenizer_record(prefix)
+        return cls(prefix, data.dtype, len(data.documents) - 1, len(data), data.num_tokens, record)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of ``.bin``."""
+        return self.tokens * self.dtype.itemsize
+
+
+def find_prefixes(inputs: Sequence[str]) -> list[str]:
+    """Return the pairs to merge: of a folder all pairs in it, by name; anything else is itself a prefix.
+
+    Raises:
+        DataError: when a folder holds no pair or an unfinished one, or a pair is named twice.
+    """
+    prefixes: dict[str, str] = {}
+    for path in inputs:
+        for prefix in _prefixes_in(Path(path)) if _is_folder(path) else [path]:
+            ids = os.path.realpath(f"{prefix}.bin")
+            if ids in prefixes:
+                raise DataError(
+                    f"{prefix} is named twice, also as {prefixes[ids]}; to read a corpus more often, give it a weight",
+                    f"pretrain_gpt.py --data-path 2 {prefix} 1 OTHER",
+                )
+            prefixes[ids] = prefix
+    return list(prefixes.values())
+
+
+def _is_folder(path: str) -> bool:
+    """Return True for a folder of pairs. Megatron-LM's cache folder has the name of its pair, which then is meant."""
+    return os.path.isdir(path) and not os.path.isfile(f"{path}.idx")
+
+
+def _prefixes_in(folder: Path) -> list[str]:
+    names = sorted(os.listdir(folder))
+    unfinished = [name for name in names if name.endswith(".part")]
+    if unfinished:
+        raise DataError(
+            f"{folder / unfinished[0]}: another process is writing it, or was killed while writing",
+            f"wait | rm {shlex.quote(str(folder))}/*.part",
+        )
+    prefixes = sorted({stem for stem, suffix in map(os.path.splitext, names) if suffix in (".bin", ".idx")})
+    if not prefixes:
+        raise DataError(f"{folder} holds no .bin and .idx", "--input FOLDER_OF_PAIRS | --input PREFIX PREFIX ...")
+    return [str(folder / prefix) for prefix in prefixes]
+
+
+def check_compatible(parts: Sequence[MergeInput]) -> None:
+    """Check that ids mean the same in all parts.
+
+    Raises:
+        DataError: when two have different types or tokenizers; it names both.
+    """
+    for a, b in pairwise(parts):
+        if a.dtype != b.dtype:
+            raise DataError(
+                f"{a.prefix} holds {a.dtype}, {b.prefix} {b.dtype}: one pair has one type",
+                "preprocess both with the same tokenizer",
+                f"leave them apart: pretrain_gpt.py --data-path {a.prefix} {b.prefix}",
+            )
+    known = [part for part in parts if part.record is not None]
+    for part in parts if known else ():
+        if part.record is None:
+            recorded, unrecorded = f"{known[0].prefix}.{RECORD_SUFFIX}", f"{part.prefix}.{RECORD_SUFFIX}"
+            raise DataError(
+                f"{recorded} names the tokenizer of {known[0].prefix}, but {part.prefix} has no such record",
+                f"if it was the same one: cp {shlex.quote(recorded)} {shlex.quote(unrecorded)}",
+            )
+    for a, b in pairwise(known):
+        first, second = vars(a.record), vars(b.record)
+        later_fields = ("pad", "special_ids", "settings")  # older records lack them
+        both_have_later_fields = None not in (first["special_ids"], second["special_ids"])
+        for name in ("pad", "special_ids") if have_same_ids(a.prefix, b.prefix) else first:
+            if first[name] != second[name] and (name not in later_fields or both_have_later_fields):
+                raise DataError(
+                    f"{a.prefix} and {b.prefix} were written with different tokenizers: "
+                    f"{name} is {first[name]!s:.60} and {second[name]!s:.60}",
+                    "preprocess both with the same tokenizer",
+                )
+
+
+def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str) -> None:
+    """Check that the merged pair can be written beside its parts.
+
+    Raises:
+        DataError: when it is one of them, or would be one in the next merge, or the disk has too little space.
+    """
+    if not os.path.basename(output):
+        raise DataError(f"--output-prefix {output} is a folder", f"--output-prefix {output}merged")
+    folder = os.path.realpath(os.path.dirname(output) or ".")
+    for part in parts:
+        if os.path.realpath(f"{output}.bin") == os.path.realpath(f"{part.prefix}.bin"):
+            raise DataError(f"--output-prefix {output} is one of the pairs to merge", "another --output-prefix")
+    for path in inputs:
+        if _is_folder(path) and os.path.realpath(path) == folder:
+            raise DataError(
+                f"--output-prefix {output} lies in {path}, whose pairs are merged: the next merge would include it",
+                f"--output-prefix {os.path.join(os.path.dirname(folder), os.path.basename(output))}",
+            )
+    os.makedirs(folder, exist_ok=True)
+    needed = sum(part.num_bytes + 2 * INDEX_ENTRY_BYTES * max(part.sequences, part.documents) for part in parts)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(f"{needed:,} bytes are needed in {folder}, which has {free:,} free", "another --output-prefix")
+
+
+def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[int], None] = lambda _: None) -> None:
+    """Write the pair ``output``, with the tokenizer record and files of the part with the most complete record.
+
+    Args:
+        parts: pairs that passed `check_compatible`.
+        output: prefix of the two files.
+        report: called with the size in bytes of every block copied.
+
+    Raises:
+        DataError: when a part has changed since it was checked.
+        OSError: when the disk refuses; nothing is left behind then.
+    """
+    remove_unfinished_files(output)
+    with IndexedDatasetWriter(output, parts[0].dtype) as writer:
+        for part in parts:
+            data = IndexedDataset(part.prefix, floats=True)
+            if (data.dtype, data.num_tokens, len(data)) != (part.dtype, part.tokens, part.sequences):
+                raise DataError(
+                    f"{part.prefix} has changed since the merge began", "merge again after all writers have finished"
+                )
+            writer.add_pair(data, report)
+        recorded = [(part.record, part.prefix) for part in parts if part.record is not None]
+        if recorded:
+            _, prefix = max(recorded, key=lambda pair: (pair[0].special_ids is not None, pair[0].parses_special_tokens))
+            writer.add_file(RECORD_SUFFIX, Path(f"{prefix}.{RECORD_SUFFIX}").read_bytes())
+            for path in sorted(Path(f"{prefix}.{FILES_SUFFIX}").glob("*")):
+                if path.is_file():
+                    writer.add_file(f"{FILES_SUFFIX}/{path.name}", path.read_bytes())

@@ -35,9 +35,7 @@ class ValueCounts:
         else:
             values, counts = np.unique(numbers.astype(np.int64), return_counts=True)
         self.values, place = np.unique(np.concatenate((self.values, values)), return_inverse=True)
-        old, self.counts = self.counts, np.zeros(len(self.values), dtype=np.int64)
-        self.counts[place[: len(old)]] += old
-        self.counts[place[len(old) :]] += counts
+        self.counts = np.bincount(place, np.concatenate((self.counts, counts))).astype(np.int64)
 
     @property
     def total(self) -> int:
@@ -138,15 +136,10 @@ def check_ids(
             wrong += len(places)
             first = first or f"{block[places[0]]} is {describe_position(data, start + int(places[0]))}"
         report(block.nbytes)
-    return IdCheck(ids, wrong, first, None if eod is None else _count_ended(data, eod))
-
-
-def _count_ended(data: IndexedDataset, eod: int) -> int:
-    count = 0
-    for bounds in document_bounds(data):
-        ends = bounds[1:][np.diff(bounds) > 0]
-        count += int((data.tokens[ends - 1] == eod).sum())
-    return count
+    if eod is None:
+        return IdCheck(ids, wrong, first, None)
+    ends = (bounds[1:][np.diff(bounds) > 0] for bounds in document_bounds(data))
+    return IdCheck(ids, wrong, first, sum(int((data.tokens[end - 1] == eod).sum()) for end in ends))
 
 
 def describe_position(data: IndexedDataset, token: int) -> str:
@@ -170,15 +163,12 @@ class DocumentSample:
 def sample_documents(data: IndexedDataset, n: int, tokenizer: Tokenizer | None) -> list[DocumentSample]:
     """Return ``n`` evenly spaced documents from the first to the last; all if there are no more."""
     documents = len(data.documents) - 1
-    chosen = sorted({*np.linspace(0, documents - 1, min(n, documents)).astype(np.int64).tolist()})
-    return [_sample_of(data, document, tokenizer) for document in chosen]
-
-
-def _sample_of(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> DocumentSample:
-    first, last = data.documents[document : document + 2].tolist()
-    tokens = int(data.lengths[first:last].sum(dtype=np.int64))
-    start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0
-    ids = data.tokens[start : start + min(tokens, SAMPLE_TOKENS)].tolist()
-    if tokenizer is None or not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids):
-        return DocumentSample(document, tokens, ids, None)
-    return DocumentSample(document, tokens, ids, tokenizer.decode(ids))
+    samples = []
+    for document in sorted({*np.linspace(0, documents - 1, min(n, documents)).astype(np.int64).tolist()}):
+        first, last = data.documents[document : document + 2].tolist()
+        tokens = int(data.lengths[first:last].sum(dtype=np.int64))
+        start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0
+        ids = data.tokens[start : start + min(tokens, SAMPLE_TOKENS)].tolist()
+        known = tokenizer is not None and all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids)
+        samples.append(DocumentSample(document, tokens, ids, tokenizer.decode(ids) if tokenizer and known else None))
+    return samples

@@ -3,13 +3,16 @@
 Every rank reads its own samples from memory-mapped files; nothing is broadcast. The samples of a step are a function
 of the samples consumed before it (`rank_micro_batches`), so there is no loader state to restore on resume.
 `build_data` builds the splits; `DataSource.micro_batch` reads samples, applies the masks and returns a `MicroBatch`.
+
+Shapes: b samples of s tokens. The order of masking is Megatron-LM's: documents and positions are computed from the
+tokens as stored, padding ids are replaced last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +33,13 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
-from megatron.data.masks import MaskBuilder, document_boundaries
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.distributed.micro_batch import MicroBatch
+
+PAD_REPLACEMENT = 0  # replaces the padding id in tokens and labels
 
 
 def rank_micro_batches(
@@ -72,6 +76,79 @@ def rank_micro_batches(
     return [range(min(start, end), min(start + micro_batch, end)) for start in starts]
 
 
+class BatchArrays(NamedTuple):
+    """A micro-batch as arrays."""
+
+    tokens: NDArray[np.int64]  # int64 [b, s], the model's inputs
+    labels: NDArray[np.int64]  # int64 [b, s], the next token at each position
+    loss_mask: NDArray[np.float32]  # float32 [b, s], 1 where a label counts, else 0
+    positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
+    documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
+
+
+@dataclass(frozen=True)
+class MaskBuilder:
+    """Which masks a run derives from the special ids in its samples."""
+
+    eod: int | None = None  # the id that ends a document; None if no mask needs it
+    pad: int | None = None  # the padding id; None if there is none, or if it has another meaning too
+    reset_positions: bool = False  # restart positions in every document
+    reset_attention: bool = False  # no attention across documents
+    mask_eod_loss: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
+
+    def __post_init__(self) -> None:
+        if self.eod is None and (self.reset_positions or self.reset_attention or self.mask_eod_loss):
+            raise ValueError("document masks need the end-of-document id")
+
+    def describe(self) -> str | None:
+        """Describe the document options for the run's summary; None if none is on."""
+        effects = (
+            (self.reset_attention, "no attention across documents"),
+            (self.reset_positions, "positions restart in each"),
+            (self.mask_eod_loss, "no loss on the first token of each"),
+        )
+        active = [text for flag, text in effects if flag]
+        return f"end with id {self.eod}: {', '.join(active)}" if active else None
+
+    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
+        """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
+        loss_mask = np.ones(tokens.shape, dtype=np.float32)
+        positions = documents = None
+        if self.eod is not None:
+            positions = document_positions(tokens, self.eod) if self.reset_positions else None
+            documents = document_ids(tokens, self.eod) if self.reset_attention else None
+            loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
+        if self.pad is not None:
+            loss_mask[labels == self.pad] = 0.0
+            tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
+        return BatchArrays(tokens, labels, loss_mask, positions, documents)
+
+
+def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
+    """Return how many documents end before each of ``tokens [b, s]``; ``eod`` is part of the document it ends."""
+    ended = np.zeros(tokens.shape, dtype=np.int64)
+    np.cumsum(tokens[:, :-1] == eod, axis=1, out=ended[:, 1:])
+    return ended
+
+
+def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return where each run of equal ids starts in the flattened ``documents [b, s]``, then the total size.
+
+    These are the cumulative sequence lengths that variable-length attention kernels take.
+    """
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    np.not_equal(documents[:, 1:], documents[:, :-1], out=begins[:, 1:])
+    return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
+
+
+def document_positions(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
+    """Return the position of each of ``tokens [b, s]`` in its document, or in the part of it inside the sample."""
+    places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
+    starts = np.zeros(tokens.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(tokens[:, :-1] == eod, places[:, 1:], 0)
+    return places - np.maximum.accumulate(starts, axis=1)
+
+
 MAX_SUMMARY_SOURCES = 10
 MAX_USEFUL_EPOCHS = 4  # up to here repeated text is almost as good as new text (Muennighoff et al., arXiv 2305.16264)
 
@@ -94,22 +171,23 @@ class DataSource:
 
     def summary(self) -> list[str]:
         """Return the lines of the run's summary: each split's samples and sources, then notes."""
-        lines = [line for name, count in self.used.items() for line in self._summary_of(name, count)]
+        lines = []
+        for name, count in self.used.items():
+            dataset = self.datasets[name]
+            title = f"{split_heading(name)}{count:,} samples"
+            usage = sorted(dataset.source_usage(count), key=lambda source: -source.tokens)
+            if len(usage) <= 1:
+                lines.append(f"{title}, {dataset.describe(count * self.seq_length)}")
+                continue
+            lines.append(f"{title} of {len(usage)} sources")
+            lines += [f"{'':<13}{source}" for source in usage[:MAX_SUMMARY_SOURCES]]
+            rest = usage[MAX_SUMMARY_SOURCES:]
+            if rest:
+                lines.append(f"{'':<13}{sum(source.tokens for source in rest):,} tokens of {len(rest)} others")
         documents = self.masks.describe()
         if documents:
             lines.append(f"{'documents':<11}{documents}")
         return lines + [f"{'note':<11}{note}" for note in self.notes]
-
-    def _summary_of(self, name: str, count: int) -> list[str]:
-        """Describe a split in one line; with several sources, in a line for each of the most-read ones."""
-        title, dataset = f"{split_heading(name)}{count:,} samples", self.datasets[name]
-        usage = sorted(dataset.source_usage(count), key=lambda source: -source.tokens)
-        if len(usage) <= 1:
-            return [f"{title}, {dataset.describe(count * self.seq_length)}"]
-        lines, rest = list(map(str, usage[:MAX_SUMMARY_SOURCES])), usage[MAX_SUMMARY_SOURCES:]
-        if rest:
-            lines.append(f"{sum(source.tokens for source in rest):,} tokens of {len(rest)} others")
-        return [f"{title} of {len(usage)} sources", *(f"{'':<13}{line}" for line in lines)]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -143,17 +221,10 @@ class DataSource:
     def rank_places(
         self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int
     ) -> list[range]:
-        """Return the places of this data-parallel rank's micro-batches in a global batch.
+        """Return the places of this rank's micro-batches in a global batch, as `rank_micro_batches`.
 
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
         and their losses can be compared (Megatron-LM advances through the validation data).
-
-        Args:
-            split: its name.
-            consumed_samples: first place of the global batch.
-            global_batch: samples in it.
-            dp_rank: this rank's data-parallel index.
-            dp_size: number of data-parallel ranks.
 
         Raises:
             DataError: when the split has no such samples.
@@ -170,7 +241,7 @@ class DataSource:
         Raises:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
-        self._dataset(split, places)
+        dataset = self._dataset(split, places)
         import torch  # here, so that tools that only build the index do not wait for the import
 
         from megatron.distributed.micro_batch import MicroBatch
@@ -183,7 +254,7 @@ class DataSource:
 
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
-        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in ids)))
+        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
         return MicroBatch(
@@ -208,12 +279,12 @@ class DataSource:
             raise DataError(f"{split_label(split)} sample {outside} is out of range: this run has {len(dataset)}")
         return dataset
 
-    def _sample(self, split: str, i: int) -> Sample:
+    def _sample(self, split: str, dataset: Dataset, i: int) -> Sample:
         """Return sample ``i`` after checking its ids: others would crash the embedding or read vocabulary padding."""
-        sample = self.datasets[split][i]
+        sample = dataset[i]
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
-            source = find_source(self.datasets[split], i)
+            source = find_source(dataset, i)
             raise DataError(
                 f"{split_label(split)} sample {i} holds id {low if low < 0 else high}, "
                 f"but the vocabulary has ids 0..{self.vocab_size - 1}" + (f"; it is from {source}" if source else ""),
@@ -240,12 +311,6 @@ def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, 
     return {"train": train, "valid": evaluations * evaluation, "test": evaluation}
 
 
-def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
-    """Return the samples per kind of split that the run reads; every evaluation reads the same ones."""
-    evaluation = training.eval_iters * full_global_batch_size(training, dp_size)
-    return {"train": final_consumed_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
-
-
 def split_sample_counts(
     data: DataConfig,
     training: TrainingConfig,
@@ -254,9 +319,15 @@ def split_sample_counts(
     splits: Sequence[str] | None = None,
 ) -> dict[str, int]:
     """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
-    requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
-    names = split_names(data, training.eval_iters > 0) if splits is None else splits
-    return {name: used[split_kind(name)] for name in names if requested[split_kind(name)] > 0}
+    evaluation = training.eval_iters * full_global_batch_size(training, dp_size)  # every evaluation reads the same
+    used = {"train": final_consumed_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
+    requested = requested_samples(training, dp_size, begin)
+    if splits is None:
+        has = SPLITS if data.mock_data else tuple(data_sources(data))
+        needs = ("train", "valid") if training.eval_iters else ("train",)
+        missing = [kind for kind in needs if kind not in map(split_kind, has)]
+        splits = sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
+    return {name: used[split_kind(name)] for name in splits if requested[split_kind(name)] > 0}
 
 
 def build_data(
@@ -291,44 +362,38 @@ def build_data(
     frozen = {name: tuple(counts) for name, counts in (segments or {}).items()}
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
-    builders, notes = (
-        (mock_segment_builders(training, vocab_size), [])
-        if data.mock_data
-        else file_segment_builders(data, used, training, cache)
-    )
+    build_notes: list[str] = []
+    if data.mock_data:
+        builders = mock_segment_builders(training, vocab_size)
+    else:
+        builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
     datasets: dict[str, Dataset] = {}
     built: dict[str, tuple[int, ...]] = {}
     for name, count in used.items():
         planned = frozen.get(name) or (requested[split_kind(name)],)
         datasets[name], built[name] = build_split(name, builders[name], planned, count)
-    all_notes = (
-        note_repeated_data(datasets, used),
+    usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
+    most_read = max(usage, key=lambda source: source.epochs, default=None)
+    notes = (
+        None if most_read is None else note_many_epochs(most_read.source, most_read.epochs),
         note_unused_entries(known, vocab_size),
         note_missing_records(data),
-        *notes,
+        *build_notes,
         *(note_extended_data(name, frozen[name], built[name]) for name in used if name in frozen),
         *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
-        frozen | built,
-        used,
-        training.seq_length,
-        training.micro_batch_size,
-        vocab_size,
-        masks,
-        training.pad_global_batch,
-        tuple(note for note in all_notes if note),
+        segments=frozen | built,
+        used=used,
+        seq_length=training.seq_length,
+        micro_batch_size=training.micro_batch_size,
+        vocab_size=vocab_size,
+        masks=masks,
+        padded=training.pad_global_batch,
+        notes=tuple(note for note in notes if note),
     )
-
-
-def split_names(data: DataConfig, evaluates: bool) -> list[str]:
-    """Return the splits of a run: those with data, and those it requires."""
-    has = list(SPLITS) if data.mock_data else list(data_sources(data))
-    needs = ("train", "valid") if evaluates else ("train",)
-    missing = [kind for kind in needs if kind not in map(split_kind, has)]
-    return sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
 
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> MaskBuilder:
@@ -350,13 +415,6 @@ def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) 
         )
     pad = None if known is None else known.pad
     return MaskBuilder(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-
-
-def note_repeated_data(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
-    """Return a note if training reads a source more than a few times."""
-    usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
-    most = max(usage, key=lambda source: source.epochs, default=None)
-    return None if most is None else note_many_epochs(most.source, most.epochs)
 
 
 def note_many_epochs(source: str, epochs: float) -> str | None:

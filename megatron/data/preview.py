@@ -14,8 +14,7 @@ from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.gpt_dataset import split_ranges
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
+from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
 from megatron.data.loader import build_masks, note_many_epochs, split_sample_counts
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
@@ -55,7 +54,6 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     Raises:
         UserError: if the data options are invalid.
         DataError: if a file is invalid, or the data are too small for the run, as at its start.
-
     """
     if config.data.mock_data:
         return []
@@ -63,32 +61,27 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     begin = iteration, consumed_samples
     tokens = final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
     read = split_sample_counts(config.data, config.training, dp, begin)
-    rows = list(_rows(data_sources(config.data), tokens))
+    sources = data_sources(config.data)
+    rows = list(_rows(sources, tokens))
     if any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         known = find_tokenizer_info(config.data, config.model.vocab)
         rows.append(f"{'documents':<11}{build_masks(config.data, known, config.model.vocab).describe()}")
-    notes = [*_shortages(config, read), *_repeated(data_sources(config.data)["train"], tokens)]
+    notes: list[str] = []
+    needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
+    prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
+    sequences = {prefix: dataset_size(prefix).sequences for prefix in prefixes}
+    if any(_fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()):
+        notes += file_segment_builders(config.data, read, config.training, None)[1]
+    train = sources["train"]
+    part = 1.0 if train.split is None else split_shares(train.split)[0]
+    most_read = max(_dataset_use(train.blend, tokens, part), key=lambda use: use.epochs)
+    note = note_many_epochs(most_read.prefix, most_read.epochs)
+    if note is not None:
+        notes.append(note)
     return rows + [f"{'note':<11}{note}" for note in notes]
 
 
-def _repeated(source: SplitSource, tokens: int) -> list[str]:
-    """Return the note that a start would log on many epochs, for the listed dataset that is read most often."""
-    part = 1.0 if source.split is None else split_shares(source.split)[0]
-    most = max(_dataset_use(source.blend, tokens, part), key=lambda use: use.epochs)
-    note = note_many_epochs(most.prefix, most.epochs)
-    return [] if note is None else [note]
-
-
-def _shortages(config: RunConfig, read: Mapping[str, int]) -> list[str]:
-    """Return the notes that a start would log on splits too small for a sample; may raise its DataError."""
-    sources = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
-    prefixes = dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes)
-    sequences = {prefix: dataset_size(prefix).sequences for prefix in prefixes}
-    few = any(_fewest(split, source, sequences) < FEW_SEQUENCES for split, source in sources.items())
-    return file_segment_builders(config.data, read, config.training, None)[1] if few else []
-
-
-def _fewest(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
+def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
     """Return the smallest number of sequences that a split gets from one of its datasets."""
     counts = [sequences[prefix] for prefix in source.blend.prefixes]
     if source.split is None:

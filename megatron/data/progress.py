@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 
 BAR_COLUMNS = 24  # width of the progress bar in columns
 TERMINAL_INTERVAL, FILE_INTERVAL = 0.2, 10.0  # seconds between lines

@@ -59,7 +59,7 @@ class Packing:
     offsets: Mapping[str, int]
     size: int
 
-    def share(self, name: str, numel: int, part: int, parts: int) -> ParamShard | None:
+    def shard_in_part(self, name: str, numel: int, part: int, parts: int) -> ParamShard | None:
         """Return the shard of a parameter that lies in part ``part`` of ``parts`` equal parts, or None."""
         length, offset = self.size // parts, self.offsets[name]
         start, stop = max(part * length - offset, 0), min((part + 1) * length - offset, numel)

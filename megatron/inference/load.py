@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.arguments.checks import parallel
+from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.object_store import Location, parse_location
 from megatron.config.model import ModelConfig
@@ -129,8 +129,4 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
 
 def _layout_errors(model: ModelConfig, tp: int) -> list[str]:
     config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-    return [
-        problem.sentence
-        for check in (parallel.check_heads_divide, parallel.check_mlp_divides)
-        for problem in check(config, tp)
-    ]
+    return [problem.sentence for check in (check_heads_divide, check_mlp_divides) for problem in check(config, tp)]

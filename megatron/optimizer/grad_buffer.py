@@ -303,7 +303,7 @@ class GradBuffer:
             if over_copies:
                 part, parts = part * copies.size + copies.rank, parts * copies.size
             for name, spec in bucket.specs.items():
-                share = bucket.layout.packing.share(name, prod(spec.local_shape), part, parts)
+                share = bucket.layout.packing.shard_in_part(name, prod(spec.local_shape), part, parts)
                 if share is not None:
                     found[name] = share
         return {name: found[name] for name in self.specs if name in found}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.config.batch import ScheduleLengths
-from megatron.config.errors import Problem, UserError
 from megatron.config.run import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -61,11 +60,7 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, lengths: ScheduleLengths) -> LearningRateSchedule:
-        """Return the schedule of a run.
-
-        Raises:
-            UserError: when warm-up and decay do not fit into the run.
-        """
+        """Return the schedule of a run."""
         start, end = config.start_weight_decay, config.end_weight_decay
         decoupled = None
         if config.decoupled_lr is not None:
@@ -86,20 +81,6 @@ class LearningRateSchedule:
             total=lengths.total,
             decoupled=decoupled,
         )
-
-    def __post_init__(self) -> None:
-        if self.style != "constant" and not self.warmup < self.decay:
-            sentence = (
-                f"the warm-up takes {self.warmup:g} samples, but the learning rate reaches its minimum after "
-                f"{self.decay:g}; the warm-up must be shorter"
-            )
-            raise UserError([Problem("E403", sentence)])
-        if self.style == "WSD" and not 0 < self.wsd_decay <= self.decay - self.warmup:
-            sentence = (
-                f"WSD's final decay of {self.wsd_decay:g} samples must fit between the end of the warm-up "
-                f"({self.warmup:g}) and that of the decay ({self.decay:g}); set --lr-wsd-decay-iters or -samples"
-            )
-            raise UserError([Problem("E404", sentence)])
 
     def rates(self, samples: int) -> Rates:
         """Return the rates of the step that starts after ``samples`` samples."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
-from megatron.config.errors import Problem, UserError
-from megatron.config.run import OptimizerConfig
-from megatron.config.settings import flag
-from megatron.config.text import matching_factor, parse_factor
+from megatron.config.run import OptimizerConfig, matching_factor, parse_factor
 from megatron.distributed.sharding import ShardSpec
 from megatron.optimizer.muon import is_muon_param
 
@@ -49,26 +44,3 @@ def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> lis
 def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:
     """Return the name of a parameter's update rule; with Muon, Adam updates all but the matrices of blocks."""
     return config.optimizer if config.optimizer != "muon" or is_muon_param(name, spec) else "adam"
-
-
-def check_patterns(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Check that every pattern matches a parameter.
-
-    Args:
-        config: ``lr_factors`` and ``weight_decay_factors`` hold the patterns.
-        names: of all parameters of the model, of all ranks.
-
-    Raises:
-        UserError: when a pattern matches none.
-
-    """
-    problems = []
-    for option in ("lr_factors", "weight_decay_factors"):
-        for pattern, factor in map(parse_factor, getattr(config, option)):
-            if any(fnmatchcase(name, pattern) for name in names):
-                continue
-            nearest = (get_close_matches(pattern, names, n=1, cutoff=0.0) or list(names))[0]
-            sentence = f"'{pattern}' in {option} matches no parameter; the nearest name is {nearest}"
-            problems.append(Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",)))
-    if problems:
-        raise UserError(problems)

@@ -11,11 +11,10 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from megatron.config.errors import did_you_mean
+from megatron.config.errors import did_you_mean, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.settings import flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples
 from megatron.pipeline.actions import FORWARD, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (

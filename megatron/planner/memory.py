@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.config.batch import get_num_microbatches
+from megatron.config.errors import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
 from megatron.config.run import MOMENTS_PER_PARAMETER, OptimizerConfig, RunConfig
-from megatron.config.text import format_bytes
 from megatron.distributed.layout import Layout
 from megatron.distributed.param_layout import BucketKey, Packing, bucket_capacities, pack, partition_into_buckets
 from megatron.distributed.sharding import DENSE_REDUCE_AXES, EXPERT_REDUCE_AXES, padded_vocab_size

@@ -15,9 +15,7 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from megatron.config.batch import (
-    get_num_microbatches,
-)
+from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
@@ -35,36 +33,29 @@ from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
-from megatron.optimizer.param_groups import check_patterns, rule_of
+from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
-from megatron.planner.memory import parameter_shapes
 from megatron.training.trainer import Trainer, describe_versions
 
 
 def check_same_kernels(chosen: str, world: Group) -> None:
-    """Check that all ranks have chosen the same kernels; collective.
-
-    Otherwise copies of a weight would not stay equal to the bit.
+    """Check that all ranks have chosen the same kernels; otherwise copies of a weight would differ. Collective.
 
     Raises:
         UserError: on every rank, if they differ.
-
     """
     if differences := _differences(chosen, world):
         raise UserError([Problem("E904", f"ranks would compute differently: {differences}", ("--kernels torch",))])
 
 
 def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
-    """Check that all ranks have read the same pipeline schedule from their files; collective.
-
-    With different schedules the ranks would deadlock.
+    """Check that all ranks have read the same pipeline schedule; otherwise they would deadlock. Collective.
 
     Raises:
         UserError: on every rank, if they differ.
-
     """
     digest = hashlib.blake2b(repr(schedule.ranks).encode(), digest_size=8).hexdigest()
     if differences := _differences(digest, world):
@@ -74,9 +65,7 @@ def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
 
 def _differences(mine: str, world: Group) -> str:
     """Describe which ranks have which version, or return an empty string if all have the same; collective."""
-    gathered = comm.all_gather_objects((gethostname(), mine), world)
-    hosts = [host for host, _ in gathered]
-    versions = [version for _, version in gathered]
+    hosts, versions = zip(*comm.all_gather_objects((gethostname(), mine), world))
     return describe_versions(versions, hosts) if len(set(versions)) > 1 else ""
 
 
@@ -85,7 +74,6 @@ def choose_device(name: str) -> torch.device:
 
     Raises:
         UserError: if this machine has fewer GPUs than ranks, or none for ``cuda``.
-
     """
     gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if gpus == 0 and name != "cuda":
@@ -117,7 +105,7 @@ def build_trainer(
     Args:
         config: validated and resolved (derived values are filled in).
         rank: global rank.
-        world_size: number of ranks; more than one requires torch.distributed to be initialised.
+        world_size: more than one requires torch.distributed to be initialised.
         fresh: True initialises the weights and starts at step 0; False leaves both for a checkpoint to set.
         device: device to use instead of the configured one; on ``meta`` nothing is allocated.
         clock: times the phases ``groups``, ``kernels``, ``model``, ``optimizer`` and ``data``.
@@ -125,7 +113,6 @@ def build_trainer(
     Raises:
         UserError: if the device or a kernel is not available, or an option names a parameter that does not exist.
         DataError: if the data of a fresh run cannot be opened.
-
     """
     device = device or choose_device(config.training.device)
     model, parallel, training = config.model, config.parallel, config.training
@@ -174,9 +161,6 @@ def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuffer, Di
     """Build the gradient buckets and the optimizer of the parameters in ``context``."""
     parallel, mesh = config.parallel, context.mesh
     specs, params = context.specs, context.params
-    ranks = range(parallel.pipeline_model_parallel_size)
-    names = dict.fromkeys(p.name for pp in ranks for p in parameter_shapes(config.model, parallel, pp))
-    check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
     uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
     buckets = GradBuffer(specs, dtypes, mesh, context.grad_accumulator, context.device, parallel, uncut)
@@ -220,7 +204,6 @@ def join_distributed(config: RunConfig) -> tuple[int, int]:
 
     Raises:
         UserError: if the device is not available, its backend is another, or the address of rank 0 is missing.
-
     """
     launch = Launch.read(os.environ)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)

@@ -17,26 +17,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.fencing import acquire_lease
-from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.local_folder import LocalCheckpoint
+from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
 from megatron.checkpoint.local_store import fetch_missing_files
 from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
-from megatron.config.run import CheckpointConfig, DataConfig
+from megatron.config.run import CheckpointConfig
 from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import (
@@ -50,7 +48,7 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost
-from megatron.training.local_checkpoints import add_local_checkpoints, local_save_notes, open_local_store
+from megatron.training.local_checkpoints import add_local_checkpoints, open_local_store
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
     CheckpointCandidate,
@@ -61,6 +59,7 @@ from megatron.training.resume_source import (
 )
 from megatron.training.trainer import Trainer
 from megatron.training.trainer_state import (
+    checkpoint_bytes,
     local_tensors,
     restore_from_source,
     restore_run,
@@ -77,24 +76,18 @@ def run_on_rank0(act: Callable[[], T], world: Group) -> T:
     """Call ``act`` on rank 0 only, and return its result on every rank; collective.
 
     Raises:
-        CheckpointError: on every rank, if ``act`` raises it.
-        UserError: likewise.
-        OSError: likewise.
-
+        CheckpointError, UserError, OSError: on every rank, if ``act`` raises it.
     """
-    outcome: tuple[tuple[T, ...], Exception | None] | None = None
+    outcome: Any = None
     if world.rank == 0:
         try:
-            outcome = (act(),), None
+            outcome = act(), None
         except (CheckpointError, UserError, OSError) as error:
-            outcome = (), error
-    outcome = comm.broadcast_object(outcome, world)
-    if outcome is None:
-        raise TypeError("rank 0 has broadcast no result")
-    value, failure = outcome
+            outcome = None, error
+    value, failure = comm.broadcast_object(outcome, world)
     if failure is not None:
         raise failure
-    return value[0]
+    return cast(T, value)
 
 
 @contextmanager
@@ -106,7 +99,6 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
 
     Raises:
         CheckpointError: on every rank, if another run holds the lease, or the folder cannot be written.
-
     """
     with ExitStack() as stack:
         lease = None
@@ -147,40 +139,34 @@ class SaveJob:
     files: Mapping[str, Path | bytes]  # small files that the checkpoint carries
     bytes: int  # of the tensors of all ranks
     started: float  # on the clock of ``time.monotonic()``
-    lease: Lease | None = None  # on the run's ``save_checkpoint`` folder
+    lease: Lease | None  # on the run's ``save`` folder
 
     def run(self, group: Group, blocking: float | None = None) -> SavedCheckpoint:
         """Write the checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
 
-        All disk access is in here, so with ``async_save`` a hanging disk does not block training.
-
-        Rank 0 deletes older checkpoints after it has opened the new one as a start would: valid marker and manifest,
-        every file present and of the right size. If that fails, none is deleted.
+        All disk access is in here, so with ``async_save`` a hanging disk does not block training. Rank 0 deletes older
+        checkpoints only after it has opened the new one as a start would.
 
         Raises:
             StorageError: on every rank, if it does not fit or cannot be written; older checkpoints are unchanged.
             SupersededError: if a later start owns the folder.
-
         """
         if problem := _shortage(self.options, self.bytes, group, self.lease):
             raise StorageError(str(problem))
         folder = CheckpointFolder(parse_location(str(self.options.save)))
         path = folder.path(self.iteration)
         save_sharded(path, self.tensors, self.state, self.config, group, self.files, self.lease)
-        warning = self._delete_old(folder, path) if group.rank == 0 else None
+        warning = None
+        if group.rank == 0:
+            try:
+                Manifest.open(path)
+                folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, lease=self.lease)
+            except SupersededError:
+                raise
+            except (CheckpointError, OSError) as error:
+                raise_if_superseded(self.lease)
+                warning = f"older checkpoints are not deleted: {error}"
         return SavedCheckpoint(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
-
-    def _delete_old(self, folder: CheckpointFolder, path: Location) -> str | None:
-        """Delete checkpoints that need not be kept; return a warning if that fails."""
-        try:
-            Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, lease=self.lease)
-        except SupersededError:
-            raise
-        except (CheckpointError, OSError) as error:
-            raise_if_superseded(self.lease)
-            return f"older checkpoints are not deleted: {error}"
-        return None
 
 
 def save_checkpoint(trainer: Trainer) -> SavedCheckpoint:
@@ -188,31 +174,8 @@ def save_checkpoint(trainer: Trainer) -> SavedCheckpoint:
 
     Raises:
         StorageError: on every rank, if it cannot be written; older checkpoints are unchanged.
-        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
     """
     return prepare_save(trainer).run(trainer.mesh.world)
-
-
-def save_checkpoint_async(trainer: Trainer, staging: HostCopyBuffer, group: Group) -> Future[SavedCheckpoint]:
-    """Copy the contents of a checkpoint, and write them in a background thread; collective.
-
-    Args:
-        trainer: may take steps as soon as the call returns.
-        staging: memory for the copy; in use until the result is available.
-        group: all ranks, with communicators that are used for nothing else meanwhile.
-
-    Returns:
-        A future of what :func:`save_checkpoint` returns or raises.
-
-    Raises:
-        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
-    """
-    job = prepare_save(trainer)
-    job = replace(job, tensors=staging.copy(job.tensors))
-    blocking = time.monotonic() - job.started
-    return run_in_background(lambda: job.run(group, blocking), f"save of step {job.iteration}")
 
 
 def prepare_save(trainer: Trainer) -> SaveJob:
@@ -220,15 +183,13 @@ def prepare_save(trainer: Trainer) -> SaveJob:
 
     Raises:
         RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
     """
     started = time.monotonic()
-    tensors = tensors_to_save(trainer)
     return SaveJob(
         options=trainer.config.checkpoint,
         iteration=trainer.iteration,
-        tensors=tensors,
-        bytes=_total_bytes(tensors, trainer),
+        tensors=tensors_to_save(trainer),
+        bytes=checkpoint_bytes(trainer),
         state=run_state(trainer),
         config=to_dict(trainer.config),
         files=trainer.files,
@@ -242,23 +203,12 @@ def check_disk_space(trainer: Trainer) -> None:
 
     Raises:
         UserError: on every rank, if there is less free space than one checkpoint needs.
-
     """
-    if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
+    options = trainer.config.checkpoint
+    if options.save is None or trainer.iteration >= trainer.total_steps:
         return
-    if problem := _shortage(
-        trainer.config.checkpoint, checkpoint_bytes(trainer), trainer.mesh.world, trainer.leases.save
-    ):
+    if problem := _shortage(options, checkpoint_bytes(trainer), trainer.mesh.world, trainer.leases.save):
         raise UserError([problem])
-
-
-def checkpoint_bytes(trainer: Trainer) -> int:
-    """Return the bytes of all tensors of a checkpoint; collective."""
-    return _total_bytes(tensors_to_save(trainer), trainer)
-
-
-def _total_bytes(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
-    return sum(comm.all_gather_objects(local_bytes(tensors), trainer.mesh.world))
 
 
 def _shortage(options: CheckpointConfig, size: int, group: Group, lease: Lease | None) -> Problem | None:
@@ -271,8 +221,8 @@ class PendingSave:
     """A save that runs in a background thread."""
 
     iteration: int
+    since: float  # on the clock of ``time.monotonic()``
     outcome: Future[SavedCheckpoint]
-    since: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -286,21 +236,18 @@ class Checkpointer:
     As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
     """
 
-    def __init__(
-        self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None] = lambda path: None
-    ) -> None:
+    def __init__(self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None]) -> None:
         """Allocate staging memory and communicators for ``async_save``; collective.
 
         Args:
             trainer: the run to save.
             log: reports saves.
             on_save: called on every rank with the path of each checkpoint that was written.
-
         """
         self._trainer = trainer
         self._log = log
         self._on_save = on_save
-        self._pending: PendingSave | None = None
+        self.pending: PendingSave | None = None  # the asynchronous save in progress
         self._lost_contact = False
         options = trainer.config.checkpoint
         self._staging: HostCopyBuffer | None = None
@@ -316,8 +263,6 @@ class Checkpointer:
 
         Raises:
             StorageError: if a needed checkpoint cannot be written.
-            RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
         """
         self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
         if needed:
@@ -326,8 +271,7 @@ class Checkpointer:
             if self._staging is None:
                 self._report(save_checkpoint(self._trainer))
             elif not self._is_busy():
-                outcome = save_checkpoint_async(self._trainer, self._staging, self._group)
-                self._pending = PendingSave(self._trainer.iteration, outcome)
+                self.pending = self._save_in_background(self._staging, self._group)
         except StorageError as error:
             if needed:
                 raise
@@ -335,15 +279,23 @@ class Checkpointer:
         if needed:
             self._wait(needed=True)
 
+    def _save_in_background(self, staging: HostCopyBuffer, group: Group) -> PendingSave:
+        """Copy the contents of a checkpoint, after which steps may be taken, and write them in a thread."""
+        job = prepare_save(self._trainer)
+        copied = replace(job, tensors=staging.copy(job.tensors))
+        blocking = time.monotonic() - job.started
+        outcome = run_in_background(lambda: copied.run(group, blocking), f"save of step {job.iteration}")
+        return PendingSave(job.iteration, job.started, outcome)
+
     def poll(self) -> None:
         """Report the outcome of a finished background save; raise its error unless it is the disk's."""
-        if self._pending is not None and self._pending.outcome.done():
-            self._finish(self._pending)
+        if self.pending is not None and self.pending.outcome.done():
+            self._finish(self.pending)
 
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
         self.poll()
-        pending = self._pending
+        pending = self.pending
         states = comm.all_gather_objects((pending is not None, self._lost_contact), self._trainer.mesh.world)
         if any(busy for busy, _ in states):
             last = "the last save"  # finished on this rank, but not on another
@@ -362,7 +314,7 @@ class Checkpointer:
 
     def _wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
         """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
-        pending = self._pending
+        pending = self.pending
         if pending is None:
             return
         deadline = time.monotonic() + at_most
@@ -375,7 +327,7 @@ class Checkpointer:
 
     def _finish(self, pending: PendingSave, needed: bool = False) -> None:
         """Report the outcome of a finished background save."""
-        self._pending = None
+        self.pending = None
         try:
             self._report(pending.outcome.result())
         except StorageError as error:
@@ -401,7 +353,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for a save in progress after a failure, without hiding that failure."""
-        if not isinstance(error, Exception) or self._pending is None:
+        if not isinstance(error, Exception) or self.pending is None:
             return
         try:
             self._wait(at_most=GRACE_SECONDS)
@@ -422,7 +374,6 @@ def choose_resume_source(options: CheckpointConfig, world: Group) -> ResumeSourc
 
     Raises:
         UserError: as :func:`find_resume_source` and :func:`add_local_checkpoints`.
-
     """
     if options.local_save is None:
         return run_on_rank0(partial(find_resume_source, options), world)
@@ -484,7 +435,6 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
     Raises:
         UserError: if changed options do not allow resuming, or no checkpoint can be read.
         DataError: if the data cannot be opened.
-
     """
     notes = list(source.notes)
     config = trainer.config
@@ -492,8 +442,10 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
         trainer.local = open_local_store(
             config.checkpoint, trainer.mesh.background_group(), trainer.mesh.background_group(), trainer.leases.node
         )
-        notes += local_save_notes(trainer.local)
-    recorded = tokenizer_files(config.data, config.model.vocab)
+        if trainer.local.nodes.count == 1:
+            notes.append("--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it")
+    tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
+    recorded: SmallFiles = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
     trainer.files = recorded
     if source.fresh:
         return notes
@@ -509,30 +461,20 @@ def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
             manifest, found = candidate.open()
             notes += found
             files = run_on_rank0(partial(saved_tokenizer_files, manifest), world)
-            changes = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
+            changes, batches_since = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
             trainer.files = files_to_carry(recorded, files)
             if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
                 notes += tokenizer_notes(recorded, files)
                 loaded = f"weights from {manifest.path}"
             else:
-                notes += restore_run(trainer, manifest, changes.batches_since)
+                notes += restore_run(trainer, manifest, batches_since)
                 loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedCheckpointError as error:
             notes.append(passed_over_note(candidate.path, error))
             continue
-        return [*notes, loaded, *changes.lines]
+        return [*notes, loaded, *changes]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
-
-
-def tokenizer_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:
-    """Return the files of the data's tokenizer, by their names in a checkpoint.
-
-    Raises:
-        DataError: if the tokenizer cannot be read.
-    """
-    recorded = tokenizer_files_to_save(data, vocab_size)
-    return {TOKENIZER_PREFIX + name: content for name, content in recorded.items()}
 
 
 def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:

@@ -67,7 +67,6 @@ class CudaGraphRecorder:
 
         Raises:
             UserError: if part of it cannot be captured, or memory runs out.
-
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -86,13 +85,7 @@ class GraphedCallable(Generic[T]):
     """
 
     def __init__(self, work: Callable[[Any, Inputs], T], recorder: GraphRecorder) -> None:
-        """Wrap ``work``.
-
-        Args:
-            work: function of constants and tensors that returns a dataclass; its tensor fields are the results.
-            recorder: captures it on this device.
-
-        """
+        """Wrap a function of constants and tensors that returns a dataclass; its tensor fields are the results."""
         self._work = work
         self._recorder = recorder
         self._key: Hashable = None
@@ -110,12 +103,11 @@ class GraphedCallable(Generic[T]):
         """Return ``work(constants, inputs)``, by replaying a graph if one exists for these shapes and constants."""
         key = constants, tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
         if key != self._key:
-            # free the memory of the old graph before another is captured
-            self._replay = None
-            self._result = None
-            self._buffers = []
-            self._eager_calls = 0
             self._key = key
+            self._eager_calls = 0
+            # free the memory of the old graph before another is captured
+            self._replay = self._result = None
+            self._buffers = []
         if self._eager_calls < WARM_UP_STEPS:
             self._eager_calls += 1
             with self._recorder.on_stream():
@@ -148,15 +140,10 @@ class StepRunner:
     """
 
     def __init__(self, trainer: Trainer, recorder: GraphRecorder | None = None) -> None:
-        """Prepare for the configured mode.
-
-        Args:
-            trainer: takes the steps.
-            recorder: captures them; None for CUDA graphs.
+        """Prepare for the configured mode; ``recorder`` None captures CUDA graphs.
 
         Raises:
             UserError: if a GPU is needed and this run has none.
-
         """
         self.trainer = trainer
         self.mode = trainer.config.compute.cuda_graph
@@ -178,11 +165,14 @@ class StepRunner:
             return train_step(self.trainer, batches, rates)
         if self.mode == "step":
             extra = tuple(batches[0].extra)
-            columns = (x for batch in batches for x in _columns(batch, extra))
-            return recording((rates.weight_decay, extra), [*_tensors(rates), *columns])
+            inputs: list[Any] = [rates.lr, rates.decoupled_lr]
+            for batch in batches:
+                inputs += [getattr(batch, name) for name in TENSOR_FIELDS]
+                inputs += [batch.extra[name] for name in extra]
+            return recording((rates.weight_decay, extra), inputs)
 
         def update(rates: Rates, loss_scale: Tensor, loss: Tensor) -> UpdateResult:
-            return recording(rates.weight_decay, [*_tensors(rates), loss_scale, loss])
+            return recording(rates.weight_decay, [rates.lr, rates.decoupled_lr, loss_scale, loss])
 
         return train_step(self.trainer, batches, rates, update)
 
@@ -206,11 +196,3 @@ class StepRunner:
     def _update(self, weight_decay: float, inputs: Inputs) -> UpdateResult:
         lr, decoupled_lr, loss_scale, loss = inputs
         return self.trainer.optimizer.update(Rates(lr, weight_decay, decoupled_lr), loss_scale, loss)
-
-
-def _tensors(rates: Rates) -> list[Any]:
-    return [rates.lr, rates.decoupled_lr]
-
-
-def _columns(batch: MicroBatch, extra: Sequence[str]) -> list[Tensor | None]:
-    return [*(getattr(batch, name) for name in TENSOR_FIELDS), *(batch.extra[name] for name in extra)]

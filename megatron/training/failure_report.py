@@ -1,23 +1,33 @@
-"""Report a failure: the error, the first rank that failed, and where every rank was.
+"""Report a failure once: the error, the first rank that failed, and where every rank was.
 
 The first rank to fail publishes its error, prints it with the pipeline action that every rank was at, and appends a
 line to ``failures.jsonl`` in the run's folder, for scripts that look for bad machines. Later errors are mostly
 consequences of the first, so other ranks print nothing.
+
+A rank blocked in a collective may stay blocked: gloo notices a dead peer within milliseconds, NCCL only after
+``--distributed-timeout-minutes``, and Python runs signal handlers only once the collective returns. The thread of
+``PeerWatchdog`` therefore publishes this rank's position, and ends the process if it gets SIGTERM while a peer is
+dead. Launchers send SIGTERM to the other ranks of a machine when one dies, and torchrun restarts none of them before
+all have exited. If all peers are alive, the run finishes its step and saves, as usual.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -25,9 +35,16 @@ from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
-from megatron.distributed.launch import FAILED_KEY, is_distributed_initialized, is_peer_lost, publish_text, read_texts
-from megatron.distributed.mesh import Mesh
-from megatron.distributed.timing import NO_SPAN
+from megatron.distributed.comm import Group
+from megatron.distributed.launch import (
+    FAILED_KEY,
+    has_any_rank_failed,
+    is_distributed_initialized,
+    is_peer_lost,
+    publish_text,
+    read_texts,
+    register_failure,
+)
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
@@ -55,6 +72,27 @@ FIRST_FAILURE_KEY = "first failure"
 """Key under which the first rank to fail publishes its error."""
 
 
+def report_failure(error: Exception, run_dir: str | None = None) -> None:
+    """Print an error, and append it to ``failures.jsonl`` in ``run_dir``, unless another rank failed first.
+
+    Ignores SIGTERM meanwhile, which launchers send to all ranks as soon as one has exited. Use in the main thread.
+    """
+    if not register_failure():
+        return
+    launch = Launch.read(os.environ)
+    rank = rank_label(launch, os.environ)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
+        prefix = f"error on {rank}" if launch.world_size > 1 else "error"
+        print(f"{prefix}: {explain_error(error)}", file=sys.stderr, flush=True)
+        if positions := rank_positions(launch.rank, launch.world_size):
+            print(positions, file=sys.stderr, flush=True)
+        record_failure(run_dir, error, os.environ)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def explain_error(error: BaseException) -> str:
     """Return the text for the console; with a traceback if the error is unexpected."""
     if isinstance(error, EXPECTED_ERRORS):
@@ -71,19 +109,14 @@ def describe_error(error: BaseException) -> str:
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # such as the failing pipeline action
     if not is_peer_lost(error):
         return f"{type(error).__name__}: {error}{notes}"
-    return read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY) or f"{LOST_CONTACT} ({_cause(str(error))}){notes}"
-
-
-def publish_error(error: BaseException, rank: str) -> None:
-    """Publish this rank's error so that other ranks can report the root cause."""
-    publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
-
-
-def _cause(text: str) -> str:
-    """Return the last clause of the first line: ``[file:line] Read error [address]: Connection reset by peer``."""
-    line = next(iter(text.strip().splitlines()), "no reason is given")
-    clause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
-    return clause if len(clause) <= MAX_CAUSE_CHARS else f"{clause[:MAX_CAUSE_CHARS].rstrip()}..."
+    if published := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY):
+        return published
+    # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
+    line = next(iter(str(error).strip().splitlines()), "no reason is given")
+    cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
+    if len(cause) > MAX_CAUSE_CHARS:
+        cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
+    return f"{LOST_CONTACT} ({cause}){notes}"
 
 
 FAILURES_FILE = "failures.jsonl"
@@ -163,43 +196,124 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
 
     Never raises and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
+    Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
+    reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    launch = Launch.read(environ)
     if run_dir is None or isinstance(error, SupersededError) or not Path(run_dir).is_dir():
         return
-    if not is_distributed_initialized() and not _is_reporter(launch, failure_kind(error)):
+    launch, kind = Launch.read(environ), failure_kind(error)
+    reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")
+    if not (is_distributed_initialized() or launch.rank == 0 or reports_device):
         return
     line = {
         "time": time.time(),
         "rank": launch.rank,
         "host": host_name(environ),
         "local_rank": launch.local_rank,
-        "kind": failure_kind(error),
+        "kind": kind,
         "sentence": " ".join(describe_error(error).split()),
     }
-    writer = threading.Thread(target=_append, args=(Path(run_dir) / FAILURES_FILE, line), daemon=True)
+
+    def write() -> None:
+        with suppress(Exception):
+            file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
+            file.write(line)
+            file.close()
+
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(RECORD_TIMEOUT_SECONDS)
 
 
-def _is_reporter(launch: Launch, kind: str) -> bool:
-    """Return True if this rank reports a failure that happens before torch.distributed is initialised.
-
-    All ranks see the same flag errors, so rank 0 reports those. Missing devices are reported by one rank of the
-    machine under torchrun; under srun only the ranks without a device fail, and each reports itself.
-    """
-    return launch.rank == 0 or (kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun"))
-
-
-def _append(path: Path, line: Mapping[str, object]) -> None:
-    with suppress(Exception):
-        file = JsonLinesLogger(path, warn=lambda text: None)
-        file.write(line)
-        file.close()
-
-
 POLL_SECONDS = 1.0
 """Seconds between two checks for a failed rank."""
+
+PEER_POLL_SECONDS = 0.25
+"""Seconds between two checks after SIGTERM."""
+
+PEER_GRACE_SECONDS = 2.0
+"""Seconds that a rank gets to report the lost peer itself before it is ended."""
+
+EXIT_SIGTERM = 128 + signal.SIGTERM
+PROC = Path("/proc")
+PROC_SELF = PROC / "self"
+
+
+class PeerWatchdog:
+    """Thread that acts for a rank that may be blocked in a collective. Use as a context, in the main thread.
+
+    It ends the process within seconds of SIGTERM if a peer is dead. It also publishes the rank's position: at once if
+    the rank fails inside the context, else as soon as another one has failed. A single rank has no watchdog.
+    """
+
+    def __init__(self, world: Group, pipeline: Pipeline | None = None) -> None:
+        """Watch the ranks of ``world``, and publish the position in ``pipeline`` if there is one."""
+        self._world = world
+        self._pipeline = pipeline
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Start the thread; all peers on this machine must be running."""
+        if self._world.size > 1:
+            self._local_peers = running_peers()
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            self._previous = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._watch, name="peer watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._world.size > 1:
+            self._stopped.set()
+            signal.set_wakeup_fd(self._previous)
+            self._sender.close()  # wakes the thread
+            self._thread.join(POLL_SECONDS)  # at most: it may be blocked on a store that no longer answers
+            if error is not None and self._pipeline is not None:
+                self._publish_position(self._pipeline)
+
+    def _watch(self) -> None:
+        """Publish the position once a rank has failed; end the process after SIGTERM and a dead peer."""
+        unpublished = self._pipeline
+        terminated = False
+        exit_at = math.inf
+        with self._receiver:
+            while time.monotonic() < exit_at:
+                self._receiver.settimeout(PEER_POLL_SECONDS if terminated else POLL_SECONDS)
+                with suppress(TimeoutError):
+                    terminated |= signal.SIGTERM in self._receiver.recv(4096)
+                if self._stopped.is_set():
+                    return
+                if unpublished is not None and read_texts([FAILED_KEY]):
+                    self._publish_position(unpublished)
+                    unpublished = None
+                if terminated and exit_at == math.inf and self.is_peer_gone():
+                    exit_at = time.monotonic() + PEER_GRACE_SECONDS
+        if register_failure():
+            print(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+        os._exit(EXIT_SIGTERM)
+
+    def is_peer_gone(self) -> bool:
+        """Return True if a local peer has exited, a rank has published a failure, or the store does not answer."""
+        return not self._local_peers <= running_peers() or has_any_rank_failed()
+
+    def _publish_position(self, pipeline: Pipeline) -> None:
+        publish_text(_position_key(self._world.rank), str(pipeline.at or OTHER_WORK))
+
+
+def running_peers() -> set[int]:
+    """Return the ids of running processes with this one's parent and command line; empty without ``/proc``."""
+    found = set()
+    for path in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # the process has just ended
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            # the command line of a zombie is empty
+            if parent == os.getppid() and (path / "cmdline").read_bytes() == (PROC_SELF / "cmdline").read_bytes():
+                found.add(int(path.name))
+    return found
+
 
 POSITION_TIMEOUT_SECONDS = 2.0
 """Seconds that the first rank to fail waits for the positions of the others."""
@@ -211,88 +325,29 @@ MAX_RANKS_LISTED = 16
 """Ranks listed per position."""
 
 
-def publish_position_on_failure(mesh: Mesh, pipeline: Pipeline) -> AbstractContextManager[object]:
-    """Publish this rank's position in ``pipeline`` if a rank fails inside; without pipeline parallelism do nothing."""
-    if len(set(mesh.placement)) == 1:
-        return NO_SPAN
-    return PositionReporter(mesh.rank, lambda: str(pipeline.at or OTHER_WORK))
-
-
-class PositionReporter:
-    """Publish this rank's position: at once when this rank fails, else as soon as another one has failed.
-
-    A thread checks for failed ranks, because the main thread may be blocked in a collective.
-    """
-
-    def __init__(self, rank: int, place: Callable[[], str]) -> None:
-        """Start the thread.
-
-        Args:
-            rank: global rank of this process.
-            place: returns its current position.
-        """
-        self._rank = rank
-        self._place = place
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="position reporter", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> PositionReporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopped.set()
-        self._thread.join(POLL_SECONDS)  # at most: it may be blocked on a store that no longer answers
-        if error is not None:
-            self._publish()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(POLL_SECONDS):
-            if read_texts([FAILED_KEY]):
-                self._publish()
-                return
-
-    def _publish(self) -> None:
-        publish_text(_key(self._rank), self._place())
-
-
-@contextmanager
-def ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM, which launchers send to all ranks as soon as one has exited. Use in the main thread."""
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def rank_positions(rank: int, world_size: int) -> str:
     """Return a line with the position of each rank, for a failure report; empty if none is in a pipeline.
 
     Waits a few seconds for ranks that have not published theirs; the position of dead ranks stays unknown.
     """
-    if not read_texts([_key(rank)]):
+    if not read_texts([_position_key(rank)]):
         return ""
-    keys = [_key(r) for r in range(world_size)]
+    keys = [_position_key(r) for r in range(world_size)]
     deadline = time.monotonic() + POSITION_TIMEOUT_SECONDS
-    found = read_texts(keys)
-    while len(found) < world_size and time.monotonic() < deadline:
+    while len(found := read_texts(keys)) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)
-        found = read_texts(keys)
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for r, key in enumerate(keys):
         ranks_at[found.get(key, "no answer")].append(r)
     if [*ranks_at] == [OTHER_WORK]:
         return ""
-    return "the ranks were at: " + ", ".join(f"{place} ({_list_ranks(ranks)})" for place, ranks in ranks_at.items())
+    phrases = []
+    for place, ranks in ranks_at.items():
+        more = f" and {len(ranks) - MAX_RANKS_LISTED} more" if len(ranks) > MAX_RANKS_LISTED else ""
+        listed = " ".join(map(str, ranks[:MAX_RANKS_LISTED]))
+        phrases.append(f"{place} (rank{'s' if len(ranks) > 1 else ''} {listed}{more})")
+    return "the ranks were at: " + ", ".join(phrases)
 
 
-def _list_ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MAX_RANKS_LISTED} more" if len(ranks) > MAX_RANKS_LISTED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks[:MAX_RANKS_LISTED]))}{more}"
-
-
-def _key(rank: int) -> str:
+def _position_key(rank: int) -> str:
     return f"place of rank {rank}"

@@ -83,24 +83,26 @@ class FakeWorld:
         position = ", ".join(f"{axis} {coordinate[axis]}" for axis in DENSE_AXES)
         if self.layout.sizes["ep"] > 1:
             position += "; of experts " + ", ".join(f"{axis} {coordinate[axis]}" for axis in EXPERT_AXES)
+        groups = ["none: the rank is alone"]
+        if created := self.chosen.groups:
+            cells = [("groups", "of ranks", "along"), *((f"{g.count:,}", f"{g.size:,}", g.name) for g in created)]
+            groups = [*_table(cells), f"together {sum(g.count for g in created):,}"]
+        pipeline = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
+        for pp, built in enumerate(self.pipeline):
+            stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
+            size = format_binary(sum(built.state.values()))
+            pipeline.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
+        whole = f"{self.layers:,} layers and {self.parameters:,} parameters, each counted once: the model's"
+        state = ", ".join(f"{part} {size:,}" for part, size in self.chosen.state.items() if size)
         rows = {
             "fake world": [f"rank {self.rank:,} of {self.layout.world_size:,}, nothing allocated: {position}"],
-            "groups": [*_group_rows(self.chosen.groups)],
-            "pipeline": [*self._pipeline_rows()],
-            "state": [_state_row(self.chosen)],
+            "groups": groups,
+            "pipeline": [*_table(pipeline), f"together {whole}"],
+            "state": [f"rank {self.rank:,} holds, in bytes, as predicted: {state}"],
             "seconds": [", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())],
         }
         between = "\n".ljust(12)
         return "\n".join(f"{name:<11}{between.join(texts)}" for name, texts in rows.items())
-
-    def _pipeline_rows(self) -> Iterator[str]:
-        cells = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
-        for pp, built in enumerate(self.pipeline):
-            stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
-            size = format_binary(sum(built.state.values()))
-            cells.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
-        yield from _table(cells)
-        yield f"together {self.layers:,} layers and {self.parameters:,} parameters, each counted once: the model's"
 
 
 def fake_world(config: RunConfig, world_size: int, rank: int, started: float | None = None) -> FakeWorld:
@@ -115,7 +117,6 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
     Raises:
         UserError: if an option names a parameter that does not exist.
         RuntimeError: if the model differs from the configuration, which is a bug in this program.
-
     """
     layout = Layout.from_config(config.parallel, world_size)
     watch = Stopwatch()
@@ -152,43 +153,26 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_cloc
 
 
 def built_state_bytes(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of tensor storage by :data:`STATE_PARTS`; storage shared by two parts counts for the first."""
-    counted: set[int] = set()
-    sizes = {}
-    for part, tensors in _tensors(trainer).items():
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
-        counted |= set(storages)
-    return sizes
+    """Return the bytes of tensor storage by :data:`STATE_PARTS`; storage shared by two parts counts for the first.
 
-
-def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
-    """Return the tensors of each part of :data:`STATE_PARTS`; fp32 weights are their own main parameters."""
+    So fp32 weights, which are their own main parameters, count as weights.
+    """
     optimizer = trainer.optimizer
-    main_params = optimizer.main_params
-    remainders = main_params.remainders
-    moments = optimizer.state().values()
-    return {
+    main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
+    tensors: dict[str, Iterable[Tensor]] = {
         "weights": [parameter.detach() for parameter in trainer.params.values()],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
         "masters": [remainders[name] if name in remainders else main_params[name] for name in main_params],
-        "moments": [tensor for tensors in moments for tensor in tensors.values()],
+        "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],
         "average": optimizer.ema.values(),
     }
-
-
-def _group_rows(groups: tuple[GroupInfo, ...]) -> Iterator[str]:
-    if not groups:
-        yield "none: the rank is alone"
-        return
-    cells = [("groups", "of ranks", "along"), *((f"{g.count:,}", f"{g.size:,}", g.name) for g in groups)]
-    yield from _table(cells)
-    yield f"together {sum(g.count for g in groups):,}"
-
-
-def _state_row(built: BuiltRank) -> str:
-    parts = ", ".join(f"{part} {size:,}" for part, size in built.state.items() if size)
-    return f"rank {built.rank:,} holds, in bytes, as predicted: {parts}"
+    counted: set[int] = set()
+    sizes = {}
+    for part, of_part in tensors.items():
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in of_part)}
+        sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
+        counted |= set(storages)
+    return sizes
 
 
 def _describe(stage: StageLayers) -> str:

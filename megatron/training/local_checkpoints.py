@@ -11,12 +11,11 @@ from pathlib import Path
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.fencing import acquire_lease
-from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.local_folder import NODE_PLACEHOLDER, LocalCheckpoint, NodeMap, node_folder
+from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, LocalCheckpoint, node_folder
+from megatron.checkpoint.lease import Lease, acquire_lease
 from megatron.checkpoint.local_store import (
     LocalStore,
+    NodeMap,
     delete_other_local_checkpoints,
     find_local_checkpoints,
     gather_results,
@@ -24,7 +23,7 @@ from megatron.checkpoint.local_store import (
     save_local,
 )
 from megatron.checkpoint.object_store import parse_location
-from megatron.checkpoint.save import CheckpointExtras, local_bytes
+from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
@@ -33,7 +32,7 @@ from megatron.distributed.comm import Group
 from megatron.training.callbacks.base import Callback
 from megatron.training.resume_source import ResumeSource, applies_to_own_checkpoints, newest_own_step, passed_over_note
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import run_state, tensors_to_save
+from megatron.training.trainer_state import checkpoint_bytes, run_state, tensors_to_save
 
 
 def open_local_store(
@@ -50,7 +49,6 @@ def open_local_store(
 
     Raises:
         UserError: if the nodes have different numbers of ranks.
-
     """
     nodes = NodeMap.from_launcher(comm.all_gather_objects(Launch.read(os.environ).node, group))
     if not nodes.are_even:
@@ -67,7 +65,6 @@ def hold_node_folders(options: CheckpointConfig, world: Group) -> Iterator[Lease
     Raises:
         CheckpointError: on every rank, if another run or node holds a lease, or a folder cannot be written.
         UserError: if the nodes have different numbers of ranks.
-
     """
     lease = None
     with ExitStack() as stack:
@@ -107,11 +104,17 @@ def add_local_checkpoints(source: ResumeSource | UserError, options: CheckpointC
             run, or one newer than the requested step.
         NewerVersionError: if a newer version of this program wrote one.
         OSError: if a disk cannot be read.
-
     """
     store = open_local_store(options, world, world)
     found, notes = find_local_checkpoints(store)
-    _refuse_others(found, options)
+    save = parse_location(str(options.save)).resolve()
+    for checkpoint in found:
+        if checkpoint.run is None or parse_location(checkpoint.run).resolve() != save:
+            sentence = (
+                f"--local-save {options.local_save} holds the checkpoint of step {checkpoint.iteration} of another "
+                f"run, which saves to {checkpoint.run}"
+            )
+            raise UserError([Problem("E804", sentence, (f"--local-save {options.local_save}-new",))])
     step = options.ckpt_step if applies_to_own_checkpoints(options) else None
     durable = newest_own_step(source, options) if isinstance(source, ResumeSource) else -1
     usable = []
@@ -135,18 +138,6 @@ def add_local_checkpoints(source: ResumeSource | UserError, options: CheckpointC
     if durable < 0:  # what ``source`` found is not the run's own
         return ResumeSource(mode=mode, notes=tuple(notes), local=tuple(usable))
     return ResumeSource(source.paths, mode=mode, notes=(*source.notes, *notes), local=tuple(usable))
-
-
-def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> None:
-    """Raise a UserError if a checkpoint belongs to another run: it must neither be loaded nor deleted."""
-    save = parse_location(str(options.save)).resolve()
-    for checkpoint in found:
-        if checkpoint.run is None or parse_location(checkpoint.run).resolve() != save:
-            sentence = (
-                f"--local-save {options.local_save} holds the checkpoint of step {checkpoint.iteration} of another "
-                f"run, which saves to {checkpoint.run}"
-            )
-            raise UserError([Problem("E804", sentence, (f"--local-save {options.local_save}-new",))])
 
 
 def _problem(store: LocalStore, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
@@ -173,13 +164,6 @@ def _problem(store: LocalStore, checkpoint: LocalCheckpoint, step: int | None) -
     return None
 
 
-def local_save_notes(store: LocalStore) -> list[str]:
-    """Return notes on how safe the local checkpoints are."""
-    if store.nodes.count > 1:
-        return []
-    return ["--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it"]
-
-
 class LocalSave(Callback):
     """Write a checkpoint into the nodes' folders every ``--local-save-interval`` steps; delete the previous one.
 
@@ -194,12 +178,7 @@ class LocalSave(Callback):
         self._store = store
 
     def on_iteration_end(self) -> None:
-        """Save; collective.
-
-        Raises:
-            RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
-        """
+        """Save; collective."""
         self.log.flush()  # a run that resumes from this checkpoint must still have all records before it
         try:
             self._save()
@@ -208,15 +187,13 @@ class LocalSave(Callback):
 
     def _save(self) -> None:
         trainer, started = self.trainer, time.monotonic()
-        tensors = tensors_to_save(trainer)
         config = to_dict(trainer.config)
         save = parse_location(str(trainer.config.checkpoint.save))
         if isinstance(save, Path):  # absolute, because the next start may have another working directory
             config["checkpoint"]["save"] = str(save.absolute())
         extras = CheckpointExtras(run_state(trainer), config, trainer.files)
-        path = save_local(self._store, trainer.iteration, tensors, extras)
+        path = save_local(self._store, trainer.iteration, tensors_to_save(trainer), extras)
         warning = delete_other_local_checkpoints(self._store, trainer.iteration)
-        size = sum(comm.all_gather_objects(local_bytes(tensors), self._store.group))
-        self.log.checkpoint(path, size, time.monotonic() - started)
+        self.log.checkpoint(path, checkpoint_bytes(trainer), time.monotonic() - started)
         if warning:
             self.log.warning(warning)

@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from megatron.checkpoint.object_store import Location, parse_location
 from megatron.data.dataset import split_kind
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck, explain_nonfinite
 from megatron.training.callbacks.profiler import NO_REQUEST, ProfileRequest, ProfileRequestListener, StepProfiler
@@ -56,7 +56,7 @@ ECHO_SECONDS = 2.0
 
 
 def train(
-    trainer: Trainer, graphs: StepRunner | None, log: RunLogger, stop: StopRequest, callbacks: Sequence[Callback] = ()
+    trainer: Trainer, graphs: StepRunner | None, log: RunLogger, stop: StopRequest, builtin: Sequence[Callback]
 ) -> int:
     """Train until the last step or a request to stop; with ``skip_train`` only evaluate.
 
@@ -65,7 +65,7 @@ def train(
         graphs: takes the steps on GPUs; None takes them without CUDA graphs.
         log: reports metrics and events.
         stop: requests to stop.
-        callbacks: called before those of plugins.
+        builtin: callbacks that are called before those of plugins.
 
     Returns:
         The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``; 128 + n after signal n; 124 after
@@ -74,25 +74,24 @@ def train(
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
-
     """
-    called = CallbackList(trainer, log, callbacks)
+    callbacks = CallbackList(trainer, log, builtin)
     try:
-        called.on_train_start()
+        callbacks.on_train_start()
         if trainer.config.training.skip_train:
             stop.restore()  # nothing has to be saved, so a signal may end the process at once
-            evaluate_only(trainer, log, called)
+            evaluate_only(trainer, log, callbacks)
             status = 0
         else:
             if trainer.iteration < trainer.total_steps:
                 remove_finished_file(trainer)
-            with Checkpointer(trainer, log, called.on_save) as saver:
-                status = take_steps(trainer, graphs, log, stop, called, saver)
+            with Checkpointer(trainer, log, callbacks.on_save) as saver:
+                status = take_steps(trainer, graphs, log, stop, callbacks, saver)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
-        called.on_stop(error)
+        callbacks.on_stop(error)
         raise
-    called.on_stop(None)
+    callbacks.on_stop(None)
     if not trainer.config.training.skip_train and trainer.iteration >= trainer.total_steps:
         write_finished_file(trainer)
     return status
@@ -115,24 +114,17 @@ def take_steps(
     while trainer.iteration < trainer.total_steps:
         callbacks.on_step_start(window)
         samples, rates = trainer.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
-        with trainer.timers("batch-generator"):
-            batches = trainer.next_batches()
-        if graphs is None:
-            metrics = train_step(trainer, batches, rates)
-        else:
-            metrics = graphs(batches, rates, eager=callbacks.observes_modules)
-        if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
-            trainer.prefetch()
-        stop_if_nonfinite(trainer, batches, metrics)
-        trainer.iteration += 1
-        trainer.consumed_samples += samples
+        metrics = take_step(trainer, graphs, samples, rates, eager=callbacks.observes_modules)
         iteration = trainer.iteration
 
         window.add(metrics, samples)
         read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
         log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
         callbacks.on_step_end(window, metrics)
-        saver.poll()
+        if trainer.startup.running:
+            log_startup(trainer, log)
+        if saver.pending is not None:  # an asynchronous save
+            saver.poll()
 
         stop_code = stop.poll()
         last = iteration == trainer.total_steps
@@ -157,16 +149,31 @@ def take_steps(
     return 0
 
 
-def is_due(interval: int | None, iteration: int) -> bool:
-    """Return True in every ``interval``-th iteration; never for None."""
-    return interval is not None and iteration % interval == 0
+def take_step(trainer: Trainer, graphs: StepRunner | None, samples: int, rates: Rates, eager: bool) -> StepMetrics:
+    """Take the next step, of ``samples`` samples, and count it; ``eager`` without CUDA graphs.
 
-
-def stop_if_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
-    """Raise a NonFiniteError with ``on_nonfinite`` stop, unless a smaller loss scale can cure it; collective."""
+    Raises:
+        NonFiniteError: with ``on_nonfinite`` stop, unless a smaller loss scale can cure it.
+    """
+    with trainer.timers("batch-generator"):
+        batches = trainer.next_batches()
+    if graphs is None:
+        metrics = train_step(trainer, batches, rates)
+    else:
+        metrics = graphs(batches, rates, eager)
+    if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
+        trainer.prefetch()
     nonfinite = trainer.config.training.on_nonfinite == "stop" and metrics.nonfinite.item()
     if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
         raise NonFiniteError(explain_nonfinite(trainer, batches))
+    trainer.iteration += 1
+    trainer.consumed_samples += samples
+    return metrics
+
+
+def is_due(interval: int | None, iteration: int) -> bool:
+    """Return True in every ``interval``-th iteration; never for None."""
+    return interval is not None and iteration % interval == 0
 
 
 def finish_previous_start(
@@ -179,7 +186,6 @@ def finish_previous_start(
 
     Raises:
         StorageError: if the last step has been taken and cannot be saved.
-
     """
     taken, total = trainer.iteration, trainer.total_steps
     stop_code = 0 if taken >= total else stop.poll()
@@ -253,30 +259,21 @@ def build_callbacks(trainer: Trainer, log: RunLogger, stop: StopRequest) -> list
         callbacks.append(HealthReport(trainer, logging.log_health_interval))
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
         callbacks.append(ReplicaCheck(trainer, interval))
-    callbacks.append(StartupReport(trainer))
     if trainer.local is not None and config.checkpoint.local_save_interval is not None:
         callbacks.append(LocalSave(trainer, trainer.local, config.checkpoint.local_save_interval))
     return callbacks
 
 
-class StartupReport(Callback):
-    """Log, after the first step, the time of each phase of the start on this and the slowest rank."""
-
-    pauses = False  # the meter is paused for its collective
-
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        """Report once; collective."""
-        trainer = self.trainer
-        if not trainer.startup.running:
-            return
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize(trainer.device)  # the first step counts until the GPU has finished it
-        trainer.startup.stop()
-        mine = trainer.startup.seconds
-        with trainer.mesh.world.meter.paused():
-            seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=trainer.device)
-            longest = comm.all_reduce(seconds, trainer.mesh.world, op="max").tolist()
-        self.log.start_up(mine, dict(zip(mine, longest)))
+def log_startup(trainer: Trainer, log: RunLogger) -> None:
+    """Log, after the first step, the time of each phase of the start on this and the slowest rank; collective."""
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)  # the first step counts until the GPU has finished it
+    trainer.startup.stop()
+    mine = trainer.startup.seconds
+    with trainer.mesh.world.meter.paused():
+        seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=trainer.device)
+        longest = comm.all_reduce(seconds, trainer.mesh.world, op="max").tolist()
+    log.start_up(mine, dict(zip(mine, longest)))
 
 
 FINISHED_FILE = "finished.json"
@@ -291,8 +288,7 @@ def remove_finished_file(trainer: Trainer) -> None:
         OSError: on every rank, if it cannot be removed.
         SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
     """
-    if folder := _folder(trainer):
-        run_on_rank0(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
+    _change_finished_file(trainer, lambda folder: (folder / FINISHED_FILE).unlink(missing_ok=True))
 
 
 def write_finished_file(trainer: Trainer) -> None:
@@ -302,13 +298,38 @@ def write_finished_file(trainer: Trainer) -> None:
         StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
         SupersededError: on every rank, if a later start owns the ``save`` folder.
     """
-    if folder := _folder(trainer):
-        run_on_rank0(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
+
+    def write(folder: Path) -> None:
+        checkpoint = _last_checkpoint(trainer)
+        facts: FinishedFacts = {
+            "iteration": trainer.iteration,
+            "consumed-samples": trainer.consumed_samples,
+            "run-id": trainer.run_id,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "time": time.time(),
+        }
+        write_facts(folder, facts)
+
+    _change_finished_file(trainer, write)
+
+
+def _change_finished_file(trainer: Trainer, change: Callable[[Path], None]) -> None:
+    """Call ``change`` with the run's folder on rank 0, unless a later start owns the ``save`` folder."""
+    run_dir = trainer.config.logging.run_dir
+    if run_dir is None:
+        return
+
+    def check_and_change() -> None:
+        if trainer.leases.save is not None:
+            trainer.leases.save.check()
+        change(Path(run_dir))
+
+    run_on_rank0(check_and_change, trainer.mesh.world)
 
 
 def is_last_step_saved(trainer: Trainer) -> bool:
     """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
-    return run_on_rank0(lambda: _checkpoint(trainer) is not None, trainer.mesh.world)
+    return run_on_rank0(lambda: _last_checkpoint(trainer) is not None, trainer.mesh.world)
 
 
 def write_facts(folder: Path, facts: FinishedFacts) -> None:
@@ -325,35 +346,7 @@ def write_facts(folder: Path, facts: FinishedFacts) -> None:
         raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
 
 
-def _write_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.leases.save is not None:
-        trainer.leases.save.check()
-    write_facts(folder, _facts(trainer))
-
-
-def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
-    if trainer.leases.save is not None:
-        trainer.leases.save.check()
-    (folder / FINISHED_FILE).unlink(missing_ok=True)
-
-
-def _folder(trainer: Trainer) -> Path | None:
-    run_dir = trainer.config.logging.run_dir
-    return Path(run_dir) if run_dir else None
-
-
-def _facts(trainer: Trainer) -> FinishedFacts:
-    checkpoint = _checkpoint(trainer)
-    return {
-        "iteration": trainer.iteration,
-        "consumed-samples": trainer.consumed_samples,
-        "run-id": trainer.run_id,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "time": time.time(),
-    }
-
-
-def _checkpoint(trainer: Trainer) -> Location | None:
+def _last_checkpoint(trainer: Trainer) -> Location | None:
     """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
     save = trainer.config.checkpoint.save
     if save is None:
@@ -390,7 +383,6 @@ class StopRequest:
             since: start of the time limit on the clock of ``time.monotonic()``; None for now.
             profiles: profile requests to this rank; :meth:`restore` also restores their signal handler.
             file: stops the run once it exists. Give it to one rank only: cluster file systems may be slow.
-
         """
         self.world = world
         self.device = device
@@ -417,7 +409,9 @@ class StopRequest:
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
         ``STOP_FILE_FOUND`` if any rank sees the file.
         """
-        request = self.profiles.take() if self.profiles is not None else NO_REQUEST
+        request = NO_REQUEST
+        if self.profiles is not None and time.monotonic() >= self.profiles.next_check:
+            request = self.profiles.take()
         if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
             self.profile_request = request
             return self._local_code()

@@ -161,7 +161,7 @@ class StepMetrics:
     loss_scale: Tensor  # used in this step
     nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
     # MoE router losses and metrics of the objective, by name; the same names in every step
-    router: Mapping[str, Tensor] = field(default_factory=dict)
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class MetricsWindow:
@@ -203,7 +203,7 @@ class MetricsWindow:
         self._cuda_graph = recorded
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
-        self._router_names: tuple[str, ...] = ()
+        self._extra_names: tuple[str, ...] = ()
         self._barrier()
         self.world.meter.pop()  # discard waits and traffic from before the first step
         self.world.meter.pop_bytes_sent()
@@ -212,8 +212,8 @@ class MetricsWindow:
 
     def add(self, step: StepMetrics, samples: int) -> None:
         """Add a step of ``samples`` samples, without waiting for the device."""
-        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.router.values())
-        self._router_names = tuple(step.router)
+        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.extra.values())
+        self._extra_names = tuple(step.extra)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
 
@@ -254,7 +254,7 @@ class MetricsWindow:
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
-        losses, norms, skips, scales, nonfinite, *router = torch.stack(self._steps, dim=1).tolist()
+        losses, norms, skips, scales, nonfinite, *extra = torch.stack(self._steps, dim=1).tolist()
         now = self._add_goodput()
         steps = len(self._steps)
         seconds = now - self._window_start
@@ -268,7 +268,7 @@ class MetricsWindow:
             "consumed-samples": consumed_samples,
             "consumed-tokens": consumed_samples * self.seq_length,
             "lm loss": _mean_of_finite(losses),
-            **{name: _mean_of_finite(values) for name, values in zip(self._router_names, router)},
+            **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
             "grad-norm": norms[-1],
             "learning-rate": float(rates.lr),
             "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),

@@ -8,6 +8,7 @@ with those stored in the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,11 +18,10 @@ from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
-from megatron.checkpoint.folder import CHECKPOINT_NAME, CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.local_folder import LocalCheckpoint, is_local_checkpoint
 from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.publish import checkpoint_folder_of, is_complete, is_interrupted
+from megatron.checkpoint.publish import CHECKPOINT_NAME, checkpoint_folder_of, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
 
@@ -71,7 +71,6 @@ def find_resume_source(options: CheckpointConfig) -> ResumeSource:
 
     Raises:
         UserError: if there are checkpoints, or some are required, but none can be used.
-
     """
     try:
         return _find(options)
@@ -97,9 +96,11 @@ def _find(options: CheckpointConfig) -> ResumeSource:
             hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=unfinished
         )
     folder = load or parse_location(str(save))
-    if is_complete(folder):  # one checkpoint under another name; if unreadable, keep the requested step for the error
-        manifest = _open(folder)
-        found = [(step or 0 if isinstance(manifest, str) else manifest.state.get("iteration", 0), folder)]
+    if is_complete(folder):  # one checkpoint under another name
+        iteration = step or 0  # for the error, if it is unreadable
+        with suppress(DamagedCheckpointError):
+            iteration, _ = position_of(Manifest.open(folder))
+        found = [(iteration, folder)]
     else:
         found = CheckpointFolder(folder).named()
     return _select(folder, found, step, options.resume_mode, unfinished)
@@ -189,16 +190,11 @@ def _select(
 
 def _problem(path: Location) -> str | None:
     """Return why a checkpoint cannot be used, as far as its manifest shows; None if it can."""
-    manifest = _open(path)
-    return manifest if isinstance(manifest, str) else None
-
-
-def _open(path: Location) -> Manifest | str:
-    """Return a checkpoint's manifest, or why it is damaged."""
     try:
-        return Manifest.open(path)
+        Manifest.open(path)
     except DamagedCheckpointError as error:
         return str(error)
+    return None
 
 
 def passed_over_note(path: Location, problem: object) -> str:
@@ -226,14 +222,6 @@ def _none_usable(
     return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
 
 
-@dataclass(frozen=True)
-class ResumeChanges:
-    """Differences between a run and the checkpoint that it starts from."""
-
-    lines: tuple[str, ...]  # to be logged
-    batches_since: Position  # position at which the current batch size options took effect
-
-
 def position_of(manifest: Manifest, name: str = "") -> Position:
     """Return the position of a checkpoint, or the one stored in its state under ``name``."""
     position = manifest.state.get(name, manifest.state)
@@ -241,8 +229,8 @@ def position_of(manifest: Manifest, name: str = "") -> Position:
 
 
 def compare_with_checkpoint(
-    manifest: Manifest, config: RunConfig, world_size: int, mode: str, notes: Sequence[str] = ()
-) -> ResumeChanges:
+    manifest: Manifest, config: RunConfig, world_size: int, mode: str, notes: Sequence[str]
+) -> tuple[list[str], Position]:
     """Compare a run with the checkpoint that it is about to start from.
 
     Args:
@@ -252,9 +240,11 @@ def compare_with_checkpoint(
         mode: how much of the checkpoint to load.
         notes: why this checkpoint was chosen; part of an error.
 
+    Returns:
+        Differences to be logged, and the position at which the current batch size options took effect.
+
     Raises:
         UserError: if the changes do not allow starting from it.
-
     """
     own = is_own_checkpoint(manifest.path, config.checkpoint)
     if mode != "weights-only" and "optimizer" not in manifest.state:
@@ -273,12 +263,12 @@ def compare_with_checkpoint(
     if problems:
         which = "; ".join([f"the checkpoint is {manifest.path}", *notes])
         raise UserError([replace(problems[0], sentence=f"{problems[0].sentence} ({which})"), *problems[1:]])
-    lines = changes.lines
+    lines = [*changes.lines]
     layout = manifest.state.get("written_by", {}).get("layout", {})
     saved_ranks = prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
     if layout and saved_ranks != world_size:
-        lines = (f"ranks: checkpoint {saved_ranks} -> now {world_size}", *lines)
-    return ResumeChanges((*lines,), batches_since)
+        lines.insert(0, f"ranks: checkpoint {saved_ranks} -> now {world_size}")
+    return lines, batches_since
 
 
 def is_own_checkpoint(path: Location, options: CheckpointConfig) -> bool:
@@ -308,15 +298,10 @@ def stored_config(options: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def preview_start(config: RunConfig, world_size: int) -> StartPreview:
-    """Return the notes and the position with which the run would start.
-
-    Args:
-        config: resolved configuration, vocabulary size included.
-        world_size: number of ranks.
+    """Return the notes and the position with which the run would start; ``config`` is resolved, vocabulary included.
 
     Raises:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
-
     """
     source = find_resume_source(config.checkpoint)
     if source.hf is not None:
@@ -324,6 +309,6 @@ def preview_start(config: RunConfig, world_size: int) -> StartPreview:
     if source.fresh:
         return StartPreview(source.notes)
     manifest = Manifest.open(source.paths[0])
-    changes = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
-    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
+    changes, _ = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
+    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes)
     return StartPreview(notes, *((0, 0) if source.mode == "weights-only" else position_of(manifest)))

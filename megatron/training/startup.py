@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from megatron.config.launch import JobStart
 
@@ -42,23 +41,12 @@ class StartupTimer:
     """Stopwatch whose time always counts for one phase: ``with startup("data"): ...``."""
 
     def __init__(self, began: float | None = None, phase: str = "other") -> None:
-        """Start the watch.
-
-        Args:
-            began: start time on the clock of ``time.monotonic()``; None for now.
-            phase: the first phase.
-
-        """
+        """Start the watch at ``began``, on the clock of ``time.monotonic()``; None for now."""
         self.began = time.monotonic() if began is None else began
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.running = True  # until the first step has been taken
         self._phase = phase
         self._since = self.began
-
-    @classmethod
-    def of_process(cls) -> Self:
-        """Return a watch that started, in phase ``python``, when this process did."""
-        return cls(process_start_time(), "python")
 
     def enter(self, phase: str) -> None:
         """Count the time from now on for ``phase``."""

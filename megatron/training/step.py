@@ -35,7 +35,6 @@ def train_step(
 
     Returns:
         Device scalars, equal on all ranks.
-
     """
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
@@ -44,7 +43,8 @@ def train_step(
         trainer.compute(batches, scale / tokens.clamp(min=1.0))
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
-    means = router_losses(trainer, sums, tokens) | objective_metrics(trainer, sums, tokens)
+    extra = router_losses(trainer, sums, tokens)
+    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.objective.metric_names}
     trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
@@ -52,7 +52,7 @@ def train_step(
         else:
             outcome = update(rates, scale, loss)
     trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow
-    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, means)
+    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
 
 
 @torch.no_grad()
@@ -71,8 +71,7 @@ def count_tokens(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:
 
     For next-token prediction it is the number of unmasked tokens.
     """
-    objective = next(iter(trainer.chunks.values())).objective
-    local = torch.stack([objective.weight(batch).double() for batch in batches]).sum()
+    local = torch.stack([trainer.objective.weight(batch).double() for batch in batches]).sum()
     return comm.all_reduce(local, trainer.mesh.dp_cp)
 
 
@@ -83,12 +82,6 @@ def collect_sums(trainer: Trainer) -> dict[str, Tensor]:
         for name, value in chunk.sums.pop().items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     return sums
-
-
-def objective_metrics(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return the means of the objective's further metrics; collective."""
-    names = next(iter(trainer.chunks.values())).objective.metric_names
-    return {name: mean_loss(trainer, sums, tokens, name) for name in names}
 
 
 def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor, name: str = "lm loss") -> Tensor:

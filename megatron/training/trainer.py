@@ -15,9 +15,11 @@ from socket import gethostname
 import torch
 from torch import Tensor, nn
 
+from megatron.arguments.checks.training import schedule_problems
 from megatron.checkpoint.lease import Leases
 from megatron.checkpoint.local_store import LocalStore
 from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
@@ -29,6 +31,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
 from megatron.model.gpt import GPTChunk
+from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
@@ -57,7 +60,7 @@ class Prefetched:
 
 @dataclass
 class Trainer:
-    """The parts of a run on this rank, and its progress. :meth:`start_at` sets ``schedule`` and ``data``."""
+    """The parts of a run on this rank, and its progress. :meth:`start_at` sets the fields without an initial value."""
 
     config: RunConfig
     mesh: Mesh
@@ -72,8 +75,11 @@ class Trainer:
     timers: Timers
     goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
     startup: StartupTimer = field(default_factory=StartupTimer)
+    # schedules of steps, and with True of evaluations, by number of micro-batches
+    programs: dict[tuple[int, bool], PipelineSchedule] = field(default_factory=dict)
     schedule: LearningRateSchedule = field(init=False)
     data: DataSource = field(init=False)
+    total_steps: int = field(init=False)  # of the whole run
     iteration: int = 0  # steps taken
     consumed_samples: int = 0
     batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
@@ -97,10 +103,13 @@ class Trainer:
         Args:
             batches: micro-batches of a step, or of an evaluation.
             seed: gradient of the objective with respect to the summed losses, 0-d; None for forward only.
-            program: schedule to use instead of the run's own.
-
+            program: schedule to use instead of the run's own, which is kept by the number of micro-batches.
         """
-        program = program or build_program(self.config.parallel, len(batches), evaluation=seed is None)
+        if program is None:
+            key = len(batches), seed is None
+            if key not in self.programs:
+                self.programs[key] = build_program(self.config.parallel, len(batches), evaluation=seed is None)
+            program = self.programs[key]
         for chunk in self.chunks.values():
             chunk.train(seed is not None)
         self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
@@ -122,18 +131,21 @@ class Trainer:
 
         Raises:
             DataError: if the data cannot be opened, or are not the same on all ranks.
-
         """
         config = self.config
         dp = self.mesh.dp_size
         begin = iteration, consumed_samples
         self.iteration, self.consumed_samples = begin
+        self.total_steps = final_iteration(config.training, dp, *begin)
         self.digest = 0
         self.digested_samples = consumed_samples
         self.digest_read = 0
         self.logged_digest = (0, 0)
         self.batches_since = batches_since
         self.prefetched = None
+        problems = list(schedule_problems(config, dp, batches_since))
+        if problems:
+            raise UserError(problems)
         self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
         with self.startup("data"):
             vocab = config.model.vocab
@@ -141,9 +153,9 @@ class Trainer:
             check_same_data(self.data, self.mesh.world)
 
     @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        return final_iteration(self.config.training, self.mesh.dp_size, self.iteration, self.consumed_samples)
+    def objective(self) -> Objective:
+        """Objective of the run, the same on every rank."""
+        return next(iter(self.chunks.values())).objective
 
     @property
     def next_batch_size(self) -> int:
@@ -198,9 +210,13 @@ def check_same_data(data: DataSource, world: Group) -> None:
 
     Raises:
         DataError: on every rank, if they do not.
-
     """
-    gathered = comm.all_gather_objects((gethostname(), data_layout(data)), world)
+    layout = {
+        name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
+        + " + ".join(f"{count:,}" for count in data.segments[name])
+        for name, fingerprint in data.fingerprints.items()
+    }
+    gathered = comm.all_gather_objects((gethostname(), layout), world)
     hosts = [host for host, _ in gathered]
     by_rank = [splits for _, splits in gathered]
     names = dict.fromkeys(name for splits in by_rank for name in splits)
@@ -212,15 +228,6 @@ def check_same_data(data: DataSource, world: Group) -> None:
             f"the {kinds} data are not the same on all ranks: {describe_versions(versions, hosts)}",
             "copy the same files to every machine, or use files on a shared file system",
         )
-
-
-def data_layout(data: DataSource) -> dict[str, str]:
-    """Return, by split name, the fingerprint of the data and the numbers of samples that were laid out."""
-    return {
-        name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
-        + " + ".join(f"{count:,}" for count in data.segments[name])
-        for name, fingerprint in data.fingerprints.items()
-    }
 
 
 def describe_versions(versions: Sequence[str], hosts: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.arguments.compatibility import resume_mode_fixes
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.save import local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
@@ -54,8 +55,7 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
 
     Args:
         metrics: the run folder's ``metrics.jsonl``.
-        facts: job and start numbers of this start.
-
+        facts: of this start, from :func:`megatron.training.startup.start_facts`.
     """
     last: dict[str, Any] = {}
     with suppress(OSError):  # the first start
@@ -66,40 +66,24 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
     return str(last.get("run-id", "")) if same_job else ""
 
 
-def saved_run_id(saved: Mapping[str, Any], own: bool) -> str:
-    """Return the run ID stored in a checkpoint if this run continues it, else an empty string.
-
-    Args:
-        saved: state of the checkpoint; old checkpoints have no run ID.
-        own: whether the checkpoint lies in the run's own ``--save`` folder.
-
-    """
-    return str(saved.get("run_id", "")) if own else ""
-
-
 def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
-    """Resume exactly where the run that wrote the checkpoint was; collective.
+    """Resume exactly where the run that wrote the checkpoint was; return notes on the data. Collective.
 
     Args:
         trainer: built without initial weights.
         manifest: manifest of the checkpoint.
         batches_since: steps and samples at which the current batch size options took effect.
 
-    Returns:
-        Notes on the data.
-
     Raises:
         DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
         UserError: if the training data are not those that the run was reading.
-
     """
     saved = manifest.state
     trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
-    trainer.evaluated = _evaluated(saved)
-    own = is_own_checkpoint(
-        manifest.path, trainer.config.checkpoint
-    )  # otherwise this is a fork, with a run id of its own
+    evaluated = saved.get("evaluated", {})
+    trainer.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
+    own = is_own_checkpoint(manifest.path, trainer.config.checkpoint)
     notes = _check_data(trainer, saved["data"], own)
     notes += _read_tensors(trainer, manifest)
     trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
@@ -107,9 +91,10 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
         trainer.scaler.load_state_dict(saved["loss_scaler"])
     if trainer.optimizer.spikes is not None and saved.get("spikes"):
         trainer.optimizer.spikes.load_state_dict(saved["spikes"])
-    trainer.run_id = saved_run_id(saved, own)
-    if own and "goodput" in saved:
-        trainer.goodput.load_state_dict(saved["goodput"])
+    if own:  # otherwise this is a fork, with a run ID of its own
+        trainer.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
+        if "goodput" in saved:
+            trainer.goodput.load_state_dict(saved["goodput"])
     return notes
 
 
@@ -135,13 +120,10 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     Raises:
         DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
         DataError: if the data cannot be opened.
-
     """
-    trainer.start_at(0, 0)
-    main_params = dict(trainer.optimizer.main_params)
-    load_sharded(manifest, tensors_to_load(trainer, main_params), trainer.mesh.world)
-    trainer.optimizer.main_params.set(main_params)
-    trainer.optimizer.after_load()
+    _start_with_weights(
+        trainer, lambda weights: load_sharded(manifest, tensors_to_load(trainer, weights), trainer.mesh.world)
+    )
 
 
 def restore_from_source(trainer: Trainer, source: WeightSource) -> None:
@@ -149,11 +131,15 @@ def restore_from_source(trainer: Trainer, source: WeightSource) -> None:
 
     Raises:
         DataError: if the data cannot be opened.
-
     """
+    _start_with_weights(trainer, lambda weights: fill_weights(trainer.specs, weights, source, trainer.buckets.shards))
+
+
+def _start_with_weights(trainer: Trainer, read: Callable[[dict[str, Tensor]], object]) -> None:
+    """Start a new run with weights that ``read`` writes into this rank's main parameters."""
     trainer.start_at(0, 0)
     main_params = dict(trainer.optimizer.main_params)
-    fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
+    read(main_params)
     trainer.optimizer.main_params.set(main_params)
     trainer.optimizer.after_load()
 
@@ -195,8 +181,13 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
     return entries
 
 
-def _elements(whole: Callable[[], Tensor], mine: slice, slot: ShardBox) -> Tensor:
-    written: Tensor = slot.view_in(whole().view(-1)[mine])
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Return the bytes of all tensors of a checkpoint; collective."""
+    return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
+
+
+def _elements(whole: Callable[[], Tensor], mine: slice, box: ShardBox) -> Tensor:
+    written: Tensor = box.view_in(whole().view(-1)[mine])
     return written
 
 
@@ -222,7 +213,6 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
 
     Raises:
         RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-
     """
     iteration, consumed_samples = trainer.batches_since
     spikes = trainer.optimizer.spikes
@@ -252,7 +242,6 @@ def consumed_digest(trainer: Trainer) -> int:
 
     Raises:
         RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
-
     """
     read_by_rank = comm.all_gather_objects(trainer.digest_read, trainer.mesh.dp_cp)
     read = sum(read_by_rank) % DIGEST_MODULUS
@@ -264,20 +253,11 @@ def consumed_digest(trainer: Trainer) -> int:
     return trainer.digest
 
 
-def _evaluated(saved: Mapping[str, Any]) -> dict[str, int]:
-    """Return the steps taken before the last evaluation of each split; old checkpoints have a single number."""
-    steps = saved.get("evaluated", {})
-    return dict(steps) if isinstance(steps, Mapping) else {"valid": steps}
-
-
 def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
     """Compare the data with the checkpoint's, and set the digest; return notes on changed evaluation data.
 
-    ``own`` is True for a checkpoint in the run's own ``save`` folder.
-
     Raises:
         UserError: if the training samples, consumed or still to come, are not those of the run that saved.
-
     """
     fingerprints = trainer.data.fingerprints
     changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]

@@ -31,10 +31,10 @@ from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import Checkpointer, checkpoint_bytes
+from megatron.training.checkpointer import Checkpointer
 from megatron.training.local_checkpoints import LocalSave, open_local_store
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import run_state, tensors_to_save
+from megatron.training.trainer_state import checkpoint_bytes, run_state, tensors_to_save
 from tests.distributed.detect import ZERO1, Detector
 from tests.distributed.drive import Case
 
@@ -49,7 +49,7 @@ def is_busy(rank: int, world_size: int) -> bool:
     writing = SimpleNamespace(outcome=Future(), iteration=1, seconds=0.0)
     saver: Any = SimpleNamespace(
         poll=lambda: None,
-        _pending=writing if rank == world_size - 1 else None,
+        pending=writing if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
         _trainer=SimpleNamespace(

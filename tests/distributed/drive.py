@@ -13,8 +13,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.data.loader import rank_micro_batches
-from megatron.data.masks import MaskBuilder
+from megatron.data.loader import MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline

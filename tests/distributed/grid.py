@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
-from megatron.data.masks import MaskBuilder
+from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
@@ -20,7 +20,7 @@ from tests.distributed.pairwise import Choice
 
 def choices(name: str) -> tuple[str, ...]:
     """The words that a field allows: what is added to them is compared too."""
-    return SETTINGS[name].option.choices or ()
+    return SETTINGS[name].option.choices
 
 
 NEEDS: dict[str, dict[str, Any]] = {"yarn": {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32}}

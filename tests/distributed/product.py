@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import platform
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,6 +183,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="Only every N-th case, where time is short.")
     every, began, lines = parser.parse_args().every, time.monotonic(), []
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=FILE.parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
     with Pool() as pool:
         for name in TABLES:
             for line in table(pool, name, every):
@@ -190,7 +194,7 @@ def main() -> None:
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
         f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {time.strftime('%Y-%m-%d')}, "
-        f"torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
+        f"commit {commit}, torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
     ]
     FILE.write_text("\n".join([*head, *lines]) + "\n")
     print("", "For docs/performance.md:", *markdown_rows(FILE.read_text()), sep="\n")

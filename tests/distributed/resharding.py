@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import resolve
 from megatron.arguments.validate import find_problems
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError

@@ -14,17 +14,17 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import resolve
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import checkpoint_bytes, choose_resume_source, load_start_state, save_checkpoint
+from megatron.training.checkpointer import choose_resume_source, load_start_state, save_checkpoint
 from megatron.training.loop import SIGNALS
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import consumed_digest, local_tensors, parameter_name
+from megatron.training.trainer_state import checkpoint_bytes, consumed_digest, local_tensors, parameter_name
 from tests.distributed.grid import FACTORS, LAYOUT, SHARING, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import resolve
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import DataConfig, RunConfig, TrainingConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter

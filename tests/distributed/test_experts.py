@@ -188,8 +188,8 @@ def test_it_is_what_loops_over_tokens_say(topk: int) -> None:
             module.register_forward_hook(note)
     metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
     balance, z, loads = by_hand(model, logits, global_batch(case, 0).loss_mask)
-    assert metrics.router["seq_load_balancing_loss"].item() == pytest.approx(balance, rel=1e-12)
-    assert metrics.router["z_loss"].item() == pytest.approx(z, rel=1e-12)
+    assert metrics.extra["seq_load_balancing_loss"].item() == pytest.approx(balance, rel=1e-12)
+    assert metrics.extra["z_loss"].item() == pytest.approx(z, rel=1e-12)
     assert [*expert_loads(report(0, 1, case)[0]).values()] == pytest.approx(loads, rel=1e-12)
 
 

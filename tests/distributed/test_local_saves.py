@@ -20,10 +20,10 @@ from megatron.checkpoint import local_store as exchange_module
 from megatron.checkpoint.errors import DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.load import load_sharded
-from megatron.checkpoint.local_folder import NodeMap
 from megatron.checkpoint.local_store import (
     FileTransfer,
     LocalStore,
+    NodeMap,
     delete_other_local_checkpoints,
     fetch_missing_files,
     find_local_checkpoints,

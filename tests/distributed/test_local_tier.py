@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.folder import LocalCheckpoint
 from megatron.checkpoint.format import MANIFEST, Manifest
-from megatron.checkpoint.local_folder import LocalCheckpoint
 from megatron.checkpoint.save import save_sharded
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group

@@ -29,7 +29,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/loop.py", "on_step_end", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/loop.py", "log_startup", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
 }

@@ -96,7 +96,7 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     failure_report.POLL_SECONDS, failure_report.POSITION_TIMEOUT_SECONDS = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
     try:
-        with failure_report.publish_position_on_failure(mesh, pipeline):
+        with failure_report.PeerWatchdog(mesh.world, pipeline):
             pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
     except Exception as error:
         if register_failure():

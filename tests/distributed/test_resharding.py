@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments.resolve import resolve
+from megatron.arguments.sources import resolve
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.training.build import build_trainer

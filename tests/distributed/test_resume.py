@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.lease import acquire_lease
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.distributed.grid import FACTORS

@@ -32,7 +32,7 @@ def router_losses(rank: int, world_size: int, case: Case) -> list[dict[str, floa
     trainer, steps = build_trainer(case.config(), rank, world_size), []
     for step in range(case.steps):
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
-        steps.append({"lm loss": metrics.loss.item()} | {name: x.item() for name, x in metrics.router.items()})
+        steps.append({"lm loss": metrics.loss.item()} | {name: x.item() for name, x in metrics.extra.items()})
     return steps
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
-from megatron.data.masks import document_boundaries
+from megatron.data.loader import document_boundaries
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer

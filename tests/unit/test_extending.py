@@ -185,7 +185,7 @@ def test_metric_logger(run: Run, tmp_path: Path) -> None:
 
 def test_tables_match_the_choices_of_the_flags() -> None:
     for names, setting in ((set(ACTIVATIONS), "activation"), ({*RULES, *WITH_WHOLE_MATRICES}, "optimizer")):
-        assert names == set(SETTINGS[setting].option.choices or ())
+        assert names == set(SETTINGS[setting].option.choices)
 
 
 def test_optimizers_keep_as_many_moments_as_the_table_has() -> None:
@@ -205,14 +205,14 @@ def test_optimizers_keep_as_many_moments_as_the_table_has() -> None:
 )
 def test_a_new_choice_is_in_the_layout_matrix(monkeypatch: pytest.MonkeyPatch, name: str, factor: str) -> None:
     setting = SETTINGS[name]
-    more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
+    more = replace(setting.option, choices=(*setting.option.choices, "new"))
     monkeypatch.setitem(SETTINGS, name, replace(setting, option=more))
     assert "new" in runpy.run_path(grid.__file__)["FACTORS"][factor]
 
 
 def test_modules_that_are_recomputed_are_so_in_the_layout_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = SETTINGS["recompute_modules"]
-    more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
+    more = replace(setting.option, choices=(*setting.option.choices, "new"))
     monkeypatch.setitem(SETTINGS, "recompute_modules", replace(setting, option=more))
     known = runpy.run_path(grid.__file__)
     assert "all modules" in known["FACTORS"]["recompute"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from os.path import exists, isdir, isfile
+from os.path import exists, isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
 from megatron.checkpoint.object_store import Location, RemotePath, missing_library, parse_location
 from megatron.config.errors import Problem, did_you_mean
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
-
-# unlike pathlib's they do not raise for a very long name
-
 
 MEGATRON_LM = "latest_checkpointed_iteration.txt"
 """The file that marks a checkpoint folder of Megatron-LM."""
@@ -111,10 +108,9 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         sentence = f"--local-save {checkpoint.local_save} is in an object store; give a folder on the nodes' disks"
         yield Problem("E804", sentence, (f"--save {checkpoint.local_save}", "--local-save /dev/shm/checkpoints"))
     for name in sorted({*re.findall(r"{[^{}]*}", checkpoint.local_save)} - {"{node}"}):
-        sentence = (
-            f"--local-save {checkpoint.local_save}: {name} is not a placeholder; only {{node}}, the node's number, is"
-        )
-        yield Problem("E804", sentence, (f"--local-save {checkpoint.local_save.replace(name, '{node}')}",))
+        rule = f"{name} is not a placeholder; only {{node}}, the node's number, is"
+        fix = f"--local-save {checkpoint.local_save.replace(name, '{node}')}"
+        yield Problem("E804", f"--local-save {checkpoint.local_save}: {rule}", (fix,))
 
 
 def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -132,23 +128,17 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
         and checkpoint.save is not None
         and (checkpoint.load is None or _same_folder(config))
     ):
-        sentence = (
-            f"weights-only starts a new run, which cannot save to the folder of the old one, --save {checkpoint.save}"
-        )
-        yield Problem(
-            "E803",
-            sentence,
-            (f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new", "--resume-mode exact"),
-        )
+        sentence = "weights-only starts a new run, which cannot save to the folder of the old one"
+        new = f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new"
+        yield Problem("E803", f"{sentence}, --save {checkpoint.save}", (new, "--resume-mode exact"))
     elif (
         checkpoint.load is not None
         and checkpoint.ckpt_step is not None
         and _step(parse_location(checkpoint.load)) not in (None, checkpoint.ckpt_step)
     ):
         sentence = f"--load {checkpoint.load} and --ckpt-step {checkpoint.ckpt_step} name different checkpoints"
-        yield Problem(
-            "E803", sentence, (f"--load {parse_location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
-        )
+        fixes = (f"--load {parse_location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
+        yield Problem("E803", sentence, fixes)
 
 
 def holds_checkpoints(folder: str | None) -> bool:
@@ -182,7 +172,7 @@ def _step(folder: Location) -> int | None:
     return int(match[1]) if match else None
 
 
-def checkpoint_notes(config: RunConfig) -> Iterator[str]:
+def checkpoint_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about save intervals that lose more steps in a crash than expected."""
     checkpoint = config.checkpoint
     if checkpoint.save is not None and checkpoint.save_interval is None:
@@ -195,4 +185,4 @@ def checkpoint_notes(config: RunConfig) -> Iterator[str]:
         yield f"{sentence}: local checkpoints do not reduce the steps lost in a crash"
 
 
-CHECKPOINT_CHECKS = (check_load_folder, check_save_folder, check_local_folder, check_resume)
+CHECKS = (check_load_folder, check_save_folder, check_local_folder, check_resume)

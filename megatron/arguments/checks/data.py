@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from os.path import isdir, isfile
+from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
 from megatron.config.data_paths import (
@@ -26,9 +26,6 @@ from megatron.config.data_paths import (
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import DataConfig, RunConfig
 from megatron.config.settings import SETTINGS
-
-# unlike pathlib's they do not raise for a very long name
-
 
 MAX_MISSING = 5  # prefixes without files that are reported one by one
 MAX_FIXES = 3
@@ -211,18 +208,7 @@ def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E508", f"--eod-id {eod} is not in the vocabulary: ids are 0 to {size - 1}", fixes)
 
 
-DATA_CHECKS = (
-    check_source,
-    check_blends,
-    check_files,
-    check_split,
-    check_needed,
-    check_validation_sets,
-    check_eod_id,
-)
-
-
-def data_notes(config: RunConfig) -> Iterator[str]:
+def data_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about repeated prefixes and unused weights."""
     data = config.data
     for part, paths in _path_lists(data).items():
@@ -232,3 +218,14 @@ def data_notes(config: RunConfig) -> Iterator[str]:
             yield f"{paths.origin} contains {twice[0]} more than once: every occurrence is read in the same order"
         if data.multiple_validation_sets and part == "valid" and blend.weights is not None:
             yield f"the weights of {paths.origin} have no effect: each of its prefixes is a separate validation set"
+
+
+CHECKS = (
+    check_source,
+    check_blends,
+    check_files,
+    check_split,
+    check_needed,
+    check_validation_sets,
+    check_eod_id,
+)

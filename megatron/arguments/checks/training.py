@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,11 +18,10 @@ from megatron.config.batch import (
     rampup_stages,
     schedule_lengths,
 )
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, parse_factor
 from megatron.config.settings import flag
-from megatron.config.text import divisors, flag_fixes, nearest, nearest_multiples, parse_factor
 from megatron.planner.memory import parameter_shapes
 
 PADDED = "--pad-global-batch"
@@ -44,7 +42,7 @@ def check_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if training.global_batch_size is None or training.global_batch_size % unit == 0 or training.pad_global_batch:
         return
     micro = training.micro_batch_size
-    ranks = unit // training.micro_batch_size
+    ranks = unit // micro
     fixes = flag_fixes("--global-batch-size", nearest_multiples(training.global_batch_size, unit))
     if training.global_batch_size % ranks == 0:
         fixes += flag_fixes("--micro-batch-size", nearest(micro, divisors(training.global_batch_size // ranks))[:1])
@@ -126,71 +124,46 @@ def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]
         yield Problem("E306", "--recompute-granularity selective needs --recompute-modules", fixes)
 
 
-BATCH_CHECKS = (check_global_batch, check_ramp, check_length, check_recomputation)
-
-
-SCHEDULE_LENGTHS = [options for options in LENGTH_OPTIONS if options[0].startswith("lr_")]
-
-
 def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that no other learning rate exceeds the peak."""
     optimizer = config.optimizer
-    for name, rate in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
-        if rate > optimizer.lr:
-            yield _rate_above_peak("lr", optimizer.lr, name, rate)
-    if optimizer.decoupled_lr is None:
-        return
-    floor = (
-        ("min_lr", optimizer.min_lr)
-        if optimizer.decoupled_min_lr is None
-        else ("decoupled_min_lr", optimizer.decoupled_min_lr)
-    )
-    for name, rate in (floor, ("lr_warmup_init", optimizer.lr_warmup_init)):
-        if rate > optimizer.decoupled_lr:
-            yield _rate_above_peak("decoupled_lr", optimizer.decoupled_lr, name, rate)
-
-
-def _rate_above_peak(peak: str, highest: float, name: str, rate: float) -> Problem:
-    lower = "decoupled_min_lr" if peak == "decoupled_lr" and name == "min_lr" else name
-    fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
-    return Problem("E401", f"{name} {rate:g} is above {flag(peak)} {highest:g}", fixes)
+    pairs = [("lr", "min_lr"), ("lr", "lr_warmup_init")]
+    if optimizer.decoupled_lr is not None:
+        floor = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
+        pairs += [("decoupled_lr", floor), ("decoupled_lr", "lr_warmup_init")]
+    for peak, name in pairs:
+        highest = getattr(optimizer, peak)
+        rate = getattr(optimizer, name)
+        if rate > highest:
+            lower = "decoupled_min_lr" if (peak, name) == ("decoupled_lr", "min_lr") else name
+            fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
+            yield Problem("E401", f"{name} {rate:g} is above {flag(peak)} {highest:g}", fixes)
 
 
 def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that factors of parameter groups can be parsed."""
-    optimizer = config.optimizer
-    for name, texts in (("lr_factors", optimizer.lr_factors), ("weight_decay_factors", optimizer.weight_decay_factors)):
-        for text in texts:
+    """Check that factors of parameter groups can be parsed, and that every pattern matches a parameter."""
+    parsed = []
+    for option in ("lr_factors", "weight_decay_factors"):
+        for text in getattr(config.optimizer, option):
             try:
-                parse_factor(text)
+                parsed.append((option, *parse_factor(text)))
             except ValueError as error:
-                yield Problem("E408", f"'{text}' in {name} {error}", (f"{flag(name)} 'embedding.*=0.5'",))
-
-
-def check_patterns(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that every pattern matches a parameter. Names depend on neither the layout nor the vocabulary."""
-    optimizer = config.optimizer
-    if not (optimizer.lr_factors or optimizer.weight_decay_factors):
+                yield Problem("E408", f"'{text}' in {option} {error}", (f"{flag(option)} 'embedding.*=0.5'",))
+    if not parsed:
         return
-    model = replace(config.model, vocab_size=1)
+    model = replace(config.model, vocab_size=1)  # names depend on neither the layout nor the vocabulary
     names = [parameter.name for parameter in parameter_shapes(model, ParallelConfig(), 0)]
-    for option, texts in (
-        ("lr_factors", optimizer.lr_factors),
-        ("weight_decay_factors", optimizer.weight_decay_factors),
-    ):
-        for text in texts:
-            with suppress(ValueError):  # reported as E408
-                pattern, factor = parse_factor(text)
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-                    sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
-                    yield Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))
+    for option, pattern, factor in parsed:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
+            yield Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))
 
 
 def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that each length is given once: in steps, in samples or as a fraction."""
     optimizer = config.optimizer
-    for options in SCHEDULE_LENGTHS:
+    for options in LENGTH_OPTIONS[1:]:  # the first is the length of the run
         used = [option for option in options if getattr(optimizer, option)]
         if len(used) > 1:
             fixes = tuple(f"drop {flag(option)}" for option in used)
@@ -267,10 +240,13 @@ def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E406", sentence, (f"--min-loss-scale {first:g}", f"--initial-loss-scale {lowest:g}"))
 
 
-OPTIMIZER_CHECKS = (
+CHECKS = (
+    check_global_batch,
+    check_ramp,
+    check_length,
+    check_recomputation,
     check_learning_rates,
     check_factors,
-    check_patterns,
     check_schedule_units,
     check_schedule,
     check_weight_decay,

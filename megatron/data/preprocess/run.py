@@ -144,7 +144,6 @@ def _check_keys(plan: PreprocessOptions) -> None:
 def _open_writer(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
     """Open a writer that also adds the tokenizer's record and files."""
     writer = IndexedDatasetWriter(prefix, id_dtype(tokenizer.vocab_size))
-    writer.remove_on_publish(FILES_SUFFIX)
     writer.add_file(RECORD_SUFFIX, TokenizerRecord.of(tokenizer).to_bytes())
     for name, content in tokenizer.files.items():
         writer.add_file(f"{FILES_SUFFIX}/{name}", content)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer, convert_library_errors, unicode_text
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON

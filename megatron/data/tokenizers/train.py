@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import models, trainers
 
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
-from megatron.config.text import format_bytes
+from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError, pluralize
 from megatron.data.preprocess.corpus import TextDocument, read_documents
 from megatron.data.preprocess.encode import ProgressSender

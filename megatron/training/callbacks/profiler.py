@@ -8,6 +8,7 @@ run.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,14 +80,19 @@ class ProfileRequestListener:
         self._warn = warn
         self._signalled = False
         self._file = Path(run_dir) / REQUEST_FILE if run_dir is not None and rank == 0 else None
-        self._next_check = 0.0
+        self.next_check = 0.0  # time from which :meth:`take` may find a request, on the clock of ``time.monotonic()``
         self._previous = signal.signal(REQUEST_SIGNAL, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
+        self.next_check = 0.0
 
     def take(self) -> ProfileRequest:
-        """Return the requests since the last call."""
+        """Return the requests since the last call; cheap before :attr:`next_check`."""
+        now = time.monotonic()
+        if now < self.next_check:
+            return NO_REQUEST
+        self.next_check = math.inf if self._file is None else now + FILE_CHECK_SECONDS
         signalled, self._signalled = self._signalled, False
         if signalled and not self._has_run_dir:
             self._warn(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
@@ -95,11 +101,8 @@ class ProfileRequestListener:
         return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile)) if signalled else request
 
     def _check_file(self) -> ProfileRequest:
-        """Read and remove the request file, checking at most once per second."""
-        if self._file is None or time.monotonic() < self._next_check:
-            return NO_REQUEST
-        self._next_check = time.monotonic() + FILE_CHECK_SECONDS
-        if not self._file.exists():
+        """Read and remove the request file."""
+        if self._file is None or not self._file.exists():
             return NO_REQUEST
         try:
             text = self._file.read_text(errors="replace").strip()

@@ -198,7 +198,8 @@ def test_what_an_object_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert holds_checkpoints(f"{place}/iter_0000100")
 
     def silent(path: RemotePath) -> list[RemotePath]:
-        raise object_store.as_os_error(TimeoutError(), path)
+        with object_store.translate_errors(path):
+            raise TimeoutError
 
     monkeypatch.setattr(RemotePath, "folders", silent)
     assert holds_checkpoints("memory://another")  # it may; whoever opens it says what is wrong

@@ -9,19 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments.cli import parse
-from megatron.arguments.megatron_flags import (
-    DIFFERENT_DEFAULTS,
-    GENERAL_FLAGS,
-    IGNORED_FLAGS,
-    IGNORED_VALUES,
-    REFUSED_FLAGS,
-    REFUSED_PREFIXES,
-    UNSUPPORTED_FLAGS,
-    refusal_reason,
-)
+from megatron.arguments.megatron_flags import OWN_FLAGS, foreign_flags, refusal
 from megatron.config.errors import UserError
 from megatron.config.settings import SPELLINGS, Setting
 
+FLAGS = foreign_flags()
 LIST = Path(__file__).parents[2] / "golden" / "megatron_flags.txt"
 RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "100"]
 
@@ -54,33 +46,33 @@ def test_the_list_is_whole() -> None:
 
 @pytest.mark.parametrize("flag", MEGATRON, ids=lambda flag: flag.spelling)
 def test_every_flag_is_ours_or_named(flag: Flag) -> None:
-    kinds = [flag.spelling in SPELLINGS, flag.spelling in IGNORED_FLAGS, flag.spelling in REFUSED_FLAGS]
+    kinds = [flag.spelling in SPELLINGS, flag.spelling in FLAGS.ignored, flag.spelling in FLAGS.refused]
     assert sum(kinds) <= 1, "in two tables"
-    assert any(kinds) or refusal_reason(flag.spelling) is not None
+    assert any(kinds) or refusal(flag.spelling) is not None
 
 
 def test_the_tables_name_nothing_else() -> None:
-    assert set(IGNORED_FLAGS) | set(REFUSED_FLAGS) | set(UNSUPPORTED_FLAGS.split()) <= NAMES
-    assert set(IGNORED_VALUES) <= set(IGNORED_FLAGS)
-    assert [p for p in REFUSED_PREFIXES if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
+    assert {*FLAGS.ignored, *FLAGS.refused, *FLAGS.unsupported} <= NAMES
+    assert [p for p in FLAGS.refused_prefixes if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
 
 
 def test_the_rest_is_in_no_other_table() -> None:
-    rest = UNSUPPORTED_FLAGS.split()
+    rest = FLAGS.unsupported
     assert len(rest) == len(set(rest))
-    assert [f for f in rest if f in IGNORED_FLAGS or f in REFUSED_FLAGS or f.startswith(tuple(REFUSED_PREFIXES))] == []
+    named = {*FLAGS.ignored, *FLAGS.refused}
+    assert [flag for flag in rest if flag in named or flag.startswith(tuple(FLAGS.refused_prefixes))] == []
 
 
 def test_what_is_offered_instead_is_a_flag() -> None:
-    for _, fixes in REFUSED_FLAGS.values():
-        for spelling in re.findall(r"--[a-z-]+", " ".join(fixes)):
-            assert spelling in SPELLINGS or spelling in GENERAL_FLAGS or f"drop {spelling}" in fixes, spelling
+    for flag in FLAGS.refused.values():
+        for spelling in re.findall(r"--[a-z-]+", " ".join(flag.instead)):
+            assert spelling in SPELLINGS or spelling in OWN_FLAGS or f"drop {spelling}" in flag.instead, spelling
 
 
 @pytest.mark.parametrize("flag", [f for f in MEGATRON if f.spelling in SPELLINGS], ids=lambda flag: flag.spelling)
 def test_flags_that_are_ours_take_the_same_kind_of_value(flag: Flag) -> None:
     setting = SPELLINGS[flag.spelling]
-    takes_none = setting.kind.scalar is bool or flag.spelling in (setting.option.aliases or {})
+    takes_none = setting.kind.scalar is bool or flag.spelling in setting.option.aliases
     assert takes_none == (flag.kind == "flag")
     scalar = {"int": int, "float": float, "str": str, "tuple_type": int}.get(flag.kind.split(" ")[0])
     if not takes_none and flag.spelling not in WIDER:
@@ -104,8 +96,8 @@ def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
 
     differing = [f.spelling for f in MEGATRON if f.spelling in SPELLINGS and f.spelling == SPELLINGS[f.spelling].flag]
     differing = [s for s in differing if not same(SPELLINGS[s], next(f.default for f in MEGATRON if f.spelling == s))]
-    assert set(differing) <= set(DIFFERENT_DEFAULTS)
-    assert set(DIFFERENT_DEFAULTS) <= set(SPELLINGS) & NAMES
+    assert set(differing) <= set(FLAGS.different_defaults)
+    assert set(FLAGS.different_defaults) <= set(SPELLINGS) & NAMES
 
 
 def test_a_script_of_megatron_runs() -> None:
@@ -127,7 +119,7 @@ def test_a_script_of_megatron_runs() -> None:
     model = parsed.config.model
     assert (model.kv_groups, model.head_dim, model.activation, model.add_bias_linear) == (2, 8, "swiglu", False)
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
-    assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(IGNORED_FLAGS)
+    assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(FLAGS.ignored)
     assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
@@ -156,7 +148,7 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
 
 
-@pytest.mark.parametrize("spelling", sorted(set(IGNORED_FLAGS) - set(IGNORED_VALUES)))
+@pytest.mark.parametrize("spelling", sorted(name for name, flag in FLAGS.ignored.items() if flag.values is None))
 def test_ignored_flags_change_nothing(spelling: str) -> None:
     beside = {"--group-query-attention": ["--num-query-groups", "4"], "--no-position-embedding": ["--swiglu"]}
     argv = [*RUN, "--use-rotary-position-embeddings", *beside.get(spelling, [])]

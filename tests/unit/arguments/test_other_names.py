@@ -5,23 +5,22 @@ import re
 import pytest
 
 from megatron.arguments.cli import parse
-from megatron.arguments.megatron_flags import IGNORED_OLD_FLAGS, RENAMED_FLAGS, REPLACED_FLAGS
+from megatron.arguments.megatron_flags import foreign_flags
 from megatron.config.errors import Problem, UserError
 from megatron.config.settings import SPELLINGS
 from tests.unit.arguments.test_megatron_flags import NAMES
 
+FLAGS = foreign_flags()
 RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "10"]
 
 
 def test_they_are_names_of_others_and_lead_to_ours() -> None:
-    theirs = [*RENAMED_FLAGS, *REPLACED_FLAGS]
+    theirs = [*FLAGS.renamed, *FLAGS.replaced]
     assert len(theirs) == len(set(theirs))
     assert [name for name in theirs if name in SPELLINGS or name in NAMES] == []
-    assert set(RENAMED_FLAGS.values()) <= set(SPELLINGS)
-    assert set(IGNORED_OLD_FLAGS) <= set(REPLACED_FLAGS)
-    for name, (_, fixes) in REPLACED_FLAGS.items():
-        offered = set(re.findall(r"--[\w-]+", " ".join(fixes)))
-        assert fixes
+    assert set(FLAGS.renamed.values()) <= set(SPELLINGS)
+    for name, flag in FLAGS.replaced.items():
+        offered = set(re.findall(r"--[\w-]+", " ".join(flag.instead)))
         assert offered <= {*SPELLINGS, name, "--nproc-per-node"}
 
 
@@ -59,11 +58,11 @@ def test_what_megatron_asked_for_in_tensorboard_is_there_anyhow(flag: str) -> No
     assert note.startswith(f"ignored: {flag} because console, metrics.jsonl, TensorBoard and Weights & Biases get")
 
 
-@pytest.mark.parametrize("name", RENAMED_FLAGS)
+@pytest.mark.parametrize("name", FLAGS.renamed)
 def test_the_value_goes_with_the_name(name: str) -> None:
     with pytest.raises(UserError) as error:
         parse([*RUN, name.replace("-", "_").replace("__", "--", 1), "7"], {})
-    assert error.value.problems[0].fixes == (f"{RENAMED_FLAGS[name]} 7",)
+    assert error.value.problems[0].fixes == (f"{FLAGS.renamed[name]} 7",)
 
 
 @pytest.mark.parametrize("words", [["--data-impl", "mmap"], ["--dataset-impl=infer"]])

@@ -104,3 +104,13 @@ def test_names_are_registered_once_and_kinds_are_known() -> None:
         register("optimizer", "a")(float)
     with pytest.raises(ValueError, match="no kind"):
         register("optimiser", "a")
+
+
+def test_a_registered_optimizer_has_the_formats_of_the_moments_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--optimizer", "mine", "--plugin", "my_plugin", "--exp-avg-dtype", "bf16", "--sgd-momentum", "0.5"]
+    (problem,) = problems(*argv)
+    assert problem.startswith("E601 --exp-avg-dtype has no effect without optimizer adam or lion")
+    monkeypatch.setattr(registered("optimizer")["mine"], "state_kinds", ("exp_avg",), raising=False)
+    parsed = parse([*RUN, *argv], {})
+    assert parsed.config.optimizer.exp_avg_dtype == "bf16"
+    assert not any("no effect" in note for note in parsed.notes)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.resolve import resolve
-from megatron.arguments.sources import to_dict
+from megatron.arguments.sources import resolve, to_dict
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig, TrainingConfig

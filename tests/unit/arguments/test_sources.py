@@ -10,7 +10,6 @@ import yaml
 
 from megatron.arguments.cli import parse
 from megatron.arguments.presets import PRESETS
-from megatron.arguments.resolve import resolve
 from megatron.arguments.sources import (
     build_config,
     flat_values,
@@ -19,6 +18,7 @@ from megatron.arguments.sources import (
     from_mapping,
     merge_values,
     read_yaml,
+    resolve,
     to_dict,
     to_yaml,
 )

@@ -14,9 +14,8 @@ import pytest
 
 from megatron.checkpoint.durable_files import LockState, publish_file, try_lock
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.lease import LEASE_FILE
+from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
 from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.samples import save, small
 

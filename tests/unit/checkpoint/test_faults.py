@@ -129,7 +129,7 @@ def check_survivors(runs: CheckpointFolder) -> None:
         for f in found:
             if f.manifest:
                 assert any(is_whole(f.manifest, value) for value in (f.iteration, 10 * f.iteration))
-    assert any(f.manifest and f.iteration == 2 for f in runs.scan())
+    assert any(f.manifest and f.iteration == 2 for f in runs.candidates())
     save(runs.path(2), content(22))
     runs.retain(1)
     assert [path.name for path in runs.folder.iterdir() if path.name != "new"] == ["iter_0000002"]
@@ -244,7 +244,7 @@ def test_every_call_fails(template: Path, once: bool) -> None:
             value, text = 2, str(error)
         why = "the disk is full" if code == errno.ENOSPC else os.strerror(code)
         assert value == 20 or re.search(rf"(iter_0000002|fail{target}).*: {why} \(rank 0\)", text)
-        newest = next(found.manifest for found in runs.scan() if found.manifest)
+        newest = next(found.manifest for found in runs.candidates() if found.manifest)
         assert newest.path.name == "iter_0000002"
         assert is_whole(newest, value)
         names = {path.name for path in folder.iterdir()}
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def load(runs: CheckpointFolder) -> tuple[int, list[str]]:
     """What a run does at its start: the newest checkpoint that can be read, and why newer ones were not."""
     reasons = []
-    for found in runs.scan():
+    for found in runs.candidates():
         if found.manifest is None:
             reasons.append(str(found.problem))
             continue

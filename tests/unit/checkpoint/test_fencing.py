@@ -34,13 +34,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import fencing
+from megatron.checkpoint import lease as module
 from megatron.checkpoint.errors import CheckpointError, SupersededError
-from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.local_folder import NodeMap
-from megatron.checkpoint.local_store import LocalStore, delete_other_local_checkpoints, save_local
+from megatron.checkpoint.lease import Lease, acquire_lease
+from megatron.checkpoint.local_store import LocalStore, NodeMap, delete_other_local_checkpoints, save_local
 from megatron.checkpoint.publish import create_staged
 from megatron.checkpoint.save import CheckpointExtras, save_sharded, write_small_files
 from megatron.config.launch import JobStart
@@ -110,7 +108,7 @@ def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | No
 def new_start(lease: Lease, saves: bool) -> list[int]:
     """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
     runs = CheckpointFolder(lease.folder)
-    found = [(found.iteration, found.manifest) for found in runs.scan()]
+    found = [(found.iteration, found.manifest) for found in runs.candidates()]
     for iteration, manifest in found:
         assert manifest is not None
         assert any(is_whole(manifest, value) for value in (iteration, 10 * iteration))
@@ -220,7 +218,7 @@ def test_before_every_call(template: Path, scenario: Callable[[Lease], None], sa
 
 def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked before each step and not fenced: what is stopped between the two does its harm."""
-    monkeypatch.setattr(fencing, "take_over_staging", lambda folder, epoch: None)
+    monkeypatch.setattr(module, "take_over_staging", lambda folder, epoch: None)
     with pytest.raises(AssertionError):
         test_before_every_rename(template, saves=True)
 

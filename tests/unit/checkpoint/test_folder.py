@@ -24,7 +24,7 @@ def make(path: Path, value: int = 0, complete: bool = True, iteration: int = 0) 
 
 def values(folder: Path) -> list[int]:
     """State of all that can be loaded, newest first."""
-    return [found.manifest.state["value"] for found in CheckpointFolder(folder).scan() if found.manifest]
+    return [found.manifest.state["value"] for found in CheckpointFolder(folder).candidates() if found.manifest]
 
 
 def test_newest_first_with_reasons(tmp_path: Path) -> None:

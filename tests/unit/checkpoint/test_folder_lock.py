@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.fencing import acquire_lease
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import LEASE_FILE
+from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
 
 HOLDER = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.lease import acquire_lease
 with acquire_lease(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -14,22 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint, node_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
-from megatron.checkpoint.local_folder import (
-    LocalCheckpoint,
-    NodeMap,
-    choose_sources,
-    is_local_checkpoint,
-    list_node_checkpoints,
-    merge_node_checkpoints,
-    node_folder,
-)
 from megatron.checkpoint.local_store import (
     LocalStore,
+    NodeMap,
+    choose_sources,
     delete_other_local_checkpoints,
     fetch_missing_files,
     find_local_checkpoints,
+    list_node_checkpoints,
+    merge_node_checkpoints,
     save_local,
 )
 from megatron.checkpoint.save import CheckpointExtras
@@ -59,7 +54,7 @@ def test_ranks_and_their_neighbours() -> None:
     assert (nodes.count, nodes.are_even) == (3, True)
     assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
     assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert [rank for rank in range(6) if nodes.is_leader(rank)] == [0, 2, 4]
+    assert [nodes.ranks(node)[0] for node in range(3)] == [0, 2, 4]
     cyclic = NodeMap.from_launcher([7, 5, 7, 5])
     assert cyclic.ranks(0) == [1, 3]
     assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]

@@ -21,7 +21,7 @@ import pytest
 import s3fs
 import torch
 
-from megatron.checkpoint import fencing, object_store, tensor_file
+from megatron.checkpoint import object_store, tensor_file
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.errors import (
     CheckpointError,
@@ -29,14 +29,14 @@ from megatron.checkpoint.errors import (
     StorageError,
     SupersededError,
     UnreachableError,
-    storage_error,
 )
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest, marker_content, marker_folder, whole_box
+from megatron.checkpoint.lease import acquire_lease
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.object_store import RemoteFileWriter, RemotePath, local_path, missing_library, parse_location
-from megatron.checkpoint.publish import delete_remote, stale_uploads
-from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.publish import delete_checkpoint, stale_uploads
+from megatron.checkpoint.save import save_sharded, storage_error
 from megatron.checkpoint.verify import list_damage
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
@@ -322,7 +322,7 @@ def test_bytes_that_are_other_in_the_store_are_damage(store: Store) -> None:
     assert is_whole(manifest, 1)
     assert "truncated" in str(passed_over[0].problem)
     del store.objects[key]
-    assert "is missing" in str(next(runs.scan()).problem)
+    assert "is missing" in str(runs.candidates()[0].problem)
 
 
 @pytest.mark.parametrize("mark", [b"", b"xyz", b"0123456789abcdef\n", b"0123456789abcdef ../x\n", b"\xff\xfe \xff\n"])
@@ -380,13 +380,13 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
 
 
 def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
-    with fencing.acquire_lease(RUN), fencing.acquire_lease(RUN):
+    with acquire_lease(RUN), acquire_lease(RUN):
         assert json.loads(store.objects["bucket/runs/a/claim.json"])["epoch"] == 2
     assert CheckpointFolder(RUN).named() == []
     with (
         failing(store, lambda r: "403"),
         pytest.raises(StorageError, match="access denied"),
-        fencing.acquire_lease(RUN),
+        acquire_lease(RUN),
     ):
         pass
 
@@ -394,12 +394,12 @@ def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
     runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
-    with fencing.acquire_lease(RUN) as old, ExitStack() as stack:
+    with acquire_lease(RUN) as old, ExitStack() as stack:
         save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
         save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
 
         def overtaken(*args: Any) -> Any:
-            assert stack.enter_context(fencing.acquire_lease(RUN)).epoch == 2
+            assert stack.enter_context(acquire_lease(RUN)).epoch == 2
             return real(*args)
 
         with monkeypatch.context() as patch:
@@ -437,7 +437,7 @@ def cut_off(store: Store, template: dict[str, bytes], last: int) -> int:
     store.objects.update(template)
     with failing(store, lambda r: "503" if next(number) >= last else None), suppress(OSError, CheckpointError):
         went_back(runs)
-    problems = [found.problem for found in runs.scan()]
+    problems = [found.problem for found in runs.candidates()]
     assert all(problem is None or problem.startswith(f"has no {MARKER}") for problem in problems)  # none is damaged
     manifest, _ = runs.newest()
     value: int = manifest.state["value"]
@@ -511,6 +511,6 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(store: Store) -> None:
     path = RUN / "iter_0000001"
     save(path, content(1))
     with failing(store, lambda r: "403" if r.kind == "DeleteMany" else None), suppress(OSError):
-        delete_remote(path)
+        delete_checkpoint(path)
     assert f"bucket/runs/a/iter_0000001/{MARKER}" not in store.objects
     assert CheckpointFolder(RUN).leftovers == [path]

@@ -28,9 +28,9 @@ def written(path: Path) -> TensorFileWriter:
     entries = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in TENSORS.items()]
     with TensorFileWriter(path, entries, {"format": "pt"}) as file:
         for key, tensor in TENSORS.items():
-            place = file.write(key, tensor)
-            content = path.read_bytes()[place.offset : place.offset + place.bytes]
-            assert checksum(content) == place.xxh3
+            offset, size, digest = file.write(key, tensor)
+            content = path.read_bytes()[offset : offset + size]
+            assert checksum(content) == digest
     return file
 
 

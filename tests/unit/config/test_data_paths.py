@@ -22,10 +22,10 @@ from megatron.config.data_paths import (
     data_sources,
     read_blend,
     split_shares,
+    unique_names,
 )
 from megatron.config.errors import UserError
 from megatron.config.run import DataConfig
-from megatron.config.text import unique_names
 
 
 def plain(blend: Blend) -> tuple[list[str], list[float] | None]:

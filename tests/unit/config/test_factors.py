@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.text import matching_factor, parse_factor
+from megatron.config.run import matching_factor, parse_factor
 
 
 @pytest.mark.parametrize(

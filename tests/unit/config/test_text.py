@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.text import divisors, format_bytes
+from megatron.config.errors import divisors, format_bytes
 
 
 def test_bytes_in_powers_of_1000_and_of_1024() -> None:

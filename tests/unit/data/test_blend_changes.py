@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.blended_dataset import ConcatDataset, segments_of
-from megatron.data.build import build_segment
+from megatron.data.build import FileSegmentBuilder
 from megatron.data.dataset import Dataset, MockDataset
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
@@ -24,7 +24,7 @@ def alone(samples: int, seed: int) -> Dataset:
 
 
 def blended(samples: int, seed: int) -> Dataset:
-    return build_segment([(files, range(len(files))) for files in FILES], [2, 1], samples, 32, seed, None)
+    return FileSegmentBuilder([(files, range(len(files))) for files in FILES], [2, 1], 32, seed, None)(samples)
 
 
 def ids(dataset: Dataset) -> list[list[int]]:
@@ -61,7 +61,6 @@ def test_source_usage_add_up_over_segments(make: type[Dataset]) -> None:
         expected = tuple(one._replace(tokens=one.tokens + other.tokens) for one, other in pairs)
         assert chain.source_usage(samples) == expected
         assert sum(reading.tokens for reading in expected) == samples * 32
-        assert chain.epochs(samples) == max(reading.tokens / reading.once for reading in expected)
     assert chain.describe(64) == segments[0].describe(64)
     assert len(chain.describe(64).splitlines()) == len(segments[0].source_usage(0))
 
@@ -74,7 +73,6 @@ def test_generated_samples_go_on() -> None:
     assert np.array_equal(chain.sample_hashes(places), whole.sample_hashes(places))
     assert chain.fingerprint == whole.fingerprint
     assert chain.describe(160) == whole.describe(160) == "160 generated tokens over 256 ids"
-    assert chain.epochs(12) == 0.0
     assert chain.source_usage(12) == ()
 
 

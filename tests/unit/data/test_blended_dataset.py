@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks import megatron_order
 from megatron.config.data_paths import MAX_BLEND_DATASETS
 from megatron.data import blended_dataset
-from megatron.data.blended_dataset import BlendedDataset, BlendIndex, build_blend_index, build_exhaustive_index
+from megatron.data.blended_dataset import BlendedDataset, BlendIndex, build_blend_index
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
@@ -41,7 +41,6 @@ def test_blends_of_megatron(golden: dict[str, Any]) -> None:
 def test_blends_by_hand() -> None:
     assert build_blend_index([0.7, 0.3], 10)[0].tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
     assert build_blend_index([5, 3, 2], 20)[0].tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
-    assert build_exhaustive_index([1, 2, 4])[0].tolist() == [2, 1, 0, 2, 2, 1, 2]
 
 
 def compiled(worth: int) -> AbstractContextManager[object]:
@@ -62,16 +61,6 @@ def test_a_blend_equals_the_rule(weights: list[float], size: int) -> None:
     for worth in (0, 10**9):
         with compiled(worth):
             assert pairs(build_blend_index(weights, size)) == expected
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
-def test_an_exhaustive_blend_equals_the_rule_and_gives_everything_once(sizes: list[int]) -> None:
-    for worth in (0, 10**9):
-        with compiled(worth):
-            found = pairs(build_exhaustive_index(sizes))
-        assert found == megatron_order.exhausted(sizes)
-    assert sorted(found) == [(k, j) for k, size in enumerate(sizes) for j in range(size)]
 
 
 def test_a_blend_of_many_sources() -> None:
@@ -149,7 +138,7 @@ def test_source_usage_count_each_source() -> None:
     one, other = dataset.source_usage(10)
     assert (one.tokens, other.tokens) == (7 * 16, 3 * 16)
     assert (one.source, one.once) == (parts[0].source, parts[0].order.tokens)
-    assert dataset.epochs(10) == max(7 * 16 / one.once, 3 * 16 / other.once)
+    assert (one.epochs, other.epochs) == (7 * 16 / one.once, 3 * 16 / other.once)
     lines = dataset.describe(160).splitlines()
     assert lines == [part.describe(n * 16) for part, n in zip(parts, (7, 3))]
 

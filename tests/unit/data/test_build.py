@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import megatron_order
 from megatron.data.blended_dataset import BlendedDataset, ConcatDataset, segments_of
-from megatron.data.build import SourceSlice, build_segment, extend_blend
+from megatron.data.build import FileSegmentBuilder, SourceSlice
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
@@ -21,6 +21,17 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+
+
+def build_segment(
+    parts: list[SourceSlice],
+    weights: list[float] | None,
+    size: int,
+    seq_length: int,
+    seed: int,
+    cache: IndexCache | None,
+) -> Dataset:
+    return FileSegmentBuilder(parts, weights, seq_length, seed, cache)(size)
 
 
 def written(folder: Path, lengths: list[list[int]]) -> tuple[list[SourceSlice], list[list[list[int]]]]:
@@ -40,7 +51,7 @@ def expected_samples(
     lengths: list[list[int]],
     texts: list[list[list[int]]],
     weights: list[float] | None,
-    size: int | None,
+    size: int,
     seq_length: int,
     seed: int,
 ) -> list[list[int]]:
@@ -65,7 +76,7 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 @given(
     sources=st.lists(st.tuples(LENGTHS, st.sampled_from([0.1, 0.3, 1.0, 1.0, 7.0])), min_size=1, max_size=5),
     weighted=st.booleans(),
-    size=st.one_of(st.none(), st.integers(1, 60)),
+    size=st.integers(1, 60),
     seq_length=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -73,18 +84,17 @@ def test_blends_equal_the_description(
     tmp_path_factory: pytest.TempPathFactory,
     sources: list[tuple[list[int], float]],
     weighted: bool,
-    size: int | None,
+    size: int,
     seq_length: int,
     seed: int,
 ) -> None:
     lengths, weights = [lengths for lengths, _ in sources], [weight for _, weight in sources] if weighted else None
     assume(weighted or len(sources) > 1)
-    assume(size is not None or not weighted)
     assume(all(sum(of_file) > (0 if weighted else seq_length) for of_file in lengths))
     folder = tmp_path_factory.mktemp("blend")
     parts, texts = written(folder, lengths)
     expected = expected_samples(lengths, texts, weights, size, seq_length, seed)
-    assert size is None or not weighted or len(expected) >= size
+    assert not weighted or len(expected) >= size
     for _ in range(2):  # built, then read
         cache = IndexCache(folder / "cache")
         dataset = build_segment(parts, weights, size, seq_length, seed, cache)
@@ -98,7 +108,7 @@ def test_blends_equal_the_description(
 @given(
     lengths=LENGTHS,
     ends=st.tuples(st.integers(0, 8), st.integers(0, 8)),
-    size=st.one_of(st.none(), st.integers(1, 60)),
+    size=st.integers(1, 60),
     seq_length=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -106,12 +116,12 @@ def test_one_source_without_weight_is_read_alone(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[int],
     ends: tuple[int, int],
-    size: int | None,
+    size: int,
     seq_length: int,
     seed: int,
 ) -> None:
     part = range(min(*ends, len(lengths)), min(max(ends), len(lengths)))
-    assume(sum(lengths[i] for i in part) > (seq_length if size is None else 0))
+    assume(sum(lengths[i] for i in part))
     folder = tmp_path_factory.mktemp("alone")
     ((indexed, _),), (texts,) = written(folder, [lengths])
     made = megatron_order.tables(lengths, list(part), size, seq_length, seed)
@@ -176,12 +186,12 @@ def test_a_longer_blend_reads_every_sample_before_any_again(
     folder = tmp_path_factory.mktemp("longer")
     parts, texts = written(folder, lengths)
     for cache in (IndexCache(folder / "cache"), None):
-        blend = build_segment(parts, weights, counts[0], seq_length, seed, cache)
-        segments = [blend]
-        for number, count in enumerate(counts[1:], 1):
-            assert isinstance(blend, BlendedDataset)
-            blend = extend_blend(blend, parts, count, seq_length, seed + number, cache)
-            segments.append(blend)
+        build = FileSegmentBuilder(parts, weights, seq_length, seed, cache)
+        segments: list[Dataset] = []
+        for count in counts:
+            segments.append(build(count, segments))
+        blend = segments[-1]
+        assert isinstance(blend, BlendedDataset)
         whole = ConcatDataset(segments)
         assert ids(whole) == expected_segments(lengths, texts, weights, counts, seq_length, seed)
         assert [len(segment) for segment in segments[1:]] == counts[1:]
@@ -270,7 +280,7 @@ def test_seeds_are_counted_modulo_the_largest() -> None:
 def test_splits_and_settings_have_entries_of_their_own(tmp_path: Path) -> None:
     (indexed, _), *_ = golden_parts(0)
     asked = [(range(180), 400, 32, 1), (range(180, 200), 400, 32, 1), (range(180), 401, 32, 1)]
-    asked += [(range(180), 400, 33, 1), (range(180), 400, 32, 2), (range(180), None, 32, 1)]
+    asked += [(range(180), 400, 33, 1), (range(180), 400, 32, 2)]
     for _ in range(2):
         for part, size, seq_length, seed in asked:
             cached = build_segment([(indexed, part)], None, size, seq_length, seed, IndexCache(tmp_path))
@@ -298,8 +308,6 @@ def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:
         build_segment([parts[0], parts[2]], None, 10, 4, 1, None)
 
 
-def test_weights_need_a_number_of_samples() -> None:
-    with pytest.raises(ValueError, match="needs a number of samples"):
-        build_segment(golden_parts(0, 1), [1, 2], None, 32, 1, None)
+def test_a_weight_of_zero_is_refused() -> None:
     with pytest.raises(DataError, match=r"weight 2 of a blend is 0\.0"):
         build_segment(golden_parts(0, 1), [1, 0], 10, 32, 1, None)

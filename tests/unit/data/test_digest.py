@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import DataConfig, TrainingConfig
-from megatron.data.blended_dataset import ConcatDataset
 from megatron.data.dataset import DIGEST_BLOCK, fingerprint, sample_digest, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
@@ -76,9 +75,7 @@ def identity_by_hand(dataset: GPTDataset, i: int) -> int:
 
 def only_segment(source: DataSource) -> GPTDataset:
     """The training data of a run that was not extended."""
-    chain = source.datasets["train"]
-    assert isinstance(chain, ConcatDataset)
-    (dataset,) = chain.segments
+    dataset = source.datasets["train"]
     assert isinstance(dataset, GPTDataset)
     return dataset
 

@@ -226,7 +226,7 @@ def test_what_is_read() -> None:
     dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(200), 400, 32, 1))
     (reading,) = dataset.source_usage(100)
     assert reading == (str(GOLDEN / "case0"), 3200, indexed.num_tokens)
-    assert dataset.epochs(100) == 3200 / indexed.num_tokens
+    assert dataset.source_usage(100)[0].epochs == 3200 / indexed.num_tokens
     assert dataset.describe(3200) == f"3,200 tokens = 0.50 epochs of {indexed.num_tokens:,} in {GOLDEN / 'case0'}"
 
 

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import INDEX_HEADER
+from megatron.data.indexed_dataset import INDEX_HEADER, IndexedDataset
 from tests.unit.data.pairs import LETTERS, NAMES, packed, write
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

@@ -70,7 +70,7 @@ def test_documents_of_sequences_of_every_type_have_the_bytes_of_the_format(
     with IndexedDatasetWriter(folder / "both", NAMES[code]) as writer:
         for name in ("first", "rest"):
             read = IndexedDataset(folder / name, floats=True)
-            writer.add_pair(folder / f"{name}.bin", read.lengths, read.documents)
+            writer.add_pair(read)
     assert pair(folder / "both") == expected
 
 
@@ -105,7 +105,7 @@ def test_tables_that_are_written_block_by_block(tmp_path: Path, monkeypatch: pyt
     one = IndexedDataset(write(tmp_path / "x", documents))
     with IndexedDatasetWriter(tmp_path / "twice", np.uint16) as writer:
         for _ in range(2):
-            writer.add_pair(tmp_path / "x.bin", one.lengths, one.documents, seen.append)
+            writer.add_pair(one, seen.append)
     assert pair(tmp_path / "twice") == packed([[d] if d else [] for d in documents * 2], 8)
     assert seen == [5, 5, 5, 5, 5, 1] * 2
 
@@ -186,7 +186,7 @@ def test_a_pair_that_changes_while_it_is_copied_is_refused(small: Path, tmp_path
         file.write(b"xx")
     message = r"small\.bin: 42 bytes were read, expected 40"
     with pytest.raises(DataError, match=message), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_pair(f"{small}.bin", data.lengths, data.documents)
+        writer.add_pair(data)
     assert not (tmp_path / "x.bin").exists()
 
 

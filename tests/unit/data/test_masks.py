@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.masks import MaskBuilder, document_boundaries, document_ids, document_positions
+from megatron.data.loader import MaskBuilder, document_boundaries, document_ids, document_positions
 
 EOD, PAD = 3, 4
 FLAGS = ("reset_positions", "reset_attention", "mask_eod_loss")

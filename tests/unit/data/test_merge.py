@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.merge import MergeInput, check_compatible, check_output, find_prefixes, merge_datasets
+from megatron.data.indexed_writer import (
+    IndexedDatasetWriter,
+    MergeInput,
+    check_compatible,
+    check_output,
+    find_prefixes,
+    merge_datasets,
+)
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerRecord, read_tokenizer_record
 from tests.unit.data.pairs import content, packed, pair, write

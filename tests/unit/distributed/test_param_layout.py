@@ -38,11 +38,11 @@ def test_every_element_lies_in_one_part(sizes: dict[str, int], shards: int, copi
         assert packing.offsets[name] % ALIGNMENT == 0
         taken[packing.offsets[name] : packing.offsets[name] + numel] += 1
         for parts in (shards, shards * copies):
-            shares = [packing.share(name, numel, part, parts) for part in range(parts)]
+            shares = [packing.shard_in_part(name, numel, part, parts) for part in range(parts)]
             held = [i for share in shares if share for i in range(share.start, share.stop)]
             assert held == list(range(numel))
         if uncut:
-            assert sum(packing.share(name, numel, part, shards) is not None for part in range(shards)) == 1
+            assert sum(packing.shard_in_part(name, numel, part, shards) is not None for part in range(shards)) == 1
     assert taken.max() == 1, "two parameters overlap"
 
 
@@ -54,7 +54,7 @@ def test_uncut_parameters_are_dealt_out_evenly() -> None:
 
 def test_a_share_is_what_lies_in_the_part() -> None:
     packing = Packing({"a": 64}, 256)
-    assert [packing.share("a", 100, part, 4) for part in range(4)] == [
+    assert [packing.shard_in_part("a", 100, part, 4) for part in range(4)] == [
         None,
         ParamShard(0, 64),
         ParamShard(64, 100),

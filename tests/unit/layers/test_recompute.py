@@ -17,7 +17,7 @@ from megatron.config.settings import SETTINGS
 from megatron.layers.recompute import recompute_producer
 from tests.solo import Allocations, Solo, random_batch, tiny
 
-MODULES = SETTINGS["recompute_modules"].option.choices or ()
+MODULES = SETTINGS["recompute_modules"].option.choices
 LAYERS, SAMPLES, LENGTH, HIDDEN, FFN, HEADS = 2, 2, 32, 32, 96, 4
 ROW = SAMPLES * LENGTH * 8  # bytes of one fp64 channel of the residual stream
 

@@ -80,8 +80,8 @@ def test_a_step_divides_by_the_objectives_weight_and_reports_its_metrics(tmp_pat
     batches = [random_batch(plain.config.model, 2, 8, seed=seed) for seed in range(2)]
     expected = train_step(plain, batches, Rates(1e-3, 0.0))
     found = train_step(other, [weighted(batch) for batch in batches], Rates(1e-3, 0.0))
-    assert found.router.keys() == {"whole loss"}
-    assert found.router["whole loss"].item() == pytest.approx(expected.loss.item(), rel=1e-13)
+    assert found.extra.keys() == {"whole loss"}
+    assert found.extra["whole loss"].item() == pytest.approx(expected.loss.item(), rel=1e-13)
     assert found.loss.item() == pytest.approx(0.5 * expected.loss.item(), rel=1e-13)
     assert found.grad_norm.item() == pytest.approx(0.5 * expected.grad_norm.item(), rel=1e-10)
 

@@ -185,17 +185,3 @@ def test_weight_decay(style: str, samples: int, expected: float) -> None:
 def test_plain_weight_decay_is_constant() -> None:
     run = schedule(weight_decay=0.3)
     assert run.weight_decay(0) == run.weight_decay(999) == 0.3
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"lr_warmup_samples": 1000}, "warm-up takes 1000 samples"),
-        ({"lr_warmup_fraction": 1.0}, "warm-up must be shorter"),
-        ({"lr_decay_style": "WSD"}, "final decay of 0 samples"),
-        ({"lr_decay_style": "WSD", "lr_warmup_samples": 800, "lr_wsd_decay_samples": 201}, "final decay of 201"),
-    ],
-)
-def test_lengths_that_contradict_each_other(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        schedule(**options)

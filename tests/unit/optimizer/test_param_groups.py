@@ -6,11 +6,10 @@ from fnmatch import fnmatch
 
 import pytest
 
-from megatron.config.errors import UserError
 from megatron.config.run import OptimizerConfig
 from megatron.convert.huggingface.weight_map import build_on_meta
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.param_groups import check_patterns, param_groups
+from megatron.optimizer.param_groups import param_groups
 from tests.solo import tiny
 
 SPECS: dict[str, ShardSpec] = dict(build_on_meta(tiny(untie_embeddings_and_output_weights=True)).specs)
@@ -51,18 +50,6 @@ def test_the_last_pattern_that_matches_counts() -> None:
         expected = [factor for pattern, factor in patterns.items() if fnmatch(name, pattern)][-1]
         assert rates[name][1] == expected
         assert decays[name][2] == expected, "said of a vector, it decays"
-
-
-@pytest.mark.parametrize("option", ["lr_factors", "weight_decay_factors"])
-def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name(option: str) -> None:
-    with pytest.raises(UserError) as error:
-        check_patterns(OptimizerConfig(**{option: ("*.bias=0.5", "embeding.word_embeddings.weight=2", "x=1")}), SPECS)
-    first, second = error.value.problems
-    assert first.code == second.code == "E407"
-    assert "'embeding.word_embeddings.weight'" in first.sentence
-    flag = f"--{option.replace('_', '-')}"
-    assert first.fixes == (f"{flag} 'embedding.word_embeddings.weight=2'",)
-    assert "'x'" in second.sentence
 
 
 def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:

@@ -218,7 +218,7 @@ def test_a_name_in_other_letters_is_recognised(name: str) -> None:
 
 
 def test_the_help_names_every_schedule() -> None:
-    words = SETTINGS["pipeline_schedule"].option.help
+    words = SETTINGS["pipeline_schedule"].help
     assert [name for name in PIPELINE_SCHEDULES if f" {name}," not in words] == []
 
 

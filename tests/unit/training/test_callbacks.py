@@ -205,6 +205,6 @@ def test_only_callbacks_whose_option_is_on_are_called(tmp_path: Path, monkeypatc
     watching = "--log-health-interval 3 --check-weight-hash-across-dp-replicas-interval 3"
     start(tiny_run(tmp_path / "b", f"{nodes} {watching}"))
     assert made == [
-        ["StepProfiler", "StartupReport"],
-        ["StepProfiler", "HealthReport", "ReplicaCheck", "StartupReport", "LocalSave"],
+        ["StepProfiler"],
+        ["StepProfiler", "HealthReport", "ReplicaCheck", "LocalSave"],
     ]

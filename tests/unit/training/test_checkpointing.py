@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.data.build import build_segment
-from megatron.data.dataset import Dataset
+from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
@@ -237,10 +236,10 @@ def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
     flags = write_documents(tmp_path / "documents")
     start(run_of(tmp_path, flags), before_step(6, kill))
 
-    def otherwise(parts: Any, weights: Any, samples: int, seq_length: int, seed: int, cache: Any) -> Dataset:
-        return build_segment(parts, weights, samples, seq_length, seed + 7, cache)
+    def otherwise(lengths: Any, part: range, samples: int, seq_length: int, seed: int) -> SampleOrder:
+        return build_sample_order(lengths, part, samples, seq_length, seed + 7)
 
-    told = start(run_of(tmp_path, flags), patch("megatron.data.build.build_segment", otherwise))
+    told = start(run_of(tmp_path, flags), patch("megatron.data.build.build_sample_order", otherwise))
     assert told.status == 2
     assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
 

@@ -118,7 +118,7 @@ def take_steps(trainer: Trainer, run: StepRunner, micro_batches: list[int]) -> l
         batches = [random_batch(model, 2, 8, seed=100 * step + i, **documents) for i in range(count)]
         lr = torch.tensor(1e-2 / (step + 1), dtype=torch.float32).item()  # as it is in fp32
         metrics = run(batches, Rates(lr, 0.1))
-        told.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics) if f.name != "router"))
+        told.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics) if f.name != "extra"))
     return told
 
 

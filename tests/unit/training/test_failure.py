@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from megatron.config.errors import Problem, UserError
 from megatron.training import failure_report
-from megatron.training.failure_report import LOST_CONTACT, NonFiniteError, describe_error, explain_error, publish_error
+from megatron.training.failure_report import LOST_CONTACT, NonFiniteError, describe_error, explain_error, report_failure
 
 LOST = {
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20417": (
@@ -59,7 +59,9 @@ def test_records_after_lost_contact_have_the_error_of_the_first_rank(monkeypatch
     monkeypatch.setattr(
         failure_report, "read_texts", lambda names: {name: words[name] for name in names if name in words}
     )
-    publish_error(ValueError("too hot"), "rank 1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    report_failure(ValueError("too hot"))
     assert describe_error(RuntimeError(next(iter(LOST)))) == "rank 1: ValueError: too hot"
     assert describe_error(KeyError("cause")) == "KeyError: 'cause'"
 

@@ -177,7 +177,7 @@ def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path) -> None:
 
 def test_a_hanging_disk_does_not_keep_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "RECORD_TIMEOUT_SECONDS", 0.05)
-    monkeypatch.setattr(failure_report, "_append", lambda path, line: time.sleep(5))
+    monkeypatch.setattr(failure_report, "JsonLinesLogger", lambda path, warn: time.sleep(5))
     began = time.monotonic()
     record_failure(str(tmp_path), ValueError("shapes"), {})
     assert time.monotonic() - began < 4

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.errors import Problem, UserError
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.masks import BatchArrays, MaskBuilder
+from megatron.data.loader import BatchArrays, MaskBuilder
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthMonitor
 from megatron.training.failure_report import NonFiniteError

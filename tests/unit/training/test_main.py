@@ -14,7 +14,7 @@ import torch
 import pretrain_gpt
 from megatron.config.errors import Problem, UserError
 from megatron.data.errors import DataError
-from megatron.training import main
+from megatron.training import failure_report, main
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.startup import StartupTimer, process_start_time
 from tests.runs import FLAGS, column, tiny_run
@@ -103,7 +103,7 @@ def test_lost_contact_is_reported_in_one_sentence(
 def test_an_error_that_another_rank_reported_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
-    monkeypatch.setattr(main, "register_failure", lambda: False)
+    monkeypatch.setattr(failure_report, "register_failure", lambda: False)
     assert run_into(USER, tmp_path, monkeypatch) == 1
     assert "E701" not in capsys.readouterr().err
 

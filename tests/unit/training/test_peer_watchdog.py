@@ -15,8 +15,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron.distributed.comm import Group
-from megatron.training import main as module
-from megatron.training.main import EXIT_SIGTERM, Peers, peer_watchdog
+from megatron.training import failure_report as module
+from megatron.training.failure_report import EXIT_SIGTERM, PeerWatchdog, running_peers
 
 WORLD = Group((0, 1))
 
@@ -43,35 +43,42 @@ def ended() -> Iterator[Ended]:
     signal.signal(signal.SIGTERM, before)
 
 
-def told(ended: Ended, gone: Callable[[], bool], world: Group = WORLD, seconds: float = 0.6) -> bool:
+def watchdog(gone: bool, world: Group = WORLD) -> PeerWatchdog:
+    """Return a watchdog that finds a peer gone, or all there."""
+    watchdog = PeerWatchdog(world)
+    watchdog.is_peer_gone = lambda: gone  # type: ignore[method-assign]
+    return watchdog
+
+
+def told(ended: Ended, gone: bool, world: Group = WORLD, seconds: float = 0.6) -> bool:
     """Return True if a process that got SIGTERM has ended after ``seconds``."""
-    with peer_watchdog(world, gone):
+    with watchdog(gone, world):
         signal.raise_signal(signal.SIGTERM)
         return ended.wait(seconds)
 
 
 def test_it_ends_where_another_rank_is_gone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(ended, lambda: True)
+    assert told(ended, True)
     assert ended.status == EXIT_SIGTERM == 143
     assert "error on rank 0: lost contact with another rank" in capsys.readouterr().err
 
 
 def test_it_may_finish_its_step_where_all_are_there(ended: Ended) -> None:
-    assert not told(ended, lambda: False)
+    assert not told(ended, False)
 
 
 def test_a_single_rank_has_no_watchdog(ended: Ended) -> None:
-    assert not told(ended, lambda: True, Group())
+    assert not told(ended, True, Group())
 
 
 def test_one_that_fails_by_itself_is_left_to_it(ended: Ended) -> None:
-    assert not told(ended, lambda: True, seconds=0.05)
+    assert not told(ended, True, seconds=0.05)
     assert not ended.wait(0.4)
 
 
 def test_nothing_happens_without_the_signal(ended: Ended) -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    with peer_watchdog(WORLD, lambda: True):
+    with watchdog(True):
         signal.raise_signal(signal.SIGUSR1)
         assert not ended.wait(0.4)
     signal.signal(signal.SIGUSR1, before)
@@ -84,7 +91,7 @@ def test_the_signal_is_seen_where_no_handler_runs(ended: Ended) -> None:
     seen_before_the_end: list[list[int]] = []
     leave = ended.leave
     with (
-        peer_watchdog(WORLD, lambda: True),
+        watchdog(True),
         patch.object(module.os, "_exit", lambda status: (seen_before_the_end.append([*handled]), leave(status))),
     ):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -98,23 +105,23 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_peers_are_the_processes_that_were_started_alike() -> None:
-    """Two children of this process are ranks, as ``Peers`` of another one sees them; then one is killed."""
+    """Two children of this process are ranks, as another one sees them; then one is killed."""
     ranks, other = [subprocess.Popen(SLEEPS) for _ in range(2)], subprocess.Popen(["sleep", "60"])
     try:
         with (
             patch.object(module.os, "getppid", os.getpid),
             patch.object(module, "PROC_SELF", module.PROC / str(ranks[0].pid)),
         ):
-            _wait_for(lambda: module._local_peers() == {rank.pid for rank in ranks})
-            peers = Peers()
-            assert not peers.gone()
-            other.kill()
-            other.wait()
-            assert not peers.gone()
-            ranks[1].kill()
-            _wait_for(peers.gone)
-            ranks[1].wait()
-            assert peers.gone()
+            _wait_for(lambda: running_peers() == {rank.pid for rank in ranks})
+            with PeerWatchdog(WORLD) as watching:
+                assert not watching.is_peer_gone()
+                other.kill()
+                other.wait()
+                assert not watching.is_peer_gone()
+                ranks[1].kill()
+                _wait_for(watching.is_peer_gone)
+                ranks[1].wait()
+                assert watching.is_peer_gone()
     finally:
         for process in (*ranks, other):
             process.kill()
@@ -122,10 +129,10 @@ def test_peers_are_the_processes_that_were_started_alike() -> None:
 
 
 def test_failures_published_by_other_machines_are_seen() -> None:
-    peers = Peers()
-    assert not peers.gone()
-    with patch.object(module, "has_any_rank_failed", lambda: True):
-        assert peers.gone()
+    with PeerWatchdog(WORLD) as watching:
+        assert not watching.is_peer_gone()
+        with patch.object(module, "has_any_rank_failed", lambda: True):
+            assert watching.is_peer_gone()
 
 
 def _wait_for(true: Callable[[], bool]) -> None:

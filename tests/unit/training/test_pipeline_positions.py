@@ -6,12 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.distributed.comm import Group
 from megatron.distributed.launch import FAILED_KEY
 from megatron.training import failure_report
-from megatron.training.failure_report import PositionReporter, ignore_sigterm, rank_positions
+from megatron.training.failure_report import PeerWatchdog, rank_positions, report_failure
 
 
 @pytest.fixture
@@ -27,6 +30,12 @@ def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(failure_report, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(failure_report, "POSITION_TIMEOUT_SECONDS", 0.1)
     return left
+
+
+def rank_5_at(action: str) -> PeerWatchdog:
+    """Return the watchdog of rank 5 of 6, whose pipeline is at an action."""
+    pipeline: Any = SimpleNamespace(at=action)
+    return PeerWatchdog(Group(tuple(range(6)), 5), pipeline)
 
 
 def test_ranks_at_the_same_position_are_listed_together(words: dict[str, str]) -> None:
@@ -54,19 +63,19 @@ def test_if_no_rank_was_in_the_pipeline_nothing_is_reported(words: dict[str, str
 
 
 def test_a_failing_rank_publishes_its_position(words: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="too hot"), PositionReporter(5, lambda: "1F2"):
+    with pytest.raises(ValueError, match="too hot"), rank_5_at("1F2"):
         raise ValueError("too hot")
     assert words == {"place of rank 5": "1F2"}
 
 
 def test_a_rank_that_ends_normally_publishes_nothing(words: dict[str, str]) -> None:
-    with PositionReporter(5, lambda: "1F2"):
+    with rank_5_at("1F2"):
         pass
     assert words == {}
 
 
 def test_a_waiting_rank_publishes_its_position_once_another_has_failed(words: dict[str, str]) -> None:
-    with PositionReporter(5, lambda: "0B0"):
+    with rank_5_at("0B0"):
         time.sleep(0.05)
         assert words == {}
         words[FAILED_KEY] = "1"
@@ -76,9 +85,13 @@ def test_a_waiting_rank_publishes_its_position_once_another_has_failed(words: di
         assert words["place of rank 5"] == "0B0"
 
 
-def test_sigterm_is_ignored_while_a_failure_is_reported() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with ignore_sigterm():
+def test_sigterm_is_ignored_while_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def positions(rank: int, world_size: int) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
+        return ""
+
+    monkeypatch.setattr(failure_report, "rank_positions", positions)
+    before = signal.getsignal(signal.SIGTERM)
+    report_failure(ValueError("too hot"))
     assert signal.getsignal(signal.SIGTERM) == before

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.distributed.comm import Group
-from megatron.training.trainer_state import new_run_id, previous_run_id, saved_run_id
+from megatron.training.trainer_state import new_run_id, previous_run_id
 from tests.runs import before_step, column, kill, start, tiny_run
 
 
@@ -21,12 +21,6 @@ def test_names_differ_whatever_the_seed() -> None:
     assert first != second
     assert len(first) == 8
     assert set(first) <= set("abcdefghijklmnopqrstuvwxyz0123456789")
-
-
-def test_only_a_run_that_goes_on_keeps_its_name() -> None:
-    assert saved_run_id({"run_id": "abcd1234"}, own=True) == "abcd1234"
-    assert saved_run_id({"run_id": "abcd1234"}, own=False) == ""
-    assert saved_run_id({}, own=True) == ""
 
 
 def test_a_run_goes_by_one_name_and_one_that_begins_with_its_checkpoint_by_another(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.lease import acquire_lease
 from megatron.config.errors import Problem, UserError
 from megatron.distributed.comm import Group
 from megatron.training.checkpointer import hold_save_folder, run_on_rank0

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.fencing import acquire_lease
+from megatron.checkpoint.lease import acquire_lease
 from megatron.config.run import CheckpointConfig
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.resume_source import read_only_options
