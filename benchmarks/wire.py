@@ -3,7 +3,7 @@
     python -m benchmarks.wire
 
 Four replicas of a small Llama train a step with every way of sharding. The bytes counted by their collectives must
-equal the formulas of `megatron/planner/communication.py`. The same formulas are shown for Llama-2 7B, which is not run.
+equal the formulas of `megatron/planner/memory.py`. The same formulas are shown for Llama-2 7B, which is not run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.planner.communication import data_parallel_traffic
+from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 

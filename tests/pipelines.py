@@ -20,9 +20,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import add_communication, channels
-from megatron.pipeline.runtime import Pipeline
+from megatron.pipeline.runtime import Chunk, Pipeline
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.stage import Chunk
 
 WIDTH = 8
 ROWS = 3

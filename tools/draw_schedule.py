@@ -24,8 +24,7 @@ from megatron.data.errors import ToolParser
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.search import NAME as SEARCHED
-from megatron.pipeline.search import search_schedule
+from megatron.pipeline.search import SEARCHED, search_schedule
 from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from megatron.pipeline.validate import validate_program
 from megatron.planner.timeline import (

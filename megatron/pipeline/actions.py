@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+COMPUTE_KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 """Forward; the whole backward; and its halves, the gradients of a stage's input and those of its weights."""
 
-COMPUTE_KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
-"""Kinds that a stage computes."""
-
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+COMMUNICATION_KINDS = (SEND_F, RECV_F, SEND_B, RECV_B)
 """``2SEND_F0`` sends the output of stage 2, which ``3RECV_F0`` receives as the input of stage 3. ``3SEND_B0`` sends the
 gradient of that input back, which ``2RECV_B0`` receives."""
-
-COMMUNICATION_KINDS = (SEND_F, RECV_F, SEND_B, RECV_B)
-"""Kinds that move tensors between ranks."""
 
 EVALUATION_KINDS = (FORWARD, SEND_F, RECV_F)
 """Kinds in the program of an evaluation."""
@@ -44,12 +40,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot be built, read or run."""
 
     def __init__(self, sentence: str, *fixes: str) -> None:
-        """Create the error.
-
-        Args:
-            sentence: what is wrong, and the rule.
-            fixes: what to change, best first, as command-line text such as ``--pipeline-schedule zb-v``.
-        """
+        """Create the error from a sentence and fixes as command-line text such as ``--pipeline-schedule zb-v``."""
         super().__init__(sentence)
         self.sentence, self.fixes = sentence, fixes
 
@@ -75,11 +66,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse text such as ``2F0`` or ``3RECV_F0``, in upper or lower case.
-
-        Raises:
-            ScheduleError: if it is not an action.
-        """
+        """Parse text such as ``2F0`` or ``3RECV_F0``, in upper or lower case."""
         found = _TEXT.fullmatch(text.strip().upper())
         if found is None:
             kinds = " or ".join(COMPUTE_KINDS)
@@ -89,11 +76,7 @@ class Action(NamedTuple):
 
 
 def parse_cell(cell: str) -> list[Action]:
-    """Parse a cell of a schedule file: no action if empty or ``None``, several if separated by semicolons.
-
-    Raises:
-        ScheduleError: if some of it is not an action.
-    """
+    """Parse a cell of a schedule file: no action if empty or ``None``, several if separated by semicolons."""
     text = cell.strip()
     if text.upper() in ("", "NONE"):
         return []

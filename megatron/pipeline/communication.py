@@ -15,13 +15,14 @@ Validator, simulator and runtime share this model of communication:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 
 from megatron.pipeline.actions import (
+    BACKWARD,
     COMMUNICATION_KINDS,
     FORWARD,
+    INPUT,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -37,14 +38,8 @@ PEER_STAGE_OFFSET = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 
 _PARTNER = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
-
-@dataclass
-class _Transfers:
-    """The tensors sent through a channel, in the order of the sends."""
-
-    receives: list[Action] = field(default_factory=list)  # RECV of each tensor
-    # index, in the receiving rank's actions, of the action that uses the tensor
-    consumers: list[int] = field(default_factory=list)
+RECEIVE_FOR = {FORWARD: RECV_F, BACKWARD: RECV_B, INPUT: RECV_B}
+"""Receive of the tensor that a computing action needs, if a neighbouring stage on another rank produces it."""
 
 
 def channels(placement: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -85,6 +80,15 @@ def peer_action(action: Action) -> Action:
     return Action(stage + PEER_STAGE_OFFSET[kind], _PARTNER[kind], microbatch)
 
 
+def required_receive(stage: int, kind: str, placement: Sequence[int]) -> str | None:
+    """Return the kind of receive that a computing action waits for; None if all its inputs are on its rank."""
+    receive = RECEIVE_FOR.get(kind)
+    if receive is None:
+        return None
+    peer = stage + PEER_STAGE_OFFSET[receive]
+    return receive if 0 <= peer < len(placement) and placement[peer] != placement[stage] else None
+
+
 def add_communication(schedule: PipelineSchedule) -> PipelineSchedule:
     """Return the program of a schedule: the same actions with sends and receives inserted.
 
@@ -98,62 +102,47 @@ def add_communication(schedule: PipelineSchedule) -> PipelineSchedule:
     """
     if any(action.kind in PEER_STAGE_OFFSET for actions in schedule.ranks for action in actions):
         return schedule
-    sends, transfers = _transfers(schedule)
-    receives: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
-    for (_, target), moved in sorted(transfers.items()):
-        latest = reversed(list(accumulate(reversed(moved.consumers), min)))  # keeps the order of the sends
-        for consumer, receive in zip(latest, moved.receives):
-            receives[target].setdefault(max(consumer - 1, 0), []).append(receive)
-    merged = (_merged(*parts) for parts in zip(schedule.ranks, sends, receives))
-    return PipelineSchedule(schedule.name, tuple(merged))
+    sends, receives = _sends_and_receives(schedule)
+    program = []
+    for actions, send_after, receives_before in zip(schedule.ranks, sends, receives):
+        merged: list[Action] = []
+        for index, action in enumerate(actions):
+            if index in receives_before:
+                merged += reversed(receives_before[index])
+            merged.append(action)
+            if index in send_after:
+                merged.append(send_after[index])
+        program.append(tuple(merged))
+    return PipelineSchedule(schedule.name, tuple(program))
 
 
-def _transfers(schedule: PipelineSchedule) -> tuple[list[dict[int, Action]], dict[tuple[int, int], _Transfers]]:
-    """Return the SEND after each action, by rank and index of the action, and the transfers of every channel."""
-    placement, count = schedule.placement, schedule.microbatches
-    forward_at, backward_at = _action_indices(schedule)
+def _sends_and_receives(
+    schedule: PipelineSchedule,
+) -> tuple[list[dict[int, Action]], list[dict[int, list[Action]]]]:
+    """Return by rank the SEND after each action, and the RECVs before each action in reverse, by its index."""
+    placement = schedule.placement
+    consumers: dict[tuple[int, str, int], int] = {}  # by RECV, index on its rank of the action that needs the tensor
+    for actions in schedule.ranks:
+        for index, (stage, kind, microbatch) in enumerate(actions):
+            if kind in RECEIVE_FOR:
+                consumers.setdefault((stage, RECEIVE_FOR[kind], microbatch), index)
     sends: list[dict[int, Action]] = [{} for _ in schedule.ranks]
-    transfers = {edge: _Transfers() for edge in channels(placement)}
+    # By channel, in the order of the sends: index of the consumer, and RECV.
+    transfers: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for index, (stage, kind, microbatch) in enumerate(actions):
             if kind == WEIGHT:
                 continue
-            if kind == FORWARD:
-                other, consumers, send, receive = stage + 1, forward_at, SEND_F, RECV_F
-            else:
-                other, consumers, send, receive = stage - 1, backward_at, SEND_B, RECV_B
-            consumer = consumers.get(other * count + microbatch)
-            if consumer is not None and placement[other] != rank:
+            send = SEND_F if kind == FORWARD else SEND_B
+            target = stage + PEER_STAGE_OFFSET[send]
+            receive = (target, _PARTNER[send], microbatch)
+            if receive in consumers and placement[target] != rank:
                 sends[rank][index] = Action(stage, send, microbatch)
-                moved = transfers[rank, placement[other]]
-                moved.consumers.append(consumer)
-                moved.receives.append(Action(other, receive, microbatch))
-    return sends, transfers
-
-
-def _action_indices(schedule: PipelineSchedule) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the index on its rank of each forward and each input gradient, by stage * micro-batches + micro-batch."""
-    forward_at: dict[int, int] = {}
-    backward_at: dict[int, int] = {}
-    count = schedule.microbatches
-    for actions in schedule.ranks:
-        for index, (stage, kind, microbatch) in enumerate(actions):
-            if kind == FORWARD:
-                forward_at.setdefault(stage * count + microbatch, index)
-            elif kind != WEIGHT:
-                backward_at.setdefault(stage * count + microbatch, index)
-    return forward_at, backward_at
-
-
-def _merged(
-    actions: Sequence[Action], sends: dict[int, Action], receives: dict[int, list[Action]]
-) -> tuple[Action, ...]:
-    """Insert receives before, and sends after, one rank's actions."""
-    merged: list[Action] = []
-    for index, action in enumerate(actions):
-        if index in receives:
-            merged += receives[index]
-        merged.append(action)
-        if index in sends:
-            merged.append(sends[index])
-    return tuple(merged)
+                transfers[rank, placement[target]].append((consumers[receive], Action(*receive)))
+    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
+    for (_, rank), moved in sorted(transfers.items(), reverse=True):
+        latest = len(schedule.ranks[rank])
+        for consumer, receive in reversed(moved):
+            latest = min(latest, consumer)  # keeps the order of the sends
+            receives[rank][max(latest - 1, 0)].append(receive)
+    return sends, receives

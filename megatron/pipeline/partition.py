@@ -18,11 +18,11 @@ from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"
 
-MAX_REPEAT_DIGITS = 5
-"""Maximum digits of a repetition count in a layout."""
+MAX_REPEAT_DIGITS, MAX_LAYOUT_LETTERS = 5, 1_000_000
+"""Maximum digits of a repetition count in a layout, and letters that one repetition expands to."""
 
-MAX_LAYOUT_LETTERS = 1_000_000
-"""Maximum letters that one repetition in a layout expands to."""
+MAX_CORRECTED_LAYOUT = 1_000
+"""Maximum characters of a layout for which a correction is searched."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,7 @@ def split_equally(
 ) -> tuple[StageLayers, ...] | None:
     """Split layers equally over stages; None if they do not divide.
 
-    Args:
-        layers: of the model.
-        stages: of the pipeline.
-        embedding: count the embedding as a layer of the first stage.
-        output: count the output layer as a layer of the last stage.
+    With ``embedding`` and ``output``, the embedding counts as a layer of the first stage, the output layer of the last.
     """
     size, left = divmod(layers + embedding + output, stages)
     counts = [size] * stages
@@ -108,7 +104,7 @@ def split_by_cost(layers: int, placement: Sequence[int], costs: LayerCosts) -> t
         costs: of the model's parts.
 
     Raises:
-        ScheduleError: if there are more stages than layers to fill them.
+        ScheduleError: if there are too few layers.
     """
     stages, ranks = len(placement), range(1 + max(placement))
     if stages > layers + 2:
@@ -205,8 +201,16 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
             raise ScheduleError(f"{layout}: stage {number} is empty", AUTO)
     parts = "".join(stages)
     if not re.fullmatch("Et*L", parts):
+        if parts[0] != "E":
+            problem = "does not begin with E"
+        elif parts[-1] != "L":
+            problem = "does not end with L"
+        else:
+            letter = "E" if parts.count("E") > 1 else "L"
+            places = [str(place) for place, seen in enumerate(layout, start=1) if seen == letter]
+            problem = f"has more than one {letter}, at character {' and '.join(places[:2])}"
         rule = "a layout is one E, any number of t, and one L, in this order"
-        raise ScheduleError(f"{layout} {_ends_problem(layout, parts)}: {rule}", AUTO)
+        raise ScheduleError(f"{layout} {problem}: {rule}", AUTO)
     count = parts.count("t")
     if count != layers:
         fixes = flag_fixes("--num-layers", [count] if count else [])
@@ -214,26 +218,11 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
     return stages_from_counts([stage.count("t") for stage in stages])
 
 
-def _ends_problem(layout: str, parts: str) -> str:
-    """Return what is wrong with E or L; ``parts`` is the expanded layout without ``|``."""
-    if parts[0] != "E":
-        return "does not begin with E"
-    if parts[-1] != "L":
-        return "does not end with L"
-    letter = "E" if parts.count("E") > 1 else "L"
-    places = [str(place) for place, seen in enumerate(layout, start=1) if seen == letter]
-    return f"has more than one {letter}, at character {' and '.join(places[:2])}"
-
-
-MAX_CORRECTED_LAYOUT = 1_000
-"""Maximum characters of a layout for which a correction is searched."""
-
-
 def _corrected(layout: str, layers: int) -> str | None:
     """Return the layout with case, E, L or a parenthesis corrected; None unless exactly one such layout exists."""
     text = layout.replace("e", "E").replace("l", "L").replace("T", "t")
     text = ("" if text.lstrip().startswith("E") else "E") + text + ("" if text.rstrip().endswith("L") else "L")
-    open_at = _unclosed(text)
+    open_at = _unmatched(text)
     spellings = [text]
     if open_at is not None and text[open_at] == "(":
         ends = [found.start() for found in re.finditer(r"\*|L$", text) if found.start() > open_at]
@@ -245,15 +234,15 @@ def _corrected(layout: str, layers: int) -> str | None:
     return next(iter(meanings.values())) if len(meanings) == 1 else None
 
 
-def _unclosed(text: str) -> int | None:
+def _unmatched(text: str) -> int | None:
     """Return the index of an unmatched parenthesis; None if there is none."""
     opened: list[int] = []
     for at, letter in enumerate(text):
         if letter == "(":
             opened.append(at)
-        elif letter == ")" and not opened:
-            return at
         elif letter == ")":
+            if not opened:
+                return at
             opened.pop()
     return opened[-1] if opened else None
 
@@ -282,24 +271,20 @@ def expand_layout(layout: str) -> str:
         found = re.search(fault, text)
         if found:
             raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
-    lone = _unclosed(text)
+    lone = _unmatched(text)
     if lone is not None:
         why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"
         raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
-    repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*([0-9]+)|\(([EtL|]*)\)")
+
+    def repeat(found: re.Match[str]) -> str:
+        letters, times = found[1] or found[2] or "", found[3] or "1"
+        if len(times) > MAX_REPEAT_DIGITS or len(letters) * int(times) > MAX_LAYOUT_LETTERS:
+            raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
+        return letters * int(times)
+
     while "(" in text or "*" in text:
-        text = repeated.sub(_repeat, text)
+        text = re.sub(r"(?:\(([EtL|]*)\)|([EtL])(?=\*))(?:\*([0-9]+))?", repeat, text)
     return text
-
-
-def _repeat(found: re.Match[str]) -> str:
-    group, letter, times, once = found.groups()
-    if times is None:
-        return str(once)
-    letters = str(group if letter is None else letter)
-    if len(times) > MAX_REPEAT_DIGITS or len(letters) * int(times) > MAX_LAYOUT_LETTERS:
-        raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
-    return letters * int(times)
 
 
 def format_layout(stages: Sequence[StageLayers]) -> str:

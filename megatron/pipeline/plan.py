@@ -1,7 +1,7 @@
 """Derive stages, schedule and program of a pipeline from its options, for configuration checks and for the run.
 
-Invalid options raise ``ScheduleError`` with flags that fix them. Functions without a ``model`` argument expect the
-``parallel`` options of a resolved configuration, because the number of stages per rank may depend on the layers.
+All functions raise ``ScheduleError`` for invalid options, with flags that fix them. Those without a ``model`` argument
+expect the ``parallel`` options of a resolved configuration: the number of stages per rank may depend on the layers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from megatron.pipeline.partition import (
     split_equally,
 )
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.search import search_schedule
+from megatron.pipeline.search import SEARCHED, search_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.pipeline.validate import PeakCounts, validate_program
 
 DEFAULT_SCHEDULE, DEFAULT_VIRTUAL_SCHEDULE = "1f1b", "interleaved"
 """Default schedules with one stage per rank, and with several."""
-
-SEARCHED = "searched"
-"""The best schedule found for stages of equal cost in the memory of 1F1B; two stages per rank form a V."""
 
 SCHEDULE_SUFFIX = ".csv"
 """Suffix of a schedule file."""
@@ -61,11 +58,7 @@ LAYER_SPLIT_OPTIONS = (
 
 
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the stages on each pipeline rank (VPP) that the options give or the schedule requires, else 1.
-
-    Raises:
-        ScheduleError: if options contradict each other, or the schedule is invalid.
-    """
+    """Return the stages on each pipeline rank (VPP) that the options give or the schedule requires, else 1."""
     given: dict[str, int] = {}
     if parallel.num_virtual_stages_per_pipeline_rank is not None:
         count = parallel.num_virtual_stages_per_pipeline_rank
@@ -74,17 +67,21 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         size = parallel.num_layers_per_virtual_pipeline_stage
         given[f"--num-layers-per-virtual-pipeline-stage {size}"] = _stages_of_size(size, model, parallel)
     if parallel.pipeline_model_parallel_layout not in (None, AUTO):
-        layout = str(parallel.pipeline_model_parallel_layout)
+        layout, ranks = str(parallel.pipeline_model_parallel_layout), parallel.pipeline_model_parallel_size
         stages = expand_layout(layout).count("|") + 1
-        given[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
+        if stages % ranks:
+            sizes = flag_fixes("--pipeline-model-parallel-size", nearest(ranks, divisors(stages)))
+            raise ScheduleError(f"{layout} has {_stages(stages)}, which PP{ranks} cannot share equally", *sizes)
+        given[f"--pipeline-model-parallel-layout '{layout}'"] = stages // ranks
     needed = required_virtual_stages(parallel)
     if needed is not None:
         given[f"--pipeline-schedule {parallel.pipeline_schedule}"] = needed
-    if len(set(given.values())) > 1:
-        (one, first), (other, second) = next((a, b) for a in given.items() for b in given.items() if a[1] != b[1])
-        sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} makes {second}"
-        raise ScheduleError(sentence, f"drop {one}", f"drop {other}")
-    return next(iter(given.values()), 1)
+    one, first = next(iter(given.items()), ("", 1))
+    for other, second in given.items():
+        if second != first:
+            sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} makes {second}"
+            raise ScheduleError(sentence, f"drop {one}", f"drop {other}")
+    return first
 
 
 def _stages(count: int) -> str:
@@ -92,11 +89,7 @@ def _stages(count: int) -> str:
 
 
 def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the stages per rank if each has ``size`` layers; an accounted-for embedding or output layer is one.
-
-    Raises:
-        ScheduleError: if they do not divide a rank's layers.
-    """
+    """Return the stages per rank if each has ``size`` layers; an accounted-for embedding or output layer is one."""
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
     if total % (ranks * size):
         name = flag("num_layers_per_virtual_pipeline_stage")
@@ -111,20 +104,8 @@ def _counted_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
     return model.num_layers + sum(accounted)
 
 
-def _on_each_rank(name: str, stages: int, parallel: ParallelConfig) -> int:
-    ranks = parallel.pipeline_model_parallel_size
-    if stages % ranks:
-        sizes = flag_fixes("--pipeline-model-parallel-size", nearest(ranks, divisors(stages)))
-        raise ScheduleError(f"{name} has {_stages(stages)}, which PP{ranks} cannot share equally", *sizes)
-    return stages // ranks
-
-
 def required_virtual_stages(parallel: ParallelConfig) -> int | None:
-    """Return the stages per rank that the chosen schedule requires; None if none is chosen or it supports any number.
-
-    Raises:
-        ScheduleError: if there is no such schedule, or its file is unreadable or for another number of ranks.
-    """
+    """Return the stages per rank that the chosen schedule requires; None for no schedule or any number."""
     name = parallel.pipeline_schedule
     if name is None:
         return None
@@ -161,11 +142,7 @@ def _from_file(name: str) -> PipelineSchedule:
 
 
 def resolve_pipeline(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """Return the options with the number of stages per rank and the schedule filled in.
-
-    Raises:
-        ScheduleError: as :func:`virtual_stages`.
-    """
+    """Return the options with the number of stages per rank and the schedule filled in."""
     count = virtual_stages(model, parallel)
     name = schedule_name(parallel, count)
     return replace(parallel, num_virtual_stages_per_pipeline_rank=count, pipeline_schedule=name)
@@ -177,11 +154,7 @@ def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
 
 
 def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of every stage, independent of the number of micro-batches.
-
-    Raises:
-        ScheduleError: if there is no such schedule.
-    """
+    """Return the rank of every stage, independent of the number of micro-batches."""
     name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size
     if name.endswith(SCHEDULE_SUFFIX):
         return _from_file(name).placement
@@ -192,11 +165,7 @@ def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
-    """Return the layers of each stage in pipeline order: as the options say, else equally, or if uneven, by cost.
-
-    Raises:
-        ScheduleError: if options contradict each other, or leave a stage empty.
-    """
+    """Return the layers of each stage in pipeline order: as the options say, else equally, or if uneven, by cost."""
     _split_flags(parallel)
     chunks, layers = virtual_stages(model, parallel), model.num_layers
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
@@ -217,21 +186,13 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
 
 
 def is_split_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Return True if the layers are split by cost, not equally or by an option.
-
-    Raises:
-        ScheduleError: as :func:`stage_layers`.
-    """
+    """Return True if the layers are split by cost, not equally or by an option."""
     divides = model.num_layers % len(stage_layers(model, parallel)) == 0
     return parallel.pipeline_model_parallel_layout == AUTO or not (_split_flags(parallel) or divides)
 
 
 def _split_flags(parallel: ParallelConfig) -> list[str]:
-    """Return the flags that determine the split of layers, the first of each line of ``LAYER_SPLIT_OPTIONS``.
-
-    Raises:
-        ScheduleError: if flags of two lines are used.
-    """
+    """Return the flags that determine the split of layers, the first of each line of ``LAYER_SPLIT_OPTIONS``."""
     given = [[flag(name) for name in names if getattr(parallel, name)] for names in LAYER_SPLIT_OPTIONS]
     flags = [names[0] for names in given if names]
     if len(flags) > 1:
@@ -272,16 +233,14 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:
     """Return the cost of each stage, in the unit of :func:`layer_costs`."""
-    costs = layer_costs(model)
-    return tuple(costs.of(stage) for stage in stages)
+    return tuple(map(layer_costs(model).of, stages))
+
+
+_search = cache(search_schedule)
 
 
 def build_schedule(parallel: ParallelConfig, microbatches: int) -> PipelineSchedule:
-    """Return the schedule of a step with ``microbatches`` micro-batches on each data-parallel rank.
-
-    Raises:
-        ScheduleError: if there is no such schedule.
-    """
+    """Return the schedule of a step with ``microbatches`` micro-batches on each data-parallel rank."""
     chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
     name, group = schedule_name(parallel, chunks or 1), parallel.microbatch_group_size_per_virtual_pipeline_stage
     if name.endswith(SCHEDULE_SUFFIX):
@@ -292,30 +251,19 @@ def build_schedule(parallel: ParallelConfig, microbatches: int) -> PipelineSched
     if microbatches > _most_microbatches(parallel):
         raise ScheduleError(f"{microbatches:,} micro-batches in a step are too many to plan for so many stages")
     if name == SEARCHED:
-        return _searched(stage_placement(parallel, chunks or 1), ranks, microbatches)
+        # For stages of equal cost, in the memory of 1F1B.
+        placement = stage_placement(parallel, chunks or 1)
+        costs, limit = StageCosts.uniform(len(placement)), len(placement)
+        return _search(ranks, len(placement) // ranks, microbatches, costs, limit, placement)
     return make_schedule(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
 
 
-@cache
-def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> PipelineSchedule:
-    stages = len(of_stages)
-    return search_schedule(
-        ranks, stages // ranks, microbatches, StageCosts.uniform(stages), limit=stages, placement=of_stages
-    )
-
-
 def nearest_num_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
-    """Return the nearest number of micro-batches per step that the schedule supports.
-
-    Raises:
-        ScheduleError: if its file does not exist.
-    """
+    """Return the nearest number of micro-batches per step that the schedule supports."""
     name = schedule_name(parallel, 1)
-    return (
-        _from_file(name).microbatches
-        if name.endswith(SCHEDULE_SUFFIX)
-        else min(microbatches, _most_microbatches(parallel))
-    )
+    if name.endswith(SCHEDULE_SUFFIX):
+        return _from_file(name).microbatches
+    return min(microbatches, _most_microbatches(parallel))
 
 
 def _most_microbatches(parallel: ParallelConfig) -> int:
@@ -324,21 +272,13 @@ def _most_microbatches(parallel: ParallelConfig) -> int:
 
 
 def build_program(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> PipelineSchedule:
-    """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` its forwards only.
-
-    Raises:
-        ScheduleError: if the proof fails.
-    """
+    """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` its forwards only."""
     return validated_program(parallel, microbatches, evaluation)[0]
 
 
 @cache
 def peak_counts(parallel: ParallelConfig, microbatches: int) -> PeakCounts:
-    """Return the maximum that each rank holds in such a step.
-
-    Raises:
-        ScheduleError: if the program is invalid.
-    """
+    """Return the maximum that each rank holds in such a step."""
     return validated_program(parallel, microbatches, False)[1]
 
 
@@ -346,11 +286,7 @@ def peak_counts(parallel: ParallelConfig, microbatches: int) -> PeakCounts:
 def validated_program(
     parallel: ParallelConfig, microbatches: int, evaluation: bool
 ) -> tuple[PipelineSchedule, PeakCounts]:
-    """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`.
-
-    Raises:
-        ScheduleError: if the program is invalid.
-    """
+    """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`."""
     schedule = build_schedule(parallel, microbatches)
     program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
     return program, validate_program(program, evaluation=evaluation)
@@ -365,9 +301,6 @@ def simulated_bubble(parallel: ParallelConfig, microbatches: int, costs: tuple[f
         microbatches: of a step, on each data-parallel rank.
         costs: of every stage, in any unit; None for equal costs. Forward, input gradients and weight gradients take one
             cost each; communication takes no time.
-
-    Raises:
-        ScheduleError: if there is no such program.
     """
     program = build_program(parallel, microbatches)
     seconds = costs or (1,) * program.stages

@@ -1,7 +1,6 @@
 """Measure when each action of a pipeline ran, as a timeline in the simulator's form.
 
-On CPUs times are from the machine's clock, so ranks on different machines differ by their clocks' offset. On GPUs
-they
+On CPUs times are from the machine's clock, so ranks on different machines differ by their clocks' offset. On GPUs they
 are from events on the compute stream, relative to a barrier of the pipeline's ranks. (The GPU code has not been run.)
 """
 
@@ -40,40 +39,30 @@ class PipelineRecorder:
 
     def __call__(self, action: Action) -> AbstractContextManager[None]:
         """Return a context that records when its body runs; a stream in capture is not recorded."""
-        if not self._cuda:
-            return self._on_host(action)
-        return NO_SPAN if torch.cuda.is_current_stream_capturing() else self._on_device(action)
+        return NO_SPAN if self._cuda and torch.cuda.is_current_stream_capturing() else self._measured(action)
 
     @contextmanager
-    def _on_host(self, action: Action) -> Iterator[None]:
-        start = time.time()
-        yield
-        self._seconds.append(Interval(action, start, time.time()))
-
-    @contextmanager
-    def _on_device(self, action: Action) -> Iterator[None]:
-        start = _record_event()
-        yield
-        self._events.append((action, start, _record_event()))
+    def _measured(self, action: Action) -> Iterator[None]:
+        if self._cuda:
+            start = _record_event()
+            yield
+            self._events.append((action, start, _record_event()))
+        else:
+            began = time.time()
+            yield
+            self._seconds.append(Interval(action, began, time.time()))
 
     def timeline(self, name: str) -> Timeline:
-        """Return the records of all ranks, starting at 0 s, without transfers; collective.
-
-        Args:
-            name: of the schedule.
-        """
-        ranks = comm.all_gather_objects(self._intervals(), self._group)
-        origin = min((interval.start for intervals in ranks for interval in intervals), default=0.0)
-        moved = (tuple(Interval(action, a - origin, b - origin) for action, a, b in intervals) for intervals in ranks)
-        return Timeline(name, tuple(moved))
-
-    def _intervals(self) -> list[Interval]:
+        """Return the records of all ranks, starting at 0 s, without transfers; collective; ``name`` names it."""
         for action, start, end in self._events:
             end.synchronize()
             since = self._origin.elapsed_time(start) / 1e3
             self._seconds.append(Interval(action, since, since + start.elapsed_time(end) / 1e3))
         self._events.clear()
-        return self._seconds
+        ranks = comm.all_gather_objects(self._seconds, self._group)
+        origin = min((interval.start for intervals in ranks for interval in intervals), default=0.0)
+        moved = (tuple(Interval(action, a - origin, b - origin) for action, a, b in intervals) for intervals in ranks)
+        return Timeline(name, tuple(moved))
 
 
 def _record_event() -> torch.cuda.Event:
@@ -84,13 +73,7 @@ def _record_event() -> torch.cuda.Event:
 
 @contextmanager
 def record_timeline(pipeline: Pipeline, group: Group, device: torch.device) -> Iterator[PipelineRecorder]:
-    """Record the actions that ``pipeline`` runs inside the context.
-
-    Args:
-        pipeline: of this rank.
-        group: the ranks of the pipeline, in its order.
-        device: of this rank.
-    """
+    """Record the actions that ``pipeline`` runs inside the context; arguments as for :class:`PipelineRecorder`."""
     recorder = PipelineRecorder(group, device)
     pipeline.record = recorder
     try:

@@ -8,12 +8,13 @@ that a program cannot deadlock under it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice, takewhile
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Pending
@@ -21,11 +22,74 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.timing import Clock, no_clock, profiler_range
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, RECV_B, RECV_F, SEND_B, SEND_F, WEIGHT, Action
-from megatron.pipeline.communication import channel_of
-from megatron.pipeline.stage import Chunk, Stage
+from megatron.pipeline.communication import PEER_STAGE_OFFSET
+
+Chunk = Callable[[Tensor | None, MicroBatch], tuple[Tensor, Tensor]]
+"""``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None in the first stage, ``out`` the summed loss in the last."""
 
 Record = Callable[[Action], AbstractContextManager[object]]
 """Returns a context that measures the action computed inside."""
+
+action_name = cache(str)
+"""The text of an action, formatted once."""
+
+
+class Stage:
+    """A chunk, run one micro-batch at a time."""
+
+    def __init__(self, number: int, chunk: Chunk) -> None:
+        """Create the stage.
+
+        Args:
+            number: among the stages of the pipeline, from 0.
+            chunk: the module to run.
+        """
+        self.number, self.chunk = number, chunk
+        # By micro-batch, what backward needs: the input, and the gradient edge and dtype of output and auxiliary loss
+        # (None without gradient). An edge does not hold its tensor, so the memory of the output can be freed.
+        self._kept: dict[int, tuple[Tensor | None, list[tuple[GradientEdge, torch.dtype] | None]]] = {}
+
+    def forward(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Run the chunk and return its detached output; if gradients are enabled, keep what backward needs.
+
+        Args:
+            microbatch: index in the step.
+            x: input ``[S(/tp), B, H]``; None in the first stage.
+            batch: the micro-batch.
+        """
+        if x is not None:
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        out, aux = self.chunk(x, batch)
+        if torch.is_grad_enabled():
+            roots = [(get_gradient_edge(y), y.dtype) if y.requires_grad else None for y in (out, aux)]
+            self._kept[microbatch] = x, roots
+        return out.detach()
+
+    def backward(self, microbatch: int, dy: Tensor, seed: Tensor) -> Tensor | None:
+        """Run backward of a micro-batch and free what was kept for it.
+
+        Args:
+            microbatch: index in the step.
+            dy: gradient of the output; in the last stage, the seed.
+            seed: factor of the auxiliary loss in the global objective, 0-d.
+
+        Returns:
+            The gradient of the input; None in the first stage.
+
+        Raises:
+            RuntimeError: if the output does not depend on the input.
+        """
+        x, roots = self._kept.pop(microbatch)
+        edges, grads = [], []
+        for root, grad in zip(roots, (dy, seed)):
+            if root is not None:
+                edge, dtype = root
+                edges.append(edge)
+                grads.append(grad.to(dtype))
+        torch.autograd.backward(edges, grads)
+        if x is not None and x.grad is None:
+            raise RuntimeError(f"the output of stage {self.number} does not depend on its input")
+        return None if x is None else x.grad
 
 
 class Pipeline:
@@ -58,8 +122,8 @@ class Pipeline:
         self._do: dict[str, Callable[[Action], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
-            INPUT: self._input,
-            WEIGHT: self._weight,
+            INPUT: self._backward_input,
+            WEIGHT: self._backward_weight,
             SEND_F: self._send,
             SEND_B: self._send,
             RECV_F: self._receive,
@@ -87,16 +151,17 @@ class Pipeline:
         self._batches, self._seed, self._clock = batches, seed, clock
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
-        self._sends: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
+        self._sends: dict[int, dict[Action, Pending]] = defaultdict(dict)  # by target rank, in order
         self._grad_accumulator.loss_seed = seed
         try:
             with torch.set_grad_enabled(seed is not None):
                 for action in actions:
                     self.at = action
-                    with profiler_range(str(action)):
+                    with profiler_range(action_name(action)):
                         self._do[action.kind](action)
             for sends in self._sends.values():
-                _complete(sends, sends)
+                while sends:
+                    _complete_oldest(sends)
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
@@ -106,7 +171,7 @@ class Pipeline:
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
-        x = self._wait_for(Action(number, RECV_F, microbatch)) if number > 0 else None
+        x = self._received.pop(Action(number, RECV_F, microbatch)).wait() if number > 0 else None
         with self._clock("forward-compute"), self.record(action):
             out = self._stages[number].forward(microbatch, x, self._batches[microbatch])
         if number + 1 < len(self._placement):
@@ -116,26 +181,26 @@ class Pipeline:
         number, _, microbatch = action
         if self._seed is None:
             raise ValueError(f"{action} needs a seed; without one a run has only forwards")
-        last = number + 1 == len(self._placement)
-        dy = self._seed if last else self._wait_for(Action(number, RECV_B, microbatch))
-        if not last:
-            self._release_sends(Action(number, SEND_F, microbatch))
+        dy = self._seed
+        if number + 1 < len(self._placement):
+            dy = self._received.pop(Action(number, RECV_B, microbatch)).wait()
+            # The gradient is back, so the output and all earlier sends of its channel have arrived. Gloo does not
+            # report when a send is complete: it keeps gradients until the end of the step if nothing comes back.
+            sends = self._sends[self._placement[number + 1]]
+            while Action(number, SEND_F, microbatch) in sends:
+                _complete_oldest(sends)
         with self._clock("backward-compute"), self.record(action):
             dx = self._stages[number].backward(microbatch, dy, self._seed)
         if dx is not None:
             self._hand_over(dx, Action(number, SEND_B, microbatch), Action(number - 1, RECV_B, microbatch))
 
-    def _input(self, action: Action) -> None:
+    def _backward_input(self, action: Action) -> None:
         with self._grad_accumulator.deferring_wgrad(action.stage, action.microbatch):
             self._backward(action)
 
-    def _weight(self, action: Action) -> None:
+    def _backward_weight(self, action: Action) -> None:
         with self._clock("backward-compute"), self.record(action):
             self._grad_accumulator.run_deferred(action.stage, action.microbatch)
-
-    def _wait_for(self, received: Action) -> Tensor:
-        """Wait for the tensor of a receive, or take that of a stage on this rank."""
-        return self._received.pop(received).wait()
 
     def _hand_over(self, tensor: Tensor, sent: Action, received: Action) -> None:
         """Pass a result to the neighbouring stage: directly on the same rank, else through the SEND that follows."""
@@ -145,29 +210,19 @@ class Pipeline:
             self._to_send[sent] = tensor
 
     def _send(self, action: Action) -> None:
-        edge = channel_of(action, self._placement)
-        sends = self._sends[edge]
-        _complete(sends, takewhile(lambda sent: sends[sent].is_done(), sends))
-        sends[action] = comm.start_send(self._to_send.pop(action).contiguous(), self._channels[edge])
+        target = self._placement[action.stage + PEER_STAGE_OFFSET[action.kind]]
+        sends = self._sends[target]
+        while sends and next(iter(sends.values())).is_done():
+            _complete_oldest(sends)
+        tensor = self._to_send.pop(action).contiguous()
+        sends[action] = comm.start_send(tensor, self._channels[self._rank, target])
 
     def _receive(self, action: Action) -> None:
-        channel = self._channels[channel_of(action, self._placement)]
+        source = self._placement[action.stage + PEER_STAGE_OFFSET[action.kind]]
         buffer = self._buffers(self._batches[action.microbatch])
-        self._received[action] = comm.start_receive(buffer, channel)
-
-    def _release_sends(self, action: Action) -> None:
-        """Release an output whose gradient has come back, and all earlier sends of its channel.
-
-        Gloo does not report when a send is complete. There, gradients are kept until the end of the step if nothing
-        comes back through their channel.
-        """
-        if self._placement[action.stage] != self._placement[action.stage + 1]:
-            sends = self._sends[channel_of(action, self._placement)]
-            while action in sends:
-                _complete(sends, islice(sends, 1))
+        self._received[action] = comm.start_receive(buffer, self._channels[source, self._rank])
 
 
-def _complete(sends: dict[Action, Pending], done: Iterable[Action]) -> None:
-    """Wait for completed sends, which does not block but orders the GPU's streams, and drop their tensors."""
-    for action in [*done]:
-        sends.pop(action).wait()
+def _complete_oldest(sends: dict[Action, Pending]) -> None:
+    """Wait for a send, which orders the GPU's streams and does not block once it is complete, and drop its tensor."""
+    sends.pop(next(iter(sends))).wait()

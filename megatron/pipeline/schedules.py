@@ -32,6 +32,93 @@ from megatron.pipeline.actions import (
 )
 
 
+def gpipe(rank: int, size: ScheduleSize) -> list[Action]:
+    """Build GPipe: all forwards, then all backwards, stage by stage (breadth first).
+
+    Backwards run in the order of the forwards: the reverse would free no memory earlier, and this order sums gradients
+    like the other schedules, bit for bit.
+
+    Bubble: (p - 1)(f + b) / v, with at least p micro-batches where v > 1. Memory: v m.
+
+    Source: Huang et al., arXiv 1811.06965; with several stages on a rank, Lamy-Poirier, arXiv 2211.05953.
+    """
+    stages = range(rank, size.ranks * size.chunks, size.ranks)
+    forwards = [Action(stage, FORWARD, mb) for stage in stages for mb in range(size.microbatches)]
+    return forwards + [Action(stage, BACKWARD, mb) for stage in reversed(stages) for mb in range(size.microbatches)]
+
+
+def one_forward_one_backward(rank: int, size: ScheduleSize) -> list[Action]:
+    """Build 1F1B: forwards until the first gradient arrives, then one forward and one backward in turn.
+
+    Bubble: (p - 1)(f + b). Memory: min(m, p - rank).
+
+    Source: PipeDream-Flush, Narayanan et al., arXiv 2006.09503.
+    """
+    forwards = [Action(rank, FORWARD, mb) for mb in range(size.microbatches)]
+    backwards = [Action(rank, BACKWARD, mb) for mb in range(size.microbatches)]
+    return alternate(forwards, backwards, warmup=size.ranks - rank - 1)
+
+
+def interleaved(rank: int, size: ScheduleSize) -> list[Action]:
+    """Build 1F1B over several stages per rank: a group of micro-batches passes a stage, then the rank's next one.
+
+    Bubble: (p - 1)(f + b) / v, with at least p micro-batches. Memory: min(v m, 2(p - rank - 1) + (v - 1) g + 1), g
+    micro-batches in the first group.
+
+    Source: Narayanan et al., arXiv 2104.04473; groups of other sizes than p as in Megatron-LM.
+    """
+    groups = list(microbatch_groups(size))
+    stages = range(rank, size.ranks * size.chunks, size.ranks)
+    forwards = [Action(stage, FORWARD, mb) for group in groups for stage in stages for mb in group]
+    backwards = [Action(stage, BACKWARD, mb) for group in groups for stage in reversed(stages) for mb in group]
+    return alternate(forwards, backwards, warmup=2 * (size.ranks - rank - 1) + (size.chunks - 1) * len(groups[0]))
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """Return ``warmup`` forwards, then one forward and one backward alternating, then the remaining backwards."""
+    warmup = min(warmup, len(forwards))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
+
+
+def microbatch_groups(size: ScheduleSize) -> Iterator[range]:
+    """Yield the micro-batches of each group of the interleaved schedule.
+
+    A remainder forms a smaller last group, as in Megatron-LM. With fewer micro-batches than ranks it would idle or
+    deadlock, so such a remainder is distributed over the other groups.
+    """
+    full, rest = divmod(size.microbatches, size.group)
+    if not full or rest >= size.ranks:
+        lengths = [size.group] * full + [rest]
+    else:
+        lengths = [size.group + rest // full + (index < rest % full) for index in range(full)]
+    start = 0
+    for length in lengths:
+        yield range(start, start + length)
+        start += length
+
+
+class ActionList:
+    """Builder for the actions of one rank; each action takes the stage's next micro-batch of its kind.
+
+    Micro-batches beyond those of the step are skipped, so a schedule for many also serves for few.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._microbatches = microbatches
+        self._next: dict[tuple[int, str], int] = defaultdict(int)  # micro-batch by stage and kind
+
+    def add(self, stage: int, *kinds: str, times: int = 1) -> None:
+        """Append one action of each of ``kinds``, ``times`` times. A whole backward counts as both of its halves."""
+        for kind in kinds * times:
+            microbatch = self._next[stage, INPUT if kind == BACKWARD else kind]
+            for counted in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
+                self._next[stage, counted] += 1
+            if microbatch < self._microbatches:
+                self.actions.append(Action(stage, kind, microbatch))
+
+
 def zb_h1(rank: int, size: ScheduleSize) -> list[Action]:
     """Build ZB-H1: 1F1B in which later ranks delay W longer, so that all hold as many micro-batches as the first.
 
@@ -147,106 +234,17 @@ def dualpipe_v(rank: int, size: ScheduleSize) -> list[Action]:
     return order.actions
 
 
-class ActionList:
-    """Builder for the actions of one rank; each action takes the stage's next micro-batch of its kind.
-
-    Micro-batches beyond those of the step are skipped, so a schedule for many also serves for few.
-    """
-
-    def __init__(self, microbatches: int) -> None:
-        self.actions: list[Action] = []
-        self._microbatches = microbatches
-        self._next: dict[tuple[int, str], int] = defaultdict(int)
-
-    def add(self, stage: int, *kinds: str, times: int = 1) -> None:
-        """Append one action of each of ``kinds``, ``times`` times. A whole backward counts as both of its halves."""
-        for kind in kinds * times:
-            microbatch = self._next[stage, INPUT if kind == BACKWARD else kind]
-            for counted in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
-                self._next[stage, counted] += 1
-            if microbatch < self._microbatches:
-                self.actions.append(Action(stage, kind, microbatch))
-
-
-def gpipe(rank: int, size: ScheduleSize) -> list[Action]:
-    """Build GPipe: all forwards, then all backwards, stage by stage (breadth first).
-
-    Backwards run in the order of the forwards: the reverse would free no memory earlier, and this order sums gradients
-    like the other schedules, bit for bit.
-
-    Bubble: (p - 1)(f + b) / v, with at least p micro-batches where v > 1. Memory: v m.
-
-    Source: Huang et al., arXiv 1811.06965; with several stages on a rank, Lamy-Poirier, arXiv 2211.05953.
-    """
-    stages = range(rank, size.ranks * size.chunks, size.ranks)
-    forwards = [Action(stage, FORWARD, mb) for stage in stages for mb in range(size.microbatches)]
-    return forwards + [Action(stage, BACKWARD, mb) for stage in reversed(stages) for mb in range(size.microbatches)]
-
-
-def one_forward_one_backward(rank: int, size: ScheduleSize) -> list[Action]:
-    """Build 1F1B: forwards until the first gradient arrives, then one forward and one backward in turn.
-
-    Bubble: (p - 1)(f + b). Memory: min(m, p - rank).
-
-    Source: PipeDream-Flush, Narayanan et al., arXiv 2006.09503.
-    """
-    forwards = [Action(rank, FORWARD, mb) for mb in range(size.microbatches)]
-    backwards = [Action(rank, BACKWARD, mb) for mb in range(size.microbatches)]
-    return alternate(forwards, backwards, warmup=size.ranks - rank - 1)
-
-
-def interleaved(rank: int, size: ScheduleSize) -> list[Action]:
-    """Build 1F1B over several stages per rank: a group of micro-batches passes a stage, then the rank's next one.
-
-    Bubble: (p - 1)(f + b) / v, with at least p micro-batches. Memory: min(v m, 2(p - rank - 1) + (v - 1) g + 1), g
-    micro-batches in the first group.
-
-    Source: Narayanan et al., arXiv 2104.04473; groups of other sizes than p as in Megatron-LM.
-    """
-    groups = list(microbatch_groups(size))
-    stages = range(rank, size.ranks * size.chunks, size.ranks)
-    forwards = [Action(stage, FORWARD, mb) for group in groups for stage in stages for mb in group]
-    backwards = [Action(stage, BACKWARD, mb) for group in groups for stage in reversed(stages) for mb in group]
-    return alternate(forwards, backwards, warmup=2 * (size.ranks - rank - 1) + (size.chunks - 1) * len(groups[0]))
-
-
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """Return ``warmup`` forwards, then one forward and one backward alternating, then the remaining backwards."""
-    warmup = min(warmup, len(forwards))
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
-
-
-def microbatch_groups(size: ScheduleSize) -> Iterator[range]:
-    """Yield the micro-batches of each group of the interleaved schedule.
-
-    A remainder forms a smaller last group, as in Megatron-LM. With fewer micro-batches than ranks it would idle or
-    deadlock, so such a remainder is distributed over the other groups.
-    """
-    full, rest = divmod(size.microbatches, size.group)
-    if not full or rest >= size.ranks:
-        lengths = [size.group] * full + [rest]
-    else:
-        lengths = [size.group + rest // full + (index < rest % full) for index in range(full)]
-    start = 0
-    for length in lengths:
-        yield range(start, start + length)
-        start += length
-
-
 def sequential_schedule(placement: Sequence[int], microbatches: int = 1) -> PipelineSchedule:
     """Return a schedule that runs one micro-batch at a time through all stages and back; slow, for tests and reference.
 
-    Args:
-        placement: rank of every stage.
-        microbatches: of the step.
+    ``placement`` is the rank of every stage.
     """
     ranks: list[list[Action]] = [[] for _ in range(1 + max(placement))]
-    forth = [*enumerate(placement)]
+    stages = list(range(len(placement)))
     for mb in range(microbatches):
-        for kind, way in ((FORWARD, forth), (BACKWARD, reversed(forth))):
-            for stage, rank in way:
-                ranks[rank].append(Action(stage, kind, mb))
+        for kind, order in ((FORWARD, stages), (BACKWARD, stages[::-1])):
+            for stage in order:
+                ranks[placement[stage]].append(Action(stage, kind, mb))
     return PipelineSchedule("one by one", tuple(map(tuple, ranks)))
 
 
@@ -282,7 +280,7 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int, group: 
         group: of ``interleaved``: micro-batches that pass a stage before the rank's next stage. Default: ``ranks``.
 
     Raises:
-        ScheduleError: if there is no such schedule of this size.
+        ScheduleError: if there is no such schedule of this size, or its groups deadlock; with the nearest valid choice.
     """
     if name not in SCHEDULES:
         guess = did_you_mean(name.lower(), SCHEDULES)
@@ -293,17 +291,6 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int, group: 
             f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it needs at least "
             "one of each"
         )
-    check_schedule(name, ranks, chunks, group)
-    size = ScheduleSize(ranks, chunks, microbatches, group or ranks)
-    return PipelineSchedule(name, tuple(tuple(SCHEDULES[name].actions(rank, size)) for rank in range(ranks)))
-
-
-def check_schedule(name: str, ranks: int, chunks: int, group: int | None) -> None:
-    """Reject numbers of stages per rank that the schedule does not support, and groups that deadlock.
-
-    Raises:
-        ScheduleError: with the nearest valid choice.
-    """
     needed = SCHEDULES[name].chunks
     if needed not in (None, chunks):
         raise ScheduleError(
@@ -312,12 +299,13 @@ def check_schedule(name: str, ranks: int, chunks: int, group: int | None) -> Non
             *(["--pipeline-schedule interleaved"] if name == "1f1b" else []),
         )
     if group is not None and name != "interleaved":
-        raise ScheduleError(
-            f"{name} has no groups of micro-batches; interleaved has", "--pipeline-schedule interleaved"
-        )
+        sentence = f"{name} has no groups of micro-batches; interleaved has"
+        raise ScheduleError(sentence, "--pipeline-schedule interleaved")
     if group is not None and group < ranks:
         raise ScheduleError(
             f"interleaved over {ranks} ranks with groups of {group} micro-batches: the first rank would wait for the "
             "last one; a group has at least as many micro-batches as the pipeline has ranks",
             f"--microbatch-group-size-per-virtual-pipeline-stage {ranks}",
         )
+    size = ScheduleSize(ranks, chunks, microbatches, group or ranks)
+    return PipelineSchedule(name, tuple(tuple(SCHEDULES[name].actions(rank, size)) for rank in range(ranks)))

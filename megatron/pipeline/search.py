@@ -22,8 +22,8 @@ from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 
-NAME = "searched"
-"""Name of the list scheduler's schedules."""
+SEARCHED = "searched"
+"""Name of the schedules that this search finds."""
 
 _MOST_ACTIONS = 400_000
 """Total actions of all candidates after which the search stops; takes some seconds."""
@@ -50,7 +50,7 @@ def search_schedule(
         microbatches: of a step.
         costs: of ``ranks * chunks`` stages.
         limit: maximum memory of a rank for B, I and W together, in the unit of the costs.
-        placement: rank of every stage, if fixed. Default: the best one.
+        placement: rank of every stage, if fixed. Default: the best of a zigzag and a loop over the ranks.
 
     Raises:
         ScheduleError: if nothing fits, with the smallest limit found to fit; or if the costs are for another number of
@@ -63,7 +63,9 @@ def search_schedule(
             schedule = make_schedule(name, ranks, chunks, microbatches)
             if placement in (None, schedule.placement):
                 best.consider(schedule)
-    placements = _placements(ranks, chunks) if placement is None else [placement]
+    loop = tuple(range(ranks)) * chunks
+    zigzag = tuple(rank for chunk in range(chunks) for rank in (loop[ranks - 1 :: -1] if chunk % 2 else loop[:ranks]))
+    placements = list(dict.fromkeys([zigzag, loop])) if placement is None else [placement]
     _consider_lists(placements, microbatches, costs, best)
     if best.schedule is None:
         least = min(best.least, *(_least(stages, costs) for stages in placements))
@@ -109,7 +111,7 @@ def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs:
             tried += 3 * microbatches * stages
             actions = _ListScheduler(placement, microbatches, costs, rules, limit).run(best.makespan)
             if actions is not None:
-                best.consider(PipelineSchedule(NAME, actions))
+                best.consider(PipelineSchedule(SEARCHED, actions))
 
 
 def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: StageCosts) -> float:
@@ -125,14 +127,6 @@ def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: StageC
     return max(first_input[rank] + work[rank] for rank in work)
 
 
-def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
-    """Return the placements to try: stages in a zigzag over the ranks, and in a loop."""
-    there = tuple(range(ranks))
-    loop = there * chunks
-    zigzag = tuple(rank for chunk in range(chunks) for rank in (reversed(there) if chunk % 2 else there))
-    return [loop] if loop == zigzag else [zigzag, loop]
-
-
 class _Rules(NamedTuple):
     """Rules for what a free rank starts, besides alternating forwards and input gradients where possible."""
 
@@ -144,16 +138,12 @@ class _Rules(NamedTuple):
 
 def _rules(stages: int, ranks: int) -> Iterator[_Rules]:
     """Yield all sets of rules, the most often successful first."""
-    for steady, live in product((True, False), _profiles(stages, ranks)):
-        for patience, thrifty in product((0.5, 1, 0), (False, True)):
-            yield _Rules(live, patience, thrifty, steady)
-
-
-def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
-    """Yield bounds on live activations: none; then one for the last rank that increases towards the first."""
-    yield (math.inf,) * ranks
+    # Bounds on live activations: none; then one for the last rank that increases towards the first.
+    lives: list[tuple[float, ...]] = [(math.inf,) * ranks]
     for last, more in product((1 + stages - ranks, stages), (1, 1.5)):
-        yield tuple(last + more * (ranks - 1 - rank) for rank in range(ranks))
+        lives.append(tuple(last + more * (ranks - 1 - rank) for rank in range(ranks)))
+    for steady, live, patience, thrifty in product((True, False), lives, (0.5, 1, 0), (False, True)):
+        yield _Rules(live, patience, thrifty, steady)
 
 
 def _sizes(costs: StageCosts, stages: int) -> tuple[float, ...]:
@@ -194,7 +184,7 @@ class _ListScheduler:
         self._done: dict[_Task, int] = {(stage, kind): 0 for stage in stages for kind in (FORWARD, INPUT)}
         self._arrivals: dict[_Task, list[float]] = {task: [] for task in self._done}
         self._arrivals[0, FORWARD] = [0] * microbatches
-        self._pending: list[deque[Action]] = [deque() for _ in ranks]
+        self._pending: list[deque[Action]] = [deque() for _ in ranks]  # W by rank, oldest first
         self._live = [0 for _ in ranks]
         self._held: list[float] = [0 for _ in ranks]
         self._last = [FORWARD for _ in ranks]
@@ -227,8 +217,11 @@ class _ListScheduler:
 
     def _choose(self, rank: int, now: float) -> Action | None:
         """Return the action that ``rank`` starts; None to wait for an arrival."""
-        pending, soon = self._pending[rank], math.inf
-        for stage, kind in self._by_urgency(rank):
+        pending, last, soon = self._pending[rank], self._last[rank], math.inf
+        # The most urgent first: forwards of later stages, input gradients of earlier micro-batches.
+        forwards = [(stage, FORWARD) for stage in reversed(self._own[rank])]
+        backwards = sorted(((stage, INPUT) for stage in self._own[rank]), key=self._done.__getitem__)
+        for stage, kind in forwards + backwards if last == INPUT else backwards + forwards:
             number, arrivals = self._done[stage, kind], self._arrivals[stage, kind]
             if number == len(arrivals):
                 continue
@@ -236,30 +229,18 @@ class _ListScheduler:
                 continue
             if arrivals[number] > now:
                 soon = min(soon, arrivals[number])
-            elif kind == FORWARD and pending and self._makes_room(rank, stage):
+                continue
+            needed = sum(self._size[other] for other in self._ahead[stage])
+            fits = kind == INPUT or self._held[rank] + needed <= self._limit
+            weight_first = self._rules.thrifty if last == FORWARD else self._rules.steady and not fits
+            if kind == FORWARD and pending and weight_first:
                 return pending[0]
-            elif kind == INPUT or self._fits(rank, stage):
+            if fits:
                 return Action(stage, kind, number)
         if not pending:
             return None
         waits = soon < now + self._rules.patience * self._seconds[pending[0].stage, WEIGHT]
         return None if waits else pending[0]
-
-    def _makes_room(self, rank: int, stage: int) -> bool:
-        """Return True if a W runs before a forward that could start."""
-        if self._last[rank] == FORWARD:
-            return self._rules.thrifty
-        return self._rules.steady and not self._fits(rank, stage)
-
-    def _by_urgency(self, rank: int) -> list[_Task]:
-        """Return the rank's tasks: forwards of later stages first, input gradients of earlier micro-batches first."""
-        forwards = [(stage, FORWARD) for stage in reversed(self._own[rank])]
-        backwards = [(stage, INPUT) for stage in self._own[rank]]
-        backwards.sort(key=self._done.__getitem__)
-        return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
-
-    def _fits(self, rank: int, stage: int) -> bool:
-        return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= self._limit
 
     def _start(self, rank: int, action: Action, end: float) -> None:
         stage, kind, microbatch = action

@@ -11,18 +11,16 @@ Times are in seconds, or any other unit if all use it. Integers and fractions st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron.pipeline.actions import (
     BACKWARD,
+    COMMUNICATION_KINDS,
     COMPUTE_KINDS,
     FORWARD,
     INPUT,
-    RECV_B,
-    RECV_F,
     SEND_B,
     SEND_F,
     WEIGHT,
@@ -30,7 +28,7 @@ from megatron.pipeline.actions import (
     PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.communication import channel_of, peer_action
+from megatron.pipeline.communication import RECEIVE_FOR, channel_of, peer_action, required_receive
 
 
 @dataclass(frozen=True)
@@ -66,24 +64,15 @@ class StageCosts:
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[kind][stage]
 
     def check(self, stages: int) -> None:
-        """Check that every stage has costs, and that they are finite.
-
-        Raises:
-            ScheduleError: if a tuple does not have ``stages`` entries, or a cost is not a finite number >= 0.
-        """
+        """Raise a ``ScheduleError`` unless every stage has costs, and all are finite numbers >= 0."""
         for name in ("forward", "input", "weight", "activation", "weight_memory"):
             values = getattr(self, name)
             if len(values) != stages and (values or name in ("forward", "input", "weight")):
                 raise ScheduleError(f"the costs have '{name}' for {len(values)} stages, and the schedule has {stages}")
-            _require_amounts(name, values)
-        _require_amounts("latency", (self.latency,))
-        _require_amounts("transfer", (self.transfer,))
-
-
-def _require_amounts(name: str, values: tuple[float, ...]) -> None:
-    for value in values:
-        if not 0 <= value < math.inf:
-            raise ScheduleError(f"the costs have '{name}' {value}: each must be a finite number >= 0")
+        for name, value in vars(self).items():
+            for amount in value if isinstance(value, tuple) else (value,):
+                if not 0 <= amount < math.inf:
+                    raise ScheduleError(f"the costs have '{name}' {amount}: each must be a finite number >= 0")
 
 
 class Interval(NamedTuple):
@@ -95,17 +84,13 @@ class Interval(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The tensor of a ``SEND_F`` or ``SEND_B`` is transferred from rank ``source`` to rank ``target``.
-
-    It is ready at ``sent``; the transfer runs from ``start``, when the receive is posted and the channel is free, to
-    ``end``.
-    """
+    """The tensor of a ``SEND_F`` or ``SEND_B`` is transferred from rank ``source`` to rank ``target``."""
 
     action: Action
     source: int
     target: int
-    sent: float
-    start: float
+    sent: float  # time at which the tensor is ready
+    start: float  # time at which the receive is posted and the channel is free
     end: float
 
 
@@ -173,8 +158,18 @@ class Timeline:
 
         The rest of its idle time is due to other ranks' computing, or to the end of the step.
         """
-        awaited = {_consumer(transfer.action): transfer for transfer in self.transfers}
-        return tuple(tuple(_exposed(intervals, self.start, awaited)) for intervals in self.intervals)
+        transfers = {peer_action(transfer.action): transfer for transfer in self.transfers}
+        exposed = []
+        for intervals in self.intervals:
+            waits = []
+            free = self.start
+            for (stage, kind, microbatch), start, end in intervals:
+                transfer = transfers.get(Action(stage, RECEIVE_FOR.get(kind, kind), microbatch))
+                if transfer is not None and max(free, transfer.sent) < min(start, transfer.end):
+                    waits.append((max(free, transfer.sent), min(start, transfer.end)))
+                free = end
+            exposed.append(tuple(waits))
+        return tuple(exposed)
 
     @property
     def exposed_time(self) -> tuple[float, ...]:
@@ -184,7 +179,18 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[tuple[HeldMemory, ...], ...]:
         """Changes of memory, by rank."""
-        return tuple(tuple(self._held(intervals)) for intervals in self.intervals)
+        changes = []
+        for intervals in self.intervals:
+            held = [HeldMemory(self.start, 0, 0)]
+            for (stage, kind, _), start, end in intervals:
+                activation = self.activation[stage] if self.activation else 1
+                weight = self.weight_memory[stage] if self.weight_memory else 1
+                _, activations, weights = held[-1]
+                activations += {FORWARD: activation, WEIGHT: 0}.get(kind, -activation)
+                weights += {INPUT: weight, WEIGHT: -weight}.get(kind, 0)
+                held.append(HeldMemory(start if kind == FORWARD else end, activations, weights))
+            changes.append(tuple(held[1:]))
+        return tuple(changes)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -201,167 +207,90 @@ class Timeline:
         """Maximum memory for W, by rank."""
         return tuple(max((held.weights for held in rank), default=0) for rank in self.memory)
 
-    def _held(self, intervals: tuple[Interval, ...]) -> Iterator[HeldMemory]:
-        activations: float = 0
-        weights: float = 0
-        for (stage, kind, _), start, end in intervals:
-            activation = self.activation[stage] if self.activation else 1
-            weight = self.weight_memory[stage] if self.weight_memory else 1
-            activations += {FORWARD: activation, WEIGHT: 0}.get(kind, -activation)
-            weights += {INPUT: weight, WEIGHT: -weight}.get(kind, 0)
-            yield HeldMemory(start if kind == FORWARD else end, activations, weights)
-
 
 def _idle(busy: float, whole: float) -> float:
     return (whole - busy) / whole if whole else 0
-
-
-def _consumer(send: Action) -> tuple[int, str, int]:
-    """Return stage, kind and micro-batch of the action that waits for the tensor of ``send``; ``I`` counts as ``B``."""
-    if send.kind == SEND_F:
-        return send.stage + 1, FORWARD, send.microbatch
-    return send.stage - 1, BACKWARD, send.microbatch
-
-
-def _exposed(
-    intervals: tuple[Interval, ...], start: float, awaited: dict[tuple[int, str, int], Transfer]
-) -> Iterator[tuple[float, float]]:
-    free = start
-    for interval in intervals:
-        stage, kind, microbatch = interval.action
-        transfer = awaited.get((stage, BACKWARD if kind == INPUT else kind, microbatch))
-        if transfer is not None:
-            begin, end = max(free, transfer.sent), min(interval.start, transfer.end)
-            if begin < end:
-                yield begin, end
-        free = interval.end
 
 
 def simulate(program: PipelineSchedule, costs: StageCosts) -> Timeline:
     """Return the timeline of ``program`` if every action and transfer starts as early as possible.
 
     Each rank is followed until it needs a tensor whose transfer cannot be timed yet, and resumed when it can. The
-    result does not depend on the order of ranks, and every action is processed once.
-
-    Args:
-        program: valid, or at least with communication.
-        costs: of as many stages.
+    result does not depend on the order of ranks.
 
     Raises:
         ScheduleError: if the costs are for another number of stages, or the program deadlocks.
     """
     placement = program.placement
     costs.check(len(placement))
-    network = _Network(costs.latency + costs.transfer)
-    done: list[list[Interval]] = [[] for _ in program.ranks]
-    ranks = [
-        _follow(actions, _action_costs(actions, placement, costs, network), network, done[rank])
-        for rank, actions in enumerate(program.ranks)
-    ]
-    network.runnable.extend(range(len(ranks)))
-    while network.runnable:
-        rank = network.runnable.pop()
-        tensor = next(ranks[rank], None)
-        if tensor is not None:
-            network.waiting[tensor] = rank
-    for tensor, rank in network.waiting.items():
+    needs = {
+        (stage, kind): (costs.seconds(stage, kind), required_receive(stage, kind, placement))
+        for stage in range(len(placement))
+        for kind in COMPUTE_KINDS
+    }
+    kinds = {(a.stage, a.kind) for actions in program.ranks for a in actions if a.kind in COMMUNICATION_KINDS}
+    edges = {(stage, kind): channel_of(Action(stage, kind, 0), placement) for stage, kind in kinds}
+    channels = {edge: _Channel(*edge, costs.latency + costs.transfer) for edge in sorted(edges.values())}
+    arrivals: dict[Action, float] = {}  # by RECV, end of each transfer that can be timed
+    waiting: dict[Action, int] = {}  # by RECV, rank that is blocked on it
+    intervals: list[list[Interval]] = [[] for _ in program.ranks]
+    clock: list[float] = [0] * len(program.ranks)
+    position = [0] * len(program.ranks)  # of the next action of each rank
+    runnable = list(range(len(program.ranks)))
+    while runnable:
+        rank = runnable.pop()
+        while position[rank] < len(program.ranks[rank]):
+            action = program.ranks[rank][position[rank]]
+            stage, kind, microbatch = action
+            if kind in COMMUNICATION_KINDS:
+                transfer = channels[edges[stage, kind]].post(action, clock[rank])
+                if transfer is not None:
+                    receive = peer_action(transfer.action)
+                    arrivals[receive] = transfer.end
+                    if receive in waiting:
+                        runnable.append(waiting.pop(receive))
+            else:
+                seconds, needed = needs[stage, kind]
+                start = clock[rank]
+                if needed is not None:
+                    receive = Action(stage, needed, microbatch)
+                    if receive not in arrivals:
+                        waiting[receive] = rank
+                        break
+                    start = max(start, arrivals[receive])
+                clock[rank] = start + seconds
+                intervals[rank].append(Interval(action, start, clock[rank]))
+            position[rank] += 1
+    for receive, rank in waiting.items():
         raise ScheduleError(
-            f"deadlock: rank {rank} waits for {Action(*tensor)} forever",
+            f"deadlock: rank {rank} waits for {receive} forever",
             "let add_communication place the sends and receives, and validate the program",
         )
-    transfers = tuple(transfer for channel in network.channels.values() for transfer in channel.transfers)
-    return Timeline(program.name, tuple(map(tuple, done)), transfers, costs.activation, costs.weight_memory)
+    transfers = tuple(transfer for channel in channels.values() for transfer in channel.transfers)
+    return Timeline(program.name, tuple(map(tuple, intervals)), transfers, costs.activation, costs.weight_memory)
 
 
-_Tensor = tuple[int, str, int]
-"""A transferred tensor, named by its receive."""
-
-
-@dataclass
 class _Channel:
-    """One direction between two ranks: tensors sent, times at which receives were posted, and completed transfers."""
+    """One direction between two ranks: what was posted, and the transfers that can be timed."""
 
-    source: int
-    target: int
-    sent: list[tuple[Action, float]] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    def __init__(self, source: int, target: int, seconds: float) -> None:
+        self.transfers: list[Transfer] = []
+        self._source, self._target, self._seconds = source, target, seconds
+        self._sends: list[tuple[Action, float]] = []
+        self._receives: list[float] = []
 
-
-class _Network:
-    """The channels between ranks, arrived tensors, and waiting ranks."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.channels: dict[tuple[int, int], _Channel] = {}
-        self.arrivals: dict[_Tensor, float] = {}  # end of each transfer that can be timed
-        self.waiting: dict[_Tensor, int] = {}  # rank that is blocked on a tensor
-        self.runnable: list[int] = []  # ranks that can continue
-
-    def channel(self, source: int, target: int) -> _Channel:
-        return self.channels.setdefault((source, target), _Channel(source, target))
-
-    def post(self, channel: _Channel, action: Action, now: float) -> None:
-        """Post a send or a receive, and time the transfer if it completes one."""
+    def post(self, action: Action, now: float) -> Transfer | None:
+        """Post a send or a receive, and return the transfer if that completes one."""
         if action.kind in (SEND_F, SEND_B):
-            channel.sent.append((action, now))
+            self._sends.append((action, now))
         else:
-            channel.expected.append(now)
-        number = len(channel.transfers)
-        if number < len(channel.sent) and number < len(channel.expected):
-            self._move(channel, *channel.sent[number], channel.expected[number])
-
-    def _move(self, channel: _Channel, action: Action, sent: float, expected: float) -> None:
-        free = channel.transfers[-1].end if channel.transfers else 0
-        start = max(sent, expected, free)
-        end = start + self.seconds
-        channel.transfers.append(Transfer(action, channel.source, channel.target, sent, start, end))
-        tensor = peer_action(action)
-        self.arrivals[tensor] = end
-        rank = self.waiting.pop(tensor, None)
-        if rank is not None:
-            self.runnable.append(rank)
-
-
-_ActionCosts = dict[tuple[int, str], tuple[float, str | None, _Channel | None]]
-"""By stage and kind: seconds, the kind of receive it waits for if any, the channel it uses if any."""
-
-
-def _action_costs(
-    actions: tuple[Action, ...], placement: tuple[int, ...], costs: StageCosts, network: _Network
-) -> _ActionCosts:
-    costs_by_kind: _ActionCosts = {}
-    for stage, kind in {(action.stage, action.kind) for action in actions}:
-        if kind in COMPUTE_KINDS:
-            costs_by_kind[stage, kind] = costs.seconds(stage, kind), _required_receive(stage, kind, placement), None
-        else:
-            costs_by_kind[stage, kind] = 0, None, network.channel(*channel_of(Action(stage, kind, 0), placement))
-    return costs_by_kind
-
-
-def _required_receive(stage: int, kind: str, placement: tuple[int, ...]) -> str | None:
-    """Return the kind of receive that a computing action waits for; None if all its inputs are on its rank."""
-    if kind == FORWARD:
-        return RECV_F if stage > 0 and placement[stage - 1] != placement[stage] else None
-    last = stage == len(placement) - 1
-    return None if kind == WEIGHT or last or placement[stage + 1] == placement[stage] else RECV_B
-
-
-def _follow(
-    actions: tuple[Action, ...], costs_by_kind: _ActionCosts, network: _Network, done: list[Interval]
-) -> Iterator[_Tensor]:
-    """Time the actions of a rank; yield each tensor that must arrive before it can continue."""
-    now: float = 0
-    for action in actions:
-        stage, kind, microbatch = action
-        seconds, receive, channel = costs_by_kind[stage, kind]
-        if channel is not None:
-            network.post(channel, action, now)
-            continue
-        if receive is not None:
-            tensor = (stage, receive, microbatch)
-            if tensor not in network.arrivals:
-                yield tensor
-            now = max(now, network.arrivals[tensor])
-        done.append(Interval(action, now, now + seconds))
-        now += seconds
+            self._receives.append(now)
+        number = len(self.transfers)
+        if number == min(len(self._sends), len(self._receives)):
+            return None
+        send, sent = self._sends[number]
+        free = self.transfers[-1].end if self.transfers else 0
+        start = max(sent, self._receives[number], free)
+        transfer = Transfer(send, self._source, self._target, sent, start, start + self._seconds)
+        self.transfers.append(transfer)
+        return transfer

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
-from operator import itemgetter
-from typing import NamedTuple
+from itertools import accumulate
 
 from megatron.pipeline.actions import (
     BACKWARD,
     COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
     EVALUATION_KINDS,
     FORWARD,
     INPUT,
@@ -34,30 +33,22 @@ from megatron.pipeline.actions import (
     PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.communication import channel_of, channels, peer_action
+from megatron.pipeline.communication import PEER_STAGE_OFFSET, channel_of, channels, peer_action, required_receive
 
 REMOVE_COMMUNICATION_FIX = "leave SEND and RECV out of the file: they are added automatically"
 SHOWN = 4
 """Ranks of a cycle named in a message."""
 
-_FORWARD, _INPUT, _WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B = (1 << bit for bit in range(7))
-"""Bits of what is done for a stage and micro-batch; a B sets the bits of both gradients."""
-
-_NAMES = {
-    _FORWARD: (FORWARD,),
-    _INPUT: (BACKWARD, INPUT),
-    _WEIGHT: (BACKWARD, WEIGHT),
-    _SEND_F: (SEND_F,),
-    _RECV_F: (RECV_F,),
-    _SEND_B: (SEND_B,),
-    _RECV_B: (RECV_B,),
-}
-"""Kinds of action that set each bit."""
+RESULTS = (FORWARD, INPUT, WEIGHT, RECV_B, RECV_F, SEND_F, SEND_B)
+"""What every stage does with each micro-batch, in the order in which it is reported missing; a B is an I and a W."""
 
 ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
 WEIGHTS = {INPUT: 1, WEIGHT: -1}
 BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
 """Change of each count of :class:`PeakCounts` by an action."""
+
+_Needs = Sequence[Mapping[str, Sequence[tuple[int, str]]]]
+"""By stage and kind: the results (stage, kind) that an action needs on its rank. Impossible kinds are absent."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +58,6 @@ class PeakCounts:
     activations: tuple[int, ...]  # from F to B or I
     weights: tuple[int, ...]  # from I to W, while the inputs of the weight gradient are kept
     both: tuple[int, ...]  # from F to B or W
-
-
-class _Rule(NamedTuple):
-    """Dependencies and effect of an action of one stage and kind, as bits."""
-
-    does: int  # set by the action
-    once: int  # none of these may be set before
-    needs: int = 0  # all of these must be set before
-    offset: int = 0  # to the neighbouring stage on the same rank, in entries of the record
-    there: int = 0  # must be set for that stage
-
-
-_Rules = Sequence[Mapping[str, _Rule]]
-"""By stage and kind; a communication without a channel has no rule."""
 
 
 def validate_program(
@@ -105,253 +82,191 @@ def validate_program(
     Raises:
         ScheduleError: names the invalid action and its rank.
     """
-    placement = program.placement
-    kinds = [list(map(itemgetter(1), actions)) for actions in program.ranks]
-    _require_all_forwards(program, kinds)
-    done = bytearray(len(placement) * program.microbatches)
-    rules = _rules(placement, program.microbatches)
+    needs = _needs(program.placement, evaluation)
+    _check_ranks(program, needs)
+    _check_channels(program)
+    _check_progress(program)
     if evaluation:
-        rules = [{kind: own[kind] for kind in EVALUATION_KINDS if kind in own} for own in rules]
-    for rank in range(len(program.ranks)):
-        _check_rank(program, rank, rules, done)
-    _require_all_done(program, rules, done)
-    _check_orders(program, rules)
-    _check_progress(program, rules)
-    if evaluation:
-        nothing = (0,) * len(kinds)
+        nothing = (0,) * len(program.ranks)
         return PeakCounts(nothing, nothing, nothing)
-    peaks = PeakCounts(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
-    _check_bound(program, kinds, ACTIVATIONS, most_activations, "activations")
-    _check_bound(program, kinds, WEIGHTS, most_weights, "weight gradients yet to be made")
-    return peaks
-
-
-def _require_all_forwards(program: PipelineSchedule, kinds: Sequence[Sequence[str]]) -> None:
-    """Reject a rank without actions and missing forwards, before tables of stages x micro-batches are allocated."""
-    for rank, actions in enumerate(program.ranks):
-        if not actions:
-            raise ScheduleError(f"rank {rank} of {len(program.ranks)} has no action: every rank needs a stage")
-    places = len(program.placement) * program.microbatches
-    if sum(k.count(FORWARD) for k in kinds) >= places:
-        return
-    found = {(a.stage, a.microbatch) for actions in program.ranks for a in actions if a.kind == FORWARD}
-    for place in range(places):
-        stage, microbatch = divmod(place, program.microbatches)
-        if (stage, microbatch) not in found:
-            raise _missing(program, stage, microbatch, (FORWARD,))
-
-
-def _rules(placement: Sequence[int], count: int) -> _Rules:
-    """Return the rules of every stage for ``count`` micro-batches."""
-    edges = [here != there for here, there in zip(placement, placement[1:])]
-    rules: list[Mapping[str, _Rule]] = []
-    for stage in range(len(placement)):
-        received = stage > 0 and edges[stage - 1]
-        sent = stage < len(placement) - 1 and edges[stage]
-        before = (0, 0) if stage == 0 or received else (-count, _FORWARD)
-        after = (0, 0) if stage == len(placement) - 1 or sent else (count, _INPUT)
-        own: dict[str, _Rule] = {
-            FORWARD: _Rule(_FORWARD, _FORWARD, _RECV_F if received else 0, *before),
-            BACKWARD: _Rule(_INPUT | _WEIGHT, _INPUT, _FORWARD | (_RECV_B if sent else 0), *after),
-            INPUT: _Rule(_INPUT, _INPUT, _FORWARD | (_RECV_B if sent else 0), *after),
-            WEIGHT: _Rule(_WEIGHT, _WEIGHT, _INPUT),
-        }
-        if received:
-            own |= {RECV_F: _Rule(_RECV_F, _RECV_F), SEND_B: _Rule(_SEND_B, _SEND_B, _INPUT)}
-        if sent:
-            own |= {SEND_F: _Rule(_SEND_F, _SEND_F, _FORWARD), RECV_B: _Rule(_RECV_B, _RECV_B)}
-        rules.append(own)
-    return rules
-
-
-def _check_rank(program: PipelineSchedule, rank: int, rules: _Rules, done: bytearray) -> None:
-    """Check one rank's actions in order, recording in ``done`` what each does, by stage and micro-batch."""
-    count = program.microbatches
-    for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
-        place = stage * count + microbatch
-        rule = rules[stage].get(kind)
-        if rule is None:
-            raise _no_rule_error(program, rank, Action(stage, kind, microbatch))
-        does, once, needs, offset, there = rule
-        seen = done[place]
-        if seen & once or needs & ~seen or there & ~done[place + offset]:
-            raise _rule_error(program, rank, index, rule, done)
-        done[place] = seen | does
-
-
-def _no_rule_error(program: PipelineSchedule, rank: int, action: Action) -> ScheduleError:
-    """Return the error for an action for which its stage has no rule."""
-    if action.kind in COMMUNICATION_KINDS:
-        try:
-            channel_of(action, program.placement)
-        except ScheduleError as error:
-            return error
-    return ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
-
-
-def _rule_error(program: PipelineSchedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
-    """Return the error for the action at ``index`` of a rank, whose rule is violated."""
-    actions = program.ranks[rank]
-    action = actions[index]
-    stage, _, microbatch = action
-    place = stage * program.microbatches + microbatch
-    if done[place] & rule.once:
-        if action in actions[:index]:
-            return ScheduleError(f"rank {rank} has {action} twice")
-        halves = (BACKWARD, INPUT, WEIGHT)
-        first = next(a for a in actions if a.stage == stage and a.microbatch == microbatch and a.kind in halves)
-        return ScheduleError(f"rank {rank} has {action} after {first}: a backward is one B, or one I and one W")
-    lacking = rule.needs & ~done[place]
-    if not lacking:
-        stage, lacking = stage + (1 if rule.offset > 0 else -1), rule.there
-    kinds = next(names for bit, names in _NAMES.items() if bit & lacking)
-    later = [a for a in actions[index:] if a.stage == stage and a.kind in kinds and a.microbatch == microbatch]
-    if later:
-        return ScheduleError(f"rank {rank} has {action} before {later[0]}, whose result it needs")
-    if kinds[0] == RECV_B and not _backward(program, stage + 1, microbatch):
-        return _missing(program, stage + 1, microbatch, (BACKWARD, INPUT))
-    names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-    fixes = (REMOVE_COMMUNICATION_FIX,) if kinds[0] in (RECV_F, RECV_B) else ()
-    return ScheduleError(f"rank {rank} has {action} but no {names}, whose result it needs", *fixes)
-
-
-def _backward(program: PipelineSchedule, stage: int, microbatch: int) -> bool:
-    """Return True if some rank computes the gradient of the stage's input."""
-    wanted = (Action(stage, BACKWARD, microbatch), Action(stage, INPUT, microbatch))
-    return any(action in actions for actions in program.ranks for action in wanted)
-
-
-def _require_all_done(program: PipelineSchedule, rules: _Rules, done: bytearray) -> None:
-    """Reject a program in which some action is missing."""
-    count = program.microbatches
-    for stage, own in enumerate(rules):
-        complete = 0
-        for rule in own.values():
-            complete |= rule.does
-        states = done[stage * count : (stage + 1) * count]
-        if states.count(complete) == count:
-            continue
-        microbatch = next(index for index, state in enumerate(states) if state != complete)
-        lacking = complete & ~states[microbatch]
-        raise _missing(program, stage, microbatch, next(kinds for bit, kinds in _NAMES.items() if bit & lacking))
-
-
-def _missing(program: PipelineSchedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
-    names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-    fixes = (REMOVE_COMMUNICATION_FIX,) if kinds[0] in COMMUNICATION_KINDS else ()
-    return ScheduleError(
-        f"rank {program.placement[stage]} has no {names}: stages 0 to {program.stages - 1} "
-        f"each do micro-batches 0 to {program.microbatches - 1}",
-        *fixes,
+    return PeakCounts(
+        _peaks(program, ACTIVATIONS, most_activations, "activations"),
+        _peaks(program, WEIGHTS, most_weights, "weight gradients yet to be made"),
+        _peaks(program, BOTH),
     )
 
 
-def _check_orders(program: PipelineSchedule, rules: _Rules) -> None:
-    """Reject a channel whose receives are not in the order of its sends; their numbers are equal."""
-    placement, count = program.placement, program.microbatches
-    sent: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
-    received: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
-    offsets = _tensor_offsets(count)
-    posts: list[dict[str, tuple[int, list[int]]]] = [{} for _ in rules]
-    for stage, own in enumerate(rules):
-        for kind in own:
+def _needs(placement: Sequence[int], evaluation: bool) -> _Needs:
+    """Return the kinds of action of every stage, and what they depend on."""
+    needs: list[dict[str, list[tuple[int, str]]]] = []
+    last = len(placement) - 1
+    for stage, rank in enumerate(placement):
+        own: dict[str, list[tuple[int, str]]] = {FORWARD: [], INPUT: [(stage, FORWARD)], WEIGHT: [(stage, INPUT)]}
+        if stage > 0 and placement[stage - 1] == rank:
+            own[FORWARD].append((stage - 1, FORWARD))
+        elif stage > 0:
+            own[FORWARD].append((stage, RECV_F))
+            own |= {RECV_F: [], SEND_B: [(stage, INPUT)]}
+        if stage < last and placement[stage + 1] == rank:
+            own[INPUT].append((stage + 1, INPUT))
+        elif stage < last:
+            own[INPUT].append((stage, RECV_B))
+            own |= {RECV_B: [], SEND_F: [(stage, FORWARD)]}
+        own[BACKWARD] = own[INPUT]
+        needs.append({kind: own[kind] for kind in own if kind in EVALUATION_KINDS or not evaluation})
+    return needs
+
+
+def _check_ranks(program: PipelineSchedule, needs: _Needs) -> None:
+    """Reject missing actions, and those that precede what they need on their rank."""
+    completed = 0
+    for rank, actions in enumerate(program.ranks):
+        if not actions:
+            raise ScheduleError(f"rank {rank} of {len(program.ranks)} has no action: every rank needs a stage")
+        position = _positions(program, rank, needs)
+        for index, action in enumerate(actions):
+            for stage, kind in needs[action.stage][action.kind]:
+                producer = position.get((stage, kind, action.microbatch), -1)
+                if producer > index:
+                    raise ScheduleError(f"rank {rank} has {action} before {actions[producer]}, whose result it needs")
+        completed += len(position)
+    if completed < program.microbatches * sum(kind != BACKWARD for own in needs for kind in own):
+        raise _missing(program, needs)
+
+
+def _positions(program: PipelineSchedule, rank: int, needs: _Needs) -> dict[tuple[int, str, int], int]:
+    """Return the index of the action that completes each result; reject impossible and duplicate actions."""
+    position: dict[tuple[int, str, int], int] = {}
+    for index, action in enumerate(program.ranks[rank]):
+        stage, kind, microbatch = action
+        if kind not in needs[stage]:
             if kind in COMMUNICATION_KINDS:
-                side = sent if kind in (SEND_F, SEND_B) else received
-                posts[stage][kind] = offsets[kind], side[channel_of(Action(stage, kind, 0), placement)]
-    for actions in program.ranks:
-        for stage, kind, microbatch in actions:
-            post = posts[stage].get(kind)
-            if post is not None:
-                offset, order = post
-                order.append(2 * (stage * count + microbatch) + offset)
-    for (source, target), order in sent.items():
-        found = received[source, target]
-        if order != found:
-            number = next(index for index, pair in enumerate(zip(order, found)) if pair[0] != pair[1])
-            expected, posted = _receive(order[number], count), _receive(found[number], count)
-            raise ScheduleError(
-                f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
-                f"rank {target} is {peer_action(expected)}, and receives must be in the order of the sends",
-                REMOVE_COMMUNICATION_FIX,
-            )
+                channel_of(action, program.placement)  # raises, except in an evaluation
+            raise ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
+        for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
+            if result in position:
+                raise _duplicate(rank, action, program.ranks[rank])
+            position[result] = index
+    return position
 
 
-def _tensor_offsets(count: int) -> dict[str, int]:
-    """Return what to add to twice the index of an action to get the number of the tensor it sends, receives or needs.
-
-    The number of a tensor is twice the index of the action that consumes it, plus 1 for a gradient.
-    """
-    forward, gradient = {SEND_F: 2 * count, RECV_F: 0, FORWARD: 0}, {SEND_B: 1 - 2 * count, RECV_B: 1}
-    return {**forward, **gradient, BACKWARD: 1, INPUT: 1}
+def _duplicate(rank: int, action: Action, actions: Sequence[Action]) -> ScheduleError:
+    if actions.count(action) > 1:
+        return ScheduleError(f"rank {rank} has {action} twice")
+    first = next(a for a in actions if a in {action._replace(kind=kind) for kind in (BACKWARD, INPUT, WEIGHT)})
+    return ScheduleError(f"rank {rank} has {action} after {first}: a backward is one B, or one I and one W")
 
 
-def _receive(number: int, count: int) -> Action:
-    """Return the RECV of the tensor with this number."""
-    place, gradient = divmod(number, 2)
-    stage, microbatch = divmod(place, count)
-    return Action(stage, RECV_B if gradient else RECV_F, microbatch)
+def _missing(program: PipelineSchedule, needs: _Needs) -> ScheduleError:
+    """Return the error for the first missing action."""
+    done = {action for actions in program.ranks for action in actions}
+    done |= {action._replace(kind=half) for action in done if action.kind == BACKWARD for half in (INPUT, WEIGHT)}
+    every = (
+        Action(stage, kind, microbatch)
+        for kind in RESULTS
+        for stage, own in enumerate(needs)
+        if kind in own
+        for microbatch in range(program.microbatches)
+    )
+    action = next(action for action in every if action not in done)
+    name = f"{action._replace(kind=BACKWARD)} or {action}" if action.kind in (INPUT, WEIGHT) else action
+    return ScheduleError(
+        f"rank {program.placement[action.stage]} has no {name}: stages 0 to {program.stages - 1} "
+        f"each do micro-batches 0 to {program.microbatches - 1}",
+        *([REMOVE_COMMUNICATION_FIX] if action.kind in COMMUNICATION_KINDS else []),
+    )
 
 
-def _check_progress(program: PipelineSchedule, rules: _Rules) -> None:
+def _check_channels(program: PipelineSchedule) -> None:
+    """Reject a channel whose receives are not in the order of its sends; their numbers are equal."""
+    placement = program.placement
+    sent: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
+    received: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
+    for rank, actions in enumerate(program.ranks):
+        for action in actions:
+            if action.kind in COMMUNICATION_KINDS:
+                peer = placement[action.stage + PEER_STAGE_OFFSET[action.kind]]
+                if action.kind in (SEND_F, SEND_B):
+                    sent[rank, peer].append(action)
+                else:
+                    received[peer, rank].append(action)
+    for (source, target), sends in sent.items():
+        for number, (send, receive) in enumerate(zip(sends, received[source, target], strict=True)):
+            expected = peer_action(send)
+            if receive != expected:
+                raise ScheduleError(
+                    f"rank {target} has {receive} where {expected} belongs: transfer {number} from rank {source} to "
+                    f"rank {target} is {send}, and receives must be in the order of the sends",
+                    REMOVE_COMMUNICATION_FIX,
+                )
+
+
+def _check_progress(program: PipelineSchedule) -> None:
     """Advance all ranks as far as possible; reject a program that does not reach its end."""
-    count, offsets = program.microbatches, _tensor_offsets(program.microbatches)
-    waits = [{kind: offsets[kind] for kind, rule in own.items() if rule.needs & (_RECV_F | _RECV_B)} for own in rules]
-    sends = {kind: offsets[kind] for kind in (SEND_F, SEND_B)}
-    sent = bytearray(2 * len(rules) * count)
-    left = [iter(actions) for actions in program.ranks]
-    waiting: dict[int, tuple[int, Action]] = {}
-    ready = list(range(len(left)))
+    awaited = _awaited_sends(program.placement)
+    sent: set[tuple[int, str, int]] = set()
+    waiting: dict[tuple[int, str, int], tuple[int, Action]] = {}  # by awaited SEND: rank and blocked action
+    remaining = [iter(actions) for actions in program.ranks]
+    ready = list(range(len(remaining)))
     while ready:
         rank = ready.pop()
-        for action in left[rank]:
+        for action in remaining[rank]:
             stage, kind, microbatch = action
-            number = 2 * (stage * count + microbatch)
-            if kind in sends:
-                number += sends[kind]
-                sent[number] = 1
-                if number in waiting:
-                    ready.append(waiting.pop(number)[0])
-            elif kind in waits[stage]:
-                number += waits[stage][kind]
-                if not sent[number]:
-                    waiting[number] = rank, action
+            if kind in (SEND_F, SEND_B):
+                sent.add(action)
+                if action in waiting:
+                    ready.append(waiting.pop(action)[0])
+            elif (stage, kind) in awaited:
+                send = (*awaited[stage, kind], microbatch)
+                if send not in sent:
+                    waiting[send] = rank, action
                     break
     if waiting:
-        raise _deadlock(program, {rank: (_receive(n, count), action) for n, (rank, action) in waiting.items()})
+        raise _deadlock(program, {rank: (Action(*send), action) for send, (rank, action) in waiting.items()})
+
+
+def _awaited_sends(placement: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
+    """Return by stage and kind of action the stage and kind of the SEND that it waits for, if any."""
+    awaited = {}
+    for stage in range(len(placement)):
+        for kind in COMPUTE_KINDS:
+            receive = required_receive(stage, kind, placement)
+            if receive is not None:
+                awaited[stage, kind] = peer_action(Action(stage, receive, 0))[:2]
+    return awaited
 
 
 def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
-    """Return the error for a deadlock; ``waits`` has, by rank, the RECV and the action that waits for it."""
-    sources = {rank: channel_of(receive, program.placement)[0] for rank, (receive, _) in waits.items()}
+    """Return the error for a deadlock; ``waits`` has, by rank, the awaited SEND and the action that waits for it."""
+    sources = {rank: program.placement[send.stage] for rank, (send, _) in waits.items()}
     seen: list[int] = []
     rank = min(waits)
     while rank not in seen:
         seen.append(rank)
         rank = sources[rank]
     cycle = seen[seen.index(rank) :]
-    clauses = [_waiting(program, rank, sources[rank], *waits[rank]) for rank in cycle]
+    clauses = []
+    for waiter in cycle:
+        send, action = waits[waiter]
+        source = sources[waiter]
+        before = program.ranks[source][program.ranks[source].index(send) - 1]
+        clauses.append(
+            f"rank {waiter} waits for {peer_action(send)} before {action}, which rank {source} sends after {before}"
+        )
     if len(clauses) > SHOWN:
         clauses[SHOWN - 1 :] = [f"and so on over {len(cycle)} ranks, back to rank {rank}"]
     return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
-def _waiting(program: PipelineSchedule, rank: int, source: int, receive: Action, action: Action) -> str:
-    sender = program.ranks[source]
-    before = sender[sender.index(peer_action(receive)) - 1]
-    return f"rank {rank} waits for {receive} before {action}, which rank {source} sends after {before}"
-
-
-def _held(kinds: Sequence[str], counted: Mapping[str, int]) -> list[int]:
-    """Return what a rank holds after each of its actions."""
-    return list(accumulate(map(counted.get, kinds, repeat(0))))
-
-
-def _check_bound(
-    program: PipelineSchedule, kinds: Sequence[Sequence[str]], counted: Mapping[str, int], most: float | None, what: str
-) -> None:
-    if most is None:
-        return
-    for rank, own in enumerate(kinds):
-        for action, held in zip(program.ranks[rank], _held(own, counted)):
-            if held > most:
-                raise ScheduleError(f"rank {rank} holds {held} {what} after {action}, more than {most:g}")
+def _peaks(
+    program: PipelineSchedule, changes: Mapping[str, int], most: float | None = None, what: str = ""
+) -> tuple[int, ...]:
+    """Return the maximum of a count on each rank; reject one above ``most``."""
+    peaks = []
+    for rank, actions in enumerate(program.ranks):
+        held = list(accumulate(changes.get(action.kind, 0) for action in actions))
+        peaks.append(max(held))
+        if most is not None and peaks[-1] > most:
+            index = next(index for index, count in enumerate(held) if count > most)
+            raise ScheduleError(f"rank {rank} holds {held[index]} {what} after {actions[index]}, more than {most:g}")
+    return tuple(peaks)

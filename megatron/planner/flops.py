@@ -1,8 +1,7 @@
-"""FLOPs per token of every matrix product: forward, backward and recomputation.
+"""FLOPs per token of every matrix product: forward, backward and recomputation, averaged over a sequence.
 
-As is usual, only matrix products count: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norms, activations, softmax, embeddings
-and
-the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
+As is usual, only matrix products count: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norms, activations, softmax, embeddings and
+the optimizer are left out.
 
 A weight takes part in three products per token (forward, and in backward for the gradients of its input and of
 itself), so it costs 6 FLOPs; the weight of an expert costs them for the tokens routed to it. Queries of total width
@@ -29,10 +28,9 @@ NO_PIPELINE = ParallelConfig()
 
 @dataclass(frozen=True)
 class MatmulFlops:
-    """FLOPs per token of one matrix product."""
+    """FLOPs per token of one matrix product; backward, for the gradients of both operands, takes twice ``forward``."""
 
     forward: float
-    backward: float  # gradients of both operands
     recomputed: float = 0.0  # the forward pass a second time
 
 
@@ -40,7 +38,7 @@ class MatmulFlops:
 class FlopTable:
     """FLOPs per token of every matrix product."""
 
-    layers: tuple[dict[str, MatmulFlops], ...]  # per block, by the names in BLOCK
+    layers: tuple[dict[str, MatmulFlops], ...]  # per block, by the names in BLOCK_MATMULS
     head: MatmulFlops  # output layer
 
     @property
@@ -51,11 +49,7 @@ class FlopTable:
     @property
     def model(self) -> float:
         """Total of forward and backward."""
-        return sum(work.forward + work.backward for work in self.works)
-
-    def of(self, name: str) -> float:
-        """Return forward and backward of one product of ``BLOCK_MATMULS``, summed over all blocks."""
-        return sum(layer[name].forward + layer[name].backward for layer in self.layers)
+        return sum(3 * work.forward for work in self.works)
 
     @property
     def recomputed(self) -> float:
@@ -88,11 +82,8 @@ def flop_table(
     for stage in stage_layers(model, parallel):
         for index in range(stage.count):
             recomputed = recomputed_matmuls(model, training, index)
-            layers.append(
-                {n: MatmulFlops(forward[n], 2 * forward[n], forward[n] * (n in recomputed)) for n in BLOCK_MATMULS}
-            )
-    head = 2.0 * model.hidden_size * vocabulary
-    return FlopTable(tuple(layers), MatmulFlops(head, 2 * head))
+            layers.append({n: MatmulFlops(forward[n], forward[n] * (n in recomputed)) for n in BLOCK_MATMULS})
+    return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary))
 
 
 def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
@@ -161,11 +152,12 @@ class FlopsPerToken:
         )
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
         megatron = flop_table(model, training, s / 2, padded)
+        routers = sum(3 * layer["router"].forward for layer in megatron.layers)
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
-            megatron=megatron.model - megatron.of("router"),
+            megatron=megatron.model - routers,
         )
 
 

@@ -1,14 +1,17 @@
-"""Memory of a rank's persistent state in bytes, computed from the configuration without torch.
+"""Memory and data-parallel communication of a rank in bytes, computed from the configuration without torch.
 
 `parameter_shapes` lists the local parameters of a pipeline rank in the order of declaration; a test compares the list
 with what the layers declare. `bucket_shapes` lays them out in gradient buckets with the functions that a run uses, so
-alignment and uneven shards are counted exactly. Left out are scalars (a few bytes each), activations, and buffers
-that
+alignment and uneven shards are counted exactly. Left out are scalars (a few bytes each), activations, and buffers that
 exist only within a step; `reduction_buffer_bytes` estimates the largest of these.
+
+All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
+distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -56,11 +59,7 @@ class ParameterShape:
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
-    """Return the stages of each pipeline rank.
-
-    Raises:
-        ScheduleError: when the pipeline cannot distribute the layers.
-    """
+    """Return the stages of each pipeline rank."""
     stages: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     ranks = stage_placement(parallel, virtual_stages(model, parallel))
     for rank, stage in zip(ranks, stage_layers(model, parallel), strict=True):
@@ -72,95 +71,71 @@ def parameter_shapes(model: ModelConfig, parallel: ParallelConfig, pp_rank: int)
     """Return the parameters of a pipeline rank, in the order of declaration.
 
     They are the same on all ranks along the other axes. A tied weight appears once.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
     """
-    shapes = _Shapes(model, parallel)
-    declared = (p for stage in stages_by_rank(model, parallel)[pp_rank] for p in shapes.of_stage(stage))
+    declared = (p for stage in stages_by_rank(model, parallel)[pp_rank] for p in _stage_shapes(model, parallel, stage))
     return tuple({parameter.name: parameter for parameter in declared}.values())
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """Local parameter shapes of each module."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-
-    @property
-    def _tp(self) -> int:
-        return self.parallel.tensor_model_parallel_size
-
-    def of_stage(self, stage: StageLayers) -> Iterator[ParameterShape]:
-        """Yield the parameters of a stage, with embeddings in the first and final norm and output layer in the last."""
-        m = self.model
-        if stage.first:
-            yield self._words(WORD_EMBEDDINGS)
-            if m.position_embedding_type == "learned_absolute":
-                shape = m.max_position_embeddings or 0, m.hidden_size
-                yield ParameterShape("embedding.position_embeddings.weight", shape)
-        for layer in stage.layers:
-            yield from self._block(f"layers.{layer}")
-        if stage.last:
-            yield from self._norm("final_layernorm", m.hidden_size)
-            yield self._words("output_layer.weight" if m.untie_embeddings_and_output_weights else WORD_EMBEDDINGS)
-
-    def _words(self, name: str) -> ParameterShape:
-        m = self.model
-        rows = padded_vocab_size(m.vocab, m.make_vocab_size_divisible_by, self._tp) // self._tp
-        return ParameterShape(name, (rows, m.hidden_size), tied=not m.untie_embeddings_and_output_weights)
-
-    def _block(self, name: str) -> Iterator[ParameterShape]:
-        h = self.model.hidden_size
-        yield from self._norm(f"{name}.input_layernorm", h)
-        yield from self._attention(f"{name}.self_attention")
-        yield from self._norm(f"{name}.pre_mlp_layernorm", h)
-        if self.model.num_experts is None:
-            yield from self._mlp(f"{name}.mlp", self.model.ffn)
+def _stage_shapes(m: ModelConfig, parallel: ParallelConfig, stage: StageLayers) -> Iterator[ParameterShape]:
+    """Yield the parameters of a stage, with embeddings in the first and final norm and output layer in the last."""
+    tp, tied = parallel.tensor_model_parallel_size, not m.untie_embeddings_and_output_weights
+    if stage.first or stage.last:
+        rows = padded_vocab_size(m.vocab, m.make_vocab_size_divisible_by, tp) // tp
+    if stage.first:
+        yield ParameterShape(WORD_EMBEDDINGS, (rows, m.hidden_size), tied=tied)
+        if m.position_embedding_type == "learned_absolute":
+            yield ParameterShape(
+                "embedding.position_embeddings.weight", (m.max_position_embeddings or 0, m.hidden_size)
+            )
+    for layer in stage.layers:
+        yield from _norm(m, f"layers.{layer}.input_layernorm", m.hidden_size)
+        yield from _attention(m, f"layers.{layer}.self_attention", tp)
+        yield from _norm(m, f"layers.{layer}.pre_mlp_layernorm", m.hidden_size)
+        if m.num_experts is None:
+            yield from _mlp(m, f"layers.{layer}.mlp", m.ffn // tp)
         else:
-            yield from self._experts(f"{name}.mlp", self.model.num_experts)
+            yield from _experts(m, f"layers.{layer}.mlp", m.num_experts, parallel)
+    if stage.last:
+        yield from _norm(m, "final_layernorm", m.hidden_size)
+        yield ParameterShape(WORD_EMBEDDINGS if tied else "output_layer.weight", (rows, m.hidden_size), tied=tied)
 
-    def _norm(self, name: str, width: int) -> Iterator[ParameterShape]:
-        yield ParameterShape(f"{name}.weight", (width,))
-        if self.model.normalization == "LayerNorm":
-            yield ParameterShape(f"{name}.bias", (width,))
 
-    def _attention(self, name: str) -> Iterator[ParameterShape]:
-        m = self.model
-        # with more TP ranks than key/value heads, each rank holds a copy of one
-        queries, groups = m.num_attention_heads // self._tp, max(1, m.kv_groups // self._tp)
-        yield from self._linear(f"{name}.linear_qkv", (queries + 2 * groups) * m.head_dim, m.hidden_size, m.qkv_bias)
-        yield from self._linear(f"{name}.linear_proj", m.hidden_size, queries * m.head_dim, m.add_bias_linear)
-        if m.qk_layernorm:
-            yield from self._norm(f"{name}.q_layernorm", m.head_dim)
-            yield from self._norm(f"{name}.k_layernorm", m.head_dim)
+def _norm(m: ModelConfig, name: str, width: int) -> Iterator[ParameterShape]:
+    yield ParameterShape(f"{name}.weight", (width,))
+    if m.normalization == "LayerNorm":
+        yield ParameterShape(f"{name}.bias", (width,))
 
-    def _mlp(self, name: str, ffn: int) -> Iterator[ParameterShape]:
-        m, width = self.model, ffn // self._tp
-        yield from self._linear(f"{name}.linear_fc1", self._fc1_rows(width), m.hidden_size, m.add_bias_linear)
-        yield from self._linear(f"{name}.linear_fc2", m.hidden_size, width, m.add_bias_linear)
 
-    def _experts(self, name: str, experts: int) -> Iterator[ParameterShape]:
-        m = self.model
-        local = experts // self.parallel.expert_model_parallel_size
-        width = m.expert_ffn // self.parallel.expert_tp
-        yield ParameterShape(f"{name}.router.weight", (experts, m.hidden_size))
-        yield ParameterShape(
-            f"{name}.experts.linear_fc1.weight", (local * self._fc1_rows(width), m.hidden_size), EXPERT_REDUCE_AXES
-        )
-        yield ParameterShape(f"{name}.experts.linear_fc2.weight", (local * m.hidden_size, width), EXPERT_REDUCE_AXES)
-        if m.moe_shared_expert_intermediate_size:
-            yield from self._mlp(f"{name}.shared_experts", m.moe_shared_expert_intermediate_size)
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[ParameterShape]:
+    yield ParameterShape(f"{name}.weight", (outputs, inputs))
+    if bias:
+        yield ParameterShape(f"{name}.bias", (outputs,))
 
-    def _fc1_rows(self, width: int) -> int:
-        return width * 2 if self.model.gated else width
 
-    def _linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Iterator[ParameterShape]:
-        yield ParameterShape(f"{name}.weight", (outputs, inputs))
-        if bias:
-            yield ParameterShape(f"{name}.bias", (outputs,))
+def _attention(m: ModelConfig, name: str, tp: int) -> Iterator[ParameterShape]:
+    # with more TP ranks than key/value heads, each rank holds a copy of one
+    queries, groups = m.num_attention_heads // tp, max(1, m.kv_groups // tp)
+    yield from _linear(f"{name}.linear_qkv", (queries + 2 * groups) * m.head_dim, m.hidden_size, m.qkv_bias)
+    yield from _linear(f"{name}.linear_proj", m.hidden_size, queries * m.head_dim, m.add_bias_linear)
+    if m.qk_layernorm:
+        yield from _norm(m, f"{name}.q_layernorm", m.head_dim)
+        yield from _norm(m, f"{name}.k_layernorm", m.head_dim)
+
+
+def _mlp(m: ModelConfig, name: str, width: int) -> Iterator[ParameterShape]:
+    yield from _linear(f"{name}.linear_fc1", width * (1 + m.gated), m.hidden_size, m.add_bias_linear)
+    yield from _linear(f"{name}.linear_fc2", m.hidden_size, width, m.add_bias_linear)
+
+
+def _experts(m: ModelConfig, name: str, experts: int, parallel: ParallelConfig) -> Iterator[ParameterShape]:
+    local, width = experts // parallel.expert_model_parallel_size, m.expert_ffn // parallel.expert_tp
+    fc1, fc2 = (local * width * (1 + m.gated), m.hidden_size), (local * m.hidden_size, width)
+    yield ParameterShape(f"{name}.router.weight", (experts, m.hidden_size))
+    yield ParameterShape(f"{name}.experts.linear_fc1.weight", fc1, EXPERT_REDUCE_AXES)
+    yield ParameterShape(f"{name}.experts.linear_fc2.weight", fc2, EXPERT_REDUCE_AXES)
+    if m.moe_shared_expert_intermediate_size:
+        shared = m.moe_shared_expert_intermediate_size // parallel.tensor_model_parallel_size
+        yield from _mlp(m, f"{name}.shared_experts", shared)
 
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -181,31 +156,23 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes on the rank with the most, by :data:`STATE_KINDS`.
 
     fp32 and fp64 weights have no separate main params.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
-        UserError: when ``world_size`` does not fit the layout.
     """
     layout = Layout.from_config(config.parallel, world_size)
-    places = dict.fromkeys(_Place.of(config.parallel, layout, rank) for rank in range(world_size))
-    stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
-    return max((stages[place.pp].at(place) for place in places), key=lambda state: sum(state.values()))
+    places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
+    stages = [_StageState(config, layout, pp) for pp in range(layout.sizes["pp"])]
+    states = (stages[pp].at(dense, expert) for pp, dense, expert in places)
+    return max(states, key=lambda state: sum(state.values()))
 
 
 def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
-    """Return the bytes on one rank, by :data:`STATE_KINDS`. Raises as :func:`max_state_bytes`."""
+    """Return the bytes on one rank, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
-    place = _Place.of(config.parallel, layout, rank)
-    return _StageState.of(config, layout, place.pp).at(place)
+    pp, dense, expert = _place(config.parallel, layout, rank)
+    return _StageState(config, layout, pp).at(dense, expert)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint's tensors; they do not depend on the layout.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-    """
+    """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
     model, optimizer = config.model, config.optimizer
     wide = main_param_bytes(config)
     weights = wide * (2 if optimizer.ema_decay is not None else 1)
@@ -227,10 +194,6 @@ def max_rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the parameter elements on the rank with the most, with vocabulary padding.
 
     A tied weight counts on the ranks of the first and of the last stage.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
-        ScheduleError: when the pipeline cannot distribute the layers.
     """
     ranks = range(parallel.pipeline_model_parallel_size)
     return max(sum(p.numel for p in parameter_shapes(model, parallel, pp)) for pp in ranks)
@@ -254,20 +217,11 @@ def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
     return sum(DTYPE_BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Coordinates that determine a rank's state."""
-
-    pp: int  # pipeline rank
-    dense: int  # shard of dense buckets
-    expert: int  # shard of expert buckets
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig, layout: Layout, rank: int) -> _Place:
-        at = layout.coordinate(rank)
-        replica = at["dp"] * layout.sizes["cp"] + at["cp"]
-        dense, expert = (_shards(parallel, layout, expert)[0] for expert in (False, True))
-        return cls(at["pp"], replica % dense, at["edp"] % expert)
+def _place(parallel: ParallelConfig, layout: Layout, rank: int) -> tuple[int, int, int]:
+    """Return what determines a rank's state: its pipeline rank, its shard of dense and of expert buckets."""
+    at = layout.coordinate(rank)
+    replica = at["dp"] * layout.sizes["cp"] + at["cp"]
+    return at["pp"], replica % _shards(parallel, layout, False)[0], at["edp"] % _shards(parallel, layout, True)[0]
 
 
 def _shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int, int]:
@@ -298,7 +252,7 @@ class BucketShape:
 
 
 def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[BucketShape]:
-    """Yield the buckets of a pipeline rank as a run lays them out. Raises as :func:`parameter_shapes`."""
+    """Yield the buckets of a pipeline rank as a run lays them out."""
     parallel = config.parallel
     by_name = {p.name: p for p in parameter_shapes(config.model, parallel, pp_rank)}
     dtype = config.precision.params_dtype
@@ -317,62 +271,48 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
         yield BucketShape(key, tuple(by_name[name] for name in names), packing, shards, copies)
 
 
-@dataclass
 class _StageState:
     """State of the ranks of one pipeline rank, in bytes by :data:`STATE_KINDS`."""
 
-    common: dict[str, int]  # the same on all ranks
-    sharded: dict[bool, list[dict[str, int]]]  # by shard of dense (False) and of expert (True) buckets
-
-    @classmethod
-    def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
-        sharded = {
+    def __init__(self, config: RunConfig, layout: Layout, pp: int) -> None:
+        self._common = dict.fromkeys(STATE_KINDS, 0)  # the same on all ranks
+        self._sharded = {  # by shard of dense (False) and of expert (True) buckets
             expert: [dict.fromkeys(STATE_KINDS, 0) for _ in range(_shards(config.parallel, layout, expert)[0])]
             for expert in (False, True)
         }
         frequencies = config.model.rotary_dim // 2 * main_param_bytes(config)
-        buffers = len(stages_by_rank(config.model, config.parallel)[pp]) * frequencies
+        self._common["buffers"] = len(stages_by_rank(config.model, config.parallel)[pp]) * frequencies
         if config.optimizer.skip_spikes is not None:
-            buffers += 3 * INDEX_BYTES * config.optimizer.spike_window
-        stage = cls(dict.fromkeys(STATE_KINDS, 0) | {"buffers": buffers}, sharded)
+            self._common["buffers"] += 3 * INDEX_BYTES * config.optimizer.spike_window
         for bucket in bucket_shapes(config, layout, pp):
-            stage._add(bucket, config)
-        return stage
+            self._add(bucket, config)
 
     def _add(self, bucket: BucketShape, config: RunConfig) -> None:
         optimizer, size = config.optimizer, bucket.packing.size
         weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
         wide = main_param_bytes(config)
         zero2 = config.parallel.zero_stage == 2 and bucket.shards > 1
-        self.common["weights"] += size * weight_bytes
-        self.common["gradients"] += (size // bucket.shards if zero2 else size) * wide
+        self._common["weights"] += size * weight_bytes
+        self._common["gradients"] += (size // bucket.shards if zero2 else size) * wide
+        remainders = optimizer.store_param_remainders and config.precision.params_dtype == "bf16"
         per_element = {
-            "masters": 0 if weight_bytes == wide else REMAINDER_BYTES if _stores_remainders(config) else wide,
+            "masters": 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide,
             "moments": _moment_bytes(optimizer, bucket.key.uncut, wide),
             "average": wide if optimizer.ema_decay is not None else 0,
         }
-        index = INDEX_BYTES if _has_low_precision_state(config) else 0
-        shards = self.sharded[bucket.key.axes == EXPERT_REDUCE_AXES]
+        # An update rule that rounds its state stochastically stores the global row indices.
+        formats = {"adam": (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), "lion": (optimizer.exp_avg_dtype,)}
+        index = INDEX_BYTES if remainders or "bf16" in formats.get(optimizer.optimizer, ()) else 0
+        shards = self._sharded[bucket.key.axes == EXPERT_REDUCE_AXES]
         for parameter, shard, elements in bucket.shares():
             for kind, element_bytes in per_element.items():
                 shards[shard][kind] += elements * element_bytes
             shards[shard]["buffers"] += parameter.shape[0] * index
 
-    def at(self, place: _Place) -> dict[str, int]:
-        """Return the bytes of a rank by :data:`STATE_KINDS`."""
-        dense, expert = self.sharded[False][place.dense], self.sharded[True][place.expert]
-        return {kind: self.common[kind] + dense[kind] + expert[kind] for kind in STATE_KINDS}
-
-
-def _stores_remainders(config: RunConfig) -> bool:
-    return config.optimizer.store_param_remainders and config.precision.params_dtype == "bf16"
-
-
-def _has_low_precision_state(config: RunConfig) -> bool:
-    """Return True if the update rule rounds its state stochastically, for which it stores the global row indices."""
-    optimizer = config.optimizer
-    formats = {"adam": (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), "lion": (optimizer.exp_avg_dtype,)}
-    return _stores_remainders(config) or "bf16" in formats.get(optimizer.optimizer, ())
+    def at(self, dense: int, expert: int) -> dict[str, int]:
+        """Return the bytes of a rank with these shards."""
+        parts = self._common, self._sharded[False][dense], self._sharded[True][expert]
+        return {kind: sum(part[kind] for part in parts) for kind in STATE_KINDS}
 
 
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
@@ -382,9 +322,6 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     reduction in bf16 needs a send and a receive buffer of the bucket's size, for every concurrent reduction. In ZeRO-2
     a full bucket exists only from the first gradient of a micro-batch until its reduction; buckets of equal size reuse
     buffers.
-
-    Raises:
-        ValueError: when the vocabulary size is not set.
     """
     layout = Layout.from_config(config.parallel, world_size)
     wide = main_param_bytes(config)
@@ -394,12 +331,16 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
         reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
         zero2 = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
         others = [bucket for bucket in reduced if bucket not in zero2]
-        largest = [
-            sorted(bucket.packing.size * bf16_buffers for bucket in b)[-REDUCTIONS_IN_FLIGHT - 1 :]
-            for b in (zero2, others)
-        ]
-        full_buckets = _zero2_buffer_elements(zero2, _finishes_in_layer_order(config, layout, pp)) * wide
-        by_stage.append(sum(map(sum, largest)) + full_buckets)
+        total = 0
+        for buckets in (zero2, others):
+            sizes = sorted(bucket.packing.size for bucket in buckets)
+            total += sum(sizes[-REDUCTIONS_IN_FLIGHT - 1 :]) * bf16_buffers
+        # In layer order, only one bucket per key collects gradients at a time.
+        in_layer_order = _finishes_in_layer_order(config, layout, pp)
+        for size in {bucket.packing.size for bucket in zero2}:
+            keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
+            total += size * (len(set(keys) if in_layer_order else keys) + REDUCTIONS_IN_FLIGHT) * wide
+        by_stage.append(total)
     return max(by_stage)
 
 
@@ -411,16 +352,40 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def _zero2_buffer_elements(zero2: list[BucketShape], in_layer_order: bool) -> int:
-    """Return the elements of full ZeRO-2 buckets: those that collect gradients, and those being reduced.
+def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step of the full batch, by operation, with ring algorithms.
 
-    In layer order, only one bucket per key collects gradients at a time.
+    For a bucket of B bytes sharded over n ranks, with c copies, and m micro-batches:
+
+    ======  ==========================  =======================  ===================
+    stage   reduce-scatter              all-reduce               all-gather
+    ======  ==========================  =======================  ===================
+    ZeRO-0                              2 B (c - 1) / c
+    ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ======  ==========================  =======================  ===================
+
+    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
+    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
+    schedule delays weight gradients over several micro-batches.
     """
-    total = 0
-    for size in {bucket.packing.size for bucket in zero2}:
-        keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
-        total += size * (len(set(keys) if in_layer_order else keys) + REDUCTIONS_IN_FLIGHT)
-    return total
+    layout = Layout.from_config(config.parallel, world_size)
+    sent: dict[str, float] = defaultdict(float)
+    in_bf16 = config.parallel.grad_reduce_in_bf16
+    grad_bytes = DTYPE_BYTES["bf16"] if in_bf16 else main_param_bytes(config)
+    weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
+    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if config.parallel.zero_stage == 2 else 1
+    for bucket in bucket_shapes(config, layout, pp_rank):
+        size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
+        over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
+        sent["all-to-all" if in_bf16 else "reduce-scatter"] += reductions * size * grad_bytes * over_shards
+        if in_bf16:
+            sent["all-to-all"] += shard * grad_bytes * over_copies
+            sent["all-gather"] += shard * grad_bytes * over_copies
+        else:
+            sent["all-reduce"] += 2 * shard * grad_bytes * over_copies
+        sent["all-gather"] += size * weight_bytes * over_shards
+    return {operation: count for operation, count in sent.items() if count}
 
 
 def format_binary(count: float) -> str:

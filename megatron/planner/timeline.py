@@ -9,6 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
 
 _MICROSECONDS = 1e6
 
-_COLOURS = {FORWARD: "rail_response", BACKWARD: "rail_animation", INPUT: "rail_load", WEIGHT: "rail_idle"}
+_TRACE_COLORS = {FORWARD: "rail_response", BACKWARD: "rail_animation", INPUT: "rail_load", WEIGHT: "rail_idle"}
 """Colour names of Chrome: blue, red, green, orange. Perfetto chooses its own."""
-
-_SENT = "grey"
-"""Colour of transfers."""
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
@@ -49,22 +47,22 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _title("process_name", rank, 0, f"pipeline rank {rank}")
         yield _title("thread_name", rank, 0, "computing")
         for interval in intervals:
-            yield _event(interval, rank, 0, _COLOURS[interval.action.kind]) | {"cat": "compute"}
+            yield _event(interval, rank, 0, _TRACE_COLORS[interval.action.kind]) | {"cat": "compute"}
     for source, target in sorted({(transfer.source, transfer.target) for transfer in timeline.transfers}):
         yield _title("thread_name", source, 1 + target, f"to rank {target}")
     for transfer in timeline.transfers:
         args = {"sent": float(transfer.sent) * _MICROSECONDS, "target": transfer.target}
-        yield _event(transfer, transfer.source, 1 + transfer.target, _SENT) | {"cat": "transfer", "args": args}
+        yield _event(transfer, transfer.source, 1 + transfer.target, "grey") | {"cat": "transfer", "args": args}
 
 
 def _title(what: str, rank: int, row: int, text: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": {"name": text}}
 
 
-def _event(what: Interval | Transfer, rank: int, row: int, colour: str) -> dict[str, Any]:
+def _event(what: Interval | Transfer, rank: int, row: int, color: str) -> dict[str, Any]:
     start, duration = float(what.start) * _MICROSECONDS, float(what.end - what.start) * _MICROSECONDS
     name = str(what.action)
-    return {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": start, "dur": duration, "cname": colour}
+    return {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": start, "dur": duration, "cname": color}
 
 
 def read_trace(path: Path) -> Timeline:
@@ -101,7 +99,10 @@ def _timeline(content: dict[str, Any]) -> Timeline:
             transfers.append(Transfer(action, event["pid"], event["args"]["target"], sent, start, end))
     ordered = tuple(tuple(sorted(rank, key=lambda interval: interval.start)) for rank in intervals)
     for rank, computed in enumerate(ordered):
-        _check_apart(rank, computed)
+        for before, after in pairwise(computed):
+            if after.start < before.end - 1e-9 * max(1, abs(before.end)):
+                began = f"rank {rank} starts {after.action} at {after.start} s"
+                raise ValueError(f"{began}, before {before.action} is over")
     sizes = (tuple(metadata[name]) for name in ("activation", "weight_memory"))
     return Timeline(metadata["schedule"], ordered, tuple(transfers), *sizes)
 
@@ -112,12 +113,6 @@ def _read(event: dict[str, Any]) -> tuple[Action, float, float]:
     if not (math.isfinite(start) and 0 <= duration < math.inf):
         raise ValueError(f"{action} starts at {event['ts']} and takes {event['dur']} microseconds")
     return action, start, start + duration
-
-
-def _check_apart(rank: int, intervals: tuple[Interval, ...]) -> None:
-    for before, after in zip(intervals, intervals[1:]):
-        if after.start < before.end - 1e-9 * max(1, abs(before.end)):
-            raise ValueError(f"rank {rank} starts {after.action} at {after.start} s, before {before.action} is over")
 
 
 KIND_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
@@ -185,26 +180,20 @@ def _row(timeline: Timeline, rank: int, scale: float, chunks: Mapping[int, int],
     """Draw one rank at ``scale`` characters per unit of time."""
     cells = [IDLE_CHAR] * round(timeline.makespan * scale)
 
-    def place(start: float, end: float) -> range:
+    def columns(start: float, end: float) -> range:
         return range(round((start - timeline.start) * scale), round((end - timeline.start) * scale))
 
     for wait in timeline.exposed[rank]:
-        for column in place(*wait):
+        for column in columns(*wait):
             cells[column] = EXPOSED_TEXT
-    for interval in timeline.intervals[rank]:
-        at = place(interval.start, interval.end)
-        cells[at.start : at.stop] = _cells(interval, len(at), chunks, color)
+    for (stage, kind, microbatch), start, end in timeline.intervals[rank]:
+        at = columns(start, end)
+        letter = kind.lower() if chunks[stage] % 2 else kind
+        text = f"{letter}{microbatch}"
+        text = text.ljust(len(at), "-") if len(text) <= len(at) else letter.ljust(len(at), "-")[: len(at)]
+        for column, character in zip(at, text):
+            cells[column] = f"\x1b[{ANSI_COLORS[kind]}m{character}{ANSI_RESET}" if color else character
     return "".join(cells)
-
-
-def _cells(interval: Interval, length: int, chunks: Mapping[int, int], color: bool) -> Iterator[str]:
-    """Yield the characters of one action."""
-    stage, kind, microbatch = interval.action
-    letter = kind.lower() if chunks[stage] % 2 else kind
-    text = f"{letter}{microbatch}"
-    text = text.ljust(length, "-") if len(text) <= length else letter.ljust(length, "-")[:length]
-    for character in text:
-        yield f"\x1b[{ANSI_COLORS[kind]}m{character}{ANSI_RESET}" if color else character
 
 
 COLORS = {FORWARD: "#17407f", BACKWARD: "#b245d8", INPUT: "#f3c530", WEIGHT: "#35bd8c"}
@@ -275,12 +264,6 @@ def action_color(kind: str, chunk: int, chunks: int) -> tuple[float, float, floa
     return red, green, blue
 
 
-def text_color(background: tuple[float, float, float]) -> str:
-    """Return white or dark, whichever is more readable on ``background``."""
-    red, green, blue = background
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK_COLOR
-
-
 def _clock(panels: Mapping[str, Timeline]) -> float:
     """Return the longest makespan."""
     return max((float(timeline.makespan) for timeline in panels.values()), default=0) or 1.0
@@ -312,31 +295,20 @@ def _draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
             spans = [(float(bar.start - timeline.start), float(bar.end - bar.start)) for bar in bars]
             edge = min(EDGE, 0.1 * points * min(length for _, length in spans))
             axes.broken_barh(spans, (rank - 0.45, 0.9), facecolor=face, edgecolor="white", linewidth=edge)
-            _number(axes, rank, [bar.action.microbatch for bar in bars], spans, points, 0.8 * height, text_color(face))
+            red, green, blue = face
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK_COLOR  # the more readable one
+            for bar, (start, length) in zip(bars, spans):
+                number = str(bar.action.microbatch)
+                font = min(LARGEST_FONT, 0.8 * height, (length * points - 1) / (DIGIT_WIDTH * len(number)))
+                if font >= SMALLEST_FONT:
+                    x = start + length / 2
+                    text = axes.text(x, rank, number, fontsize=font, color=ink, ha="center", va="center_baseline")
+                    text.set_in_layout(False)  # laying out each text would take seconds
     axes.set_ylim(ranks - 0.5, -0.5)
     named = range(0, ranks, 1 + ranks // 25)
     axes.set_yticks(named, [f"rank {rank}" for rank in named], fontsize=8)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[:].set_visible(False)
-
-
-def _number(
-    axes: Axes,
-    rank: int,
-    microbatches: Sequence[int],
-    spans: Sequence[tuple[float, float]],
-    points: float,
-    height: float,
-    ink: str,
-) -> None:
-    """Write the micro-batch into each bar with enough space; ``points`` per unit of time, ``height`` in points."""
-    for microbatch, (start, length) in zip(microbatches, spans):
-        font = min(LARGEST_FONT, height, (length * points - 1) / (DIGIT_WIDTH * len(str(microbatch))))
-        if font >= SMALLEST_FONT:
-            text = axes.text(
-                start + length / 2, rank, str(microbatch), fontsize=font, color=ink, ha="center", va="center_baseline"
-            )
-            text.set_in_layout(False)  # laying out each text would take seconds
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:

@@ -24,8 +24,7 @@ from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import SharedGradReducer
 from megatron.pipeline import plan
 from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineSchedule
-from megatron.pipeline.runtime import Pipeline
-from megatron.pipeline.stage import Stage
+from megatron.pipeline.runtime import Pipeline, Stage
 from megatron.training import build as build_module
 from megatron.training import step
 from megatron.training import trainer as trainer_module

@@ -21,9 +21,9 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
+from megatron.pipeline.runtime import Chunk
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import Timeline
-from megatron.pipeline.stage import Chunk
 from megatron.training import failure_report
 from megatron.training.failure_report import explain_error
 from tests.distributed.pool import Pool, RankError

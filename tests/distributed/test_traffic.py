@@ -11,7 +11,7 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.planner.communication import data_parallel_traffic
+from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.pool import Pool

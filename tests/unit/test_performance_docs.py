@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron.arguments.cli import parse
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import KERNEL_CANDIDATES
-from megatron.planner.communication import data_parallel_traffic
 from megatron.planner.flops import FlopsPerToken, matmul_parameters
+from megatron.planner.memory import data_parallel_traffic
 from megatron.training.loggers.base import METRICS
 
 ROOT = Path(__file__).parents[2]

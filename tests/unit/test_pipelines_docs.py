@@ -12,7 +12,7 @@ import pytest
 
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.search import NAME as SEARCHED
+from megatron.pipeline.search import SEARCHED
 from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from tools.draw_schedule import main
 

@@ -21,8 +21,7 @@ from megatron.distributed.layout import Layout
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
-from megatron.planner.communication import data_parallel_traffic
-from megatron.planner.memory import bucket_shapes, format_binary
+from megatron.planner.memory import bucket_shapes, data_parallel_traffic, format_binary
 
 
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -17,9 +17,8 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.recorder import record_timeline
-from megatron.pipeline.runtime import Pipeline
+from megatron.pipeline.runtime import Chunk, Pipeline, Stage
 from megatron.pipeline.schedules import SCHEDULES
-from megatron.pipeline.stage import Chunk, Stage
 from megatron.pipeline.validate import validate_program
 from tests.pipelines import (
     SEED,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.actions import Action, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.pipeline.search import NAME, search_schedule
+from megatron.pipeline.search import SEARCHED, search_schedule
 from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from megatron.pipeline.validate import validate_program
 
@@ -73,7 +73,7 @@ def test_it_is_better_than_all_by_hand(
 ) -> None:
     found = search_schedule(ranks, chunks, microbatches, costs, limit)
     best = by_hand(ranks, chunks, microbatches, costs, math.inf if limit is None else limit)
-    assert found.name == NAME
+    assert found.name == SEARCHED
     if gain == math.inf:
         assert best == math.inf
     else:

@@ -208,7 +208,7 @@ def test_ranks_that_only_wait_for_a_circle_are_not_in_it() -> None:
         (("0F0 0SEND_F0 0B0",), "0SEND_F0 has no other end: the stages are 0 to 0"),
         (("0F0 1F0 0SEND_F0 1B0 0B0",), "0SEND_F0 has no channel: stages 0 and 1 are both on rank 0"),
         (("0F0 1F0 0B0 1B0",), "rank 0 has 0B0 before 1B0, whose result it needs"),
-        (("0F0 1F0 0B0",), "rank 0 has 0B0 but no 1B0 or 1I0, whose result it needs"),
+        (("0F0 1F0 0B0",), "rank 0 has no 1B0 or 1I0: stages 0 to 1 each do micro-batches 0 to 0"),
         (("0F0 0B0", ""), "rank 1 of 2 has no action: every rank needs a stage"),
     ],
 )
