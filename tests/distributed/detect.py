@@ -28,7 +28,7 @@ from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
-from megatron.training.callbacks.health import HealthRecord, check_weight_copies, explain_nonfinite
+from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.loop import StopRequest, log_startup
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
@@ -227,7 +227,7 @@ def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool
     return same and x.grad is not None and torch.allclose(dx, x.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def reports_like_one_process(case: Case, ranks: Sequence[list[HealthRecord]]) -> bool:
+def reports_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
     pairs = [pair for got in ranks for pair in zip(got, healthy(case.twin()), strict=True)]
     return all(difference(*pair, zeros=False) <= TOLERANCE for pair in pairs)
 
@@ -242,7 +242,7 @@ def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) 
 
 
 @cache
-def healthy(twin: Case) -> list[HealthRecord]:
+def healthy(twin: Case) -> list[dict[str, float]]:
     """What one process, this one, reports of every layer."""
     return report(0, 1, twin)
 

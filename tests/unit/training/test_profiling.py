@@ -15,7 +15,7 @@ import torch
 from megatron.config.run import ProfilingConfig
 from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training.callbacks import profiler as profiler_module
-from megatron.training.callbacks.profiler import Profiler, ProfileRequest
+from megatron.training.callbacks.profiler import Profiler
 from tests.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[
     for number in steps:
         with profiler.step(number), profiler_range("work"):
             torch.ones(1)
-        profiler.ask(number, ProfileRequest(asked.get(number, 0)))
+        profiler.ask(number, asked.get(number, 0))
     profiler.close(steps[-1])
     return [name.partition("_rank")[0] for name in kept(tmp_path) if name.endswith("txt")]
 
@@ -209,12 +209,13 @@ def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monk
     assert found == ["step_000002-000004", "step_000005-000007"]
 
 
-def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_path: Path) -> None:
-    told: list[str] = []
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [], warn=told.append)
+def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [])
     with patch.object(profiler_module, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
         assert not torch.autograd._profiler_enabled()
-    assert told == ["no profile on rank 0, training continues: RuntimeError: no hooks"]
+    assert capsys.readouterr().err == "warning: no profile on rank 0, training continues: RuntimeError: no hooks\n"
 
 
 def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
@@ -240,16 +241,19 @@ def cuda_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def test_a_gpu_whose_profile_cannot_begin_records_nothing(
-    tmp_path: Path, cuda_memory: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    cuda_memory: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(profiler_module, "profile", Broken("start", FAULTS["start"]))
-    told: list[str] = []
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
-    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], warn=told.append)
+    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model])
     with profiler.step(10):
         torch.ones(1)
     assert [options for _, options in cuda_memory][-1] == {"enabled": None}
-    assert told == ["no profile on rank 0, training continues: RuntimeError: another profiler is active"]
+    told = capsys.readouterr().err
+    assert told == "warning: no profile on rank 0, training continues: RuntimeError: another profiler is active\n"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
