@@ -13,7 +13,7 @@ from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import LineBlock
 from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.data.tokenizers import engine as engine_module
-from megatron.data.tokenizers.base import Tokenizer, convert_library_errors, encode_error
+from megatron.data.tokenizers.base import Tokenizer, convert_library_errors
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, make_tokenizer_files
 from megatron.data.tokenizers.tokenizer import build_tokenizer
@@ -40,13 +40,13 @@ class StoppedError(BaseException):
 )
 def test_a_failure_is_an_error_of_the_text(error: BaseException, said: str) -> None:
     message = f"^library cannot encode this text: {said}$"
-    with pytest.raises(ValueError, match=message), convert_library_errors(encode_error("library")):
+    with pytest.raises(ValueError, match=message), convert_library_errors(ValueError, "library cannot encode this text"):
         raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError(), MemoryError(), SystemExit(3), GeneratorExit()])
 def test_what_is_no_failure_goes_through(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, convert_library_errors(encode_error("library")):
+    with pytest.raises(type(error)) as caught, convert_library_errors(ValueError, "library cannot encode this text"):
         raise error
     assert caught.value is error
 
