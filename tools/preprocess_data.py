@@ -13,11 +13,7 @@ from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
-from megatron.data.preprocess.run import (
-    PreprocessOptions,
-    output_prefix,
-    write_dataset,
-)
+from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
 from megatron.data.progress import PreprocessProgress, PreprocessTotals, format_count
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
