@@ -360,7 +360,6 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     yield LineBlock(file, content, stored, first, last=True, trouble=trouble)
 
 
-PLAIN_TEXT_SUFFIXES = (".txt",)
 SKIP_BAD_FLAG = "--on-bad-line skip"
 UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 UNSUPPORTED_COMPRESSIONS = {
@@ -374,28 +373,15 @@ UNSUPPORTED_COMPRESSIONS = {
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
-    read = parser.add_argument_group("input")
-    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
-    read.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)"
-    )
-    read.add_argument(
-        "--suffix",
-        nargs="+",
-        default=[*JSON_LINES_SUFFIXES, *PLAIN_TEXT_SUFFIXES],
-        metavar=".EXT",
-        help="files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
-        "(.jsonl .json .ndjson .txt)",
-    )
-    read.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder"
-    )
-    read.add_argument(
-        "--on-bad-line",
-        choices=("fail", "skip"),
-        default="fail",
-        help="at an invalid document: stop (fail), or report it, count it and continue",
-    )
+    add = parser.add_argument_group("input").add_argument
+    folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
+    suffixes = [*JSON_LINES_SUFFIXES, ".txt"]
+    bad_lines = "at an invalid document: stop (fail), or report it, count it and continue"
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)")
+    add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
+    add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
+    add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
 
 
 def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
@@ -403,11 +389,8 @@ def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: C
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
     by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern.
-
-    Raises:
-        DataError: if an input matches no file, a format is not supported, or documents would be read twice because a
-            file is given twice or lies beside a compressed copy of itself.
+    existing file name is never treated as a pattern. Inputs that match no file, unsupported formats, and documents that
+    would be read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:

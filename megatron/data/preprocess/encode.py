@@ -105,11 +105,7 @@ class BlockEncoder:
         self._bad: list[BadDocument] = []
 
     def __call__(self, block: Block) -> EncodedBlock:
-        """Return the ids of a block's documents.
-
-        Raises:
-            DataError: if the block cannot be read any more, or the tokenizer returns an id outside its vocabulary.
-        """
+        """Return the ids of a block's documents."""
         self._bad = []
         block, lines = load_block(block)
         documents = self._read(block)
@@ -223,10 +219,6 @@ def run_in_subprocess(
         function: to call; the function, its argument and its result must be picklable.
         plan: its argument.
         progress: receives the reports of the function, and ticks.
-
-    Raises:
-        DataError: if the function raises one, or the process dies.
-        OSError: if the function raises one.
     """
     process, connection = _spawn(_run_function, function, plan)
     try:
@@ -331,10 +323,6 @@ class EncoderPool:
             blocks: to encode.
             engine: name of the engine.
             check: called a few times per second while waiting; its exceptions end the work.
-
-        Raises:
-            DataError: if a worker raised one, or died.
-            OSError: if a worker could not read a file.
         """
         pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
         pending_bytes = 0
@@ -574,11 +562,7 @@ class _Statistics:
         self._position = FilePosition()
 
     def add(self, block: Block, result: EncodedBlock) -> None:
-        """Add a block.
-
-        Raises:
-            DataError: if engine and tokenizer disagree, or a document is bad and ``skip_bad`` is off.
-        """
+        """Add a block."""
         self._position.start(block)
         if result.differs is not None:
             raise result.differs.of(self._position.lines)

@@ -78,11 +78,7 @@ class Tokenizer(ABC):
         return ()
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Return the ids ``[n]`` of a text; bytes must be UTF-8.
-
-        Raises:
-            ValueError: if the text cannot be encoded.
-        """
+        """Return the ids ``[n]`` of a text; bytes must be UTF-8; raise ValueError if the text cannot be encoded."""
         return self.encode_batch([text]).ids
 
     @abstractmethod
@@ -108,11 +104,7 @@ def legacy_fingerprints(*facts: str) -> tuple[str, ...]:
 
 
 def unicode_text(text: str | bytes) -> str:
-    """Return the text as a string.
-
-    Raises:
-        UnicodeError: if bytes are not UTF-8 or the text has an unpaired surrogate.
-    """
+    """Return the text as a string; raise UnicodeError if bytes are not UTF-8 or the text has an unpaired surrogate."""
     if isinstance(text, bytes):
         return text.decode()
     text.encode()  # raises for an unpaired surrogate
@@ -123,11 +115,7 @@ class LibraryTokenizer(Tokenizer):
     """Base class of tokenizers that encode by calling ``library``."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
-        """Return the ids of several texts.
-
-        Raises:
-            ValueError: if one is not Unicode text or the library cannot encode it.
-        """
+        """Return the ids of several texts."""
         characters = [unicode_text(text) for text in texts]
         with convert_library_errors(ValueError, f"{self.library} cannot encode this text"):
             lists = self.ids_of(characters)
@@ -171,9 +159,6 @@ def download_from_hub(name: str, files: tuple[str, ...]) -> Path:
     """Return a local folder with the given files of ``org/name``, downloaded unless cached.
 
     The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
-
-    Raises:
-        DataError: if the files cannot be obtained.
     """
     failure = f"{name} is not a local folder, and"
     try:

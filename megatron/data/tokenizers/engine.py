@@ -78,9 +78,6 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], engine: str = "au
         tokenizer: defines the expected ids.
         sample: first texts of the corpus; about 1 MB makes a meaningful comparison.
         engine: one of `ENGINES`.
-
-    Raises:
-        DataError: if ``engine`` is unknown, or is ``gigatoken`` and that cannot be used.
     """
     if engine not in ENGINES:
         raise DataError(f"there is no engine '{engine}'", *(f"--engine {name}" for name in ENGINES))
@@ -101,11 +98,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], engine: str = "au
 
 
 def build_engine(tokenizer: Tokenizer, name: str) -> EncodeEngine:
-    """Build the engine of this name, which `choose_engine` returned in another process.
-
-    Raises:
-        DataError: if it cannot be built here.
-    """
+    """Build the engine of this name, which `choose_engine` returned in another process."""
     reason = "chosen by the main process"
     if name.split()[0] != GIGATOKEN:
         return _own_library(tokenizer, reason)

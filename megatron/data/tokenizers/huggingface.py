@@ -179,11 +179,7 @@ def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | Non
 
 
 def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
-    """Return the token that the files define for a ``role`` such as ``eos_token``, or None.
-
-    Raises:
-        DataError: if a file is not JSON or its entry is not a token.
-    """
+    """Return the token that the files define for a ``role`` such as ``eos_token``, or None."""
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
         try:
             token = json.loads(files.get(name, b"{}")).get(role)
@@ -209,9 +205,7 @@ def bpe_tokenizer_files(
 
     Args:
         added_tokens: id, spelling, and whether it is special, of each token matched before the model.
-        normalizer: part of ``tokenizer.json``, like ``pre_tokenizer`` and ``decoder``.
-        pre_tokenizer: see above.
-        decoder: see above.
+        normalizer, pre_tokenizer, decoder: parts of ``tokenizer.json``.
         model: vocabulary, merges and settings.
         config: content of ``tokenizer_config.json`` besides the class.
     """

@@ -229,11 +229,7 @@ def _pattern(pattern: str | None, file: Path) -> str:
 
 
 def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
-    """Parse byte sequences and their ranks.
-
-    Raises:
-        DataError: if an entry is malformed or a duplicate, or a byte is missing.
-    """
+    """Parse byte sequences and their ranks."""
     pairs: list[tuple[bytes, int]] = []
     if file.suffix == JSON_SUFFIX:
         try:

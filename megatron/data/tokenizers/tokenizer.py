@@ -125,12 +125,7 @@ TOKENIZER_TYPES = tuple(_TYPES)
 
 
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
-    """Build a tokenizer.
-
-    Raises:
-        DataError: if the type is unknown, a setting is missing or unused by this type, a file is missing or damaged, or
-            the vocabulary size differs from ``tokenizer.vocab_size``.
-    """
+    """Build a tokenizer; a setting that its type does not use, or another vocabulary size than its own, is an error."""
     name = options.tokenizer_type
     if name not in _TYPES:
         unsupported = f"Megatron-LM's {name} is not supported: it {UNSUPPORTED_TOKENIZER_TYPES.get(name)}"
@@ -160,19 +155,19 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the tokenizer flags of a data tool; read them with `TokenizerOptions.from_args`."""
-    tokens = parser.add_argument_group("tokenizer")
+    add = parser.add_argument_group("tokenizer").add_argument
     types = f"tokenizer class: {' or '.join(TOKENIZER_TYPES)}"
-    tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)
     model = "folder, file, or name of a model on the Hugging Face hub"
-    tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
-    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
-    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
     number = "ids that TikTokenizer reserves for special tokens before those of its file (1000)"
-    tokens.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
     literal = "encode special tokens spelled out in text as their ids; by default they stay text"
-    tokens.add_argument("--parse-special-tokens", action="store_true", help=literal)
+    add("--tokenizer-type", required=required, metavar="TYPE", help=types)
+    add("--tokenizer-model", metavar="PATH", help=model)
+    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
+    add("--parse-special-tokens", action="store_true", help=literal)
 
 
 RECORD_SUFFIX = "tokens.json"  # <prefix>.tokens.json describes the tokenizer of <prefix>.bin
@@ -258,11 +253,7 @@ def _current_fingerprint(prefix: str | Path) -> str | None:
 
 
 def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None) -> TokenizerRecord | None:
-    """Read the record of a dataset; return None if there is none, as for a dataset of Megatron-LM.
-
-    Raises:
-        DataError: if the record is invalid or names another type than ``tokenizer_type``.
-    """
+    """Read the record of a dataset and check its type; return None if there is none, as for one of Megatron-LM."""
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     try:
         record = TokenizerRecord(**json.loads(path.read_bytes()))

@@ -120,9 +120,6 @@ def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedToke
     """Train a tokenizer of at most ``vocab_size`` entries: the 256 bytes, `END_OF_DOCUMENT` and frequent merges.
 
     The result depends on the texts but not on their order. It is smaller if the text has no more pairs to merge.
-
-    Raises:
-        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_trained_size(vocab_size, is_bpe=True)
     tokenizer = byte_level_bpe(models.BPE(), words=True)
@@ -186,9 +183,6 @@ def train_sentencepiece(
 
     Returns:
         The tokenizer, and the lines it was trained on.
-
-    Raises:
-        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_trained_size(vocab_size, is_bpe=False)
     texts = TrainingTexts(documents)
@@ -248,12 +242,7 @@ class TokenizerTrainingOptions:
 
 
 def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TrainedTokenizer:
-    """Train a tokenizer.
-
-    Raises:
-        DataError: if the documents do not suffice, or one is invalid and ``skip_bad`` is off.
-        OSError: if a file cannot be read.
-    """
+    """Train a tokenizer."""
     documents = _CorpusReader(plan, progress)
     if plan.model_type is None:
         return replace(train_bpe(documents, plan.vocab_size), bad=documents.bad)
