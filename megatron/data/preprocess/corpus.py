@@ -361,6 +361,7 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
 
 
 SKIP_BAD_FLAG = "--on-bad-line skip"
+MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 UNSUPPORTED_COMPRESSIONS = {
     ".zstd": "mv {0} {1}.zst",
@@ -471,6 +472,25 @@ def check_single_key(file: Path, keys: Sequence[str]) -> None:
     """Raise DataError if several keys are requested of a plain file."""
     if len(keys) > 1 and not is_json_lines(file):
         raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")
+
+
+class BadDocumentReport:
+    """Handle errors of documents: raise them, or count them and report the first `MAX_REPORTED`."""
+
+    def __init__(self, skip: bool, message: Callable[[str], None]) -> None:
+        self._skip = skip
+        self._message = message
+        self.count = 0
+
+    def add(self, error: DataError) -> None:
+        """Raise the error, or count and report it."""
+        if not self._skip:
+            raise error
+        self.count += 1
+        if self.count <= MAX_REPORTED:
+            self._message(f"passed over: {error.seen}")
+        if self.count == MAX_REPORTED:
+            self._message("passed over: further ones are only counted")
 
 
 def load_block(block: Block) -> tuple[Block, int]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     SKIP_BAD_FLAG,
     BadDocument,
+    BadDocumentReport,
     Block,
     FilePosition,
     LineBlock,
@@ -48,7 +49,7 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
-from megatron.data.progress import PreprocessTotals, StageProgress
+from megatron.data.progress import PreprocessProgress, PreprocessTotals, StageProgress
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import GIGATOKEN, OWN_LIBRARY, EncodeEngine, build_engine, choose_engine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
@@ -418,7 +419,6 @@ def _run_worker(connection: Connection, options: EncodeOptions) -> None:
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
 SAMPLE_SEARCH_BYTES = 8 << 20  # of the input, read to find that many
-MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 
 
 @dataclass(frozen=True)
@@ -436,16 +436,6 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
 
 
-class PreprocessListener(Protocol):
-    """Receiver of progress."""
-
-    def update(self, totals: PreprocessTotals) -> None:
-        """Show the totals; called after each block."""
-
-    def message(self, text: str) -> None:
-        """Report a message for the user."""
-
-
 def output_prefix(prefix: str, key: str) -> str:
     """Return the prefix of the token files of a JSON key, as in Megatron-LM."""
     return f"{prefix}_{key}_document"
@@ -454,7 +444,7 @@ def output_prefix(prefix: str, key: str) -> str:
 def write_dataset(
     plan: PreprocessOptions,
     tokenizer: Tokenizer,
-    listener: PreprocessListener,
+    progress: PreprocessProgress,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[PreprocessTotals, EncodeEngine]:
     """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key, independent of the number of workers.
@@ -465,7 +455,7 @@ def write_dataset(
     Args:
         plan: settings.
         tokenizer: that of the plan.
-        listener: receives the choice of engine, skipped documents and progress.
+        progress: receives the choice of engine, skipped documents and progress.
         check: called between blocks until the files are renamed to their final names; its exceptions end the work.
 
     Raises:
@@ -475,18 +465,25 @@ def write_dataset(
     _check_keys(plan)
     before = [file.stat() for file in plan.files]
     options = EncodeOptions(plan.keys, plan.tokenizer_options.local(), tokenizer.fingerprint, plan.append_eod)
-    statistics = _Statistics(plan.skip_bad, listener)
+    statistics = _Statistics(plan.skip_bad, progress)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
         for path in remove_unfinished_files(output_prefix(plan.prefix, key)):
-            listener.message(f"removed {path}, left by a run that was killed")
+            progress.message(f"removed {path}, left by a run that was killed")
     with ExitStack() as stack:
         workers = stack.enter_context(EncoderPool(options, plan.workers)) if plan.workers > 1 else None
         sample = read_sample(plan.files, plan.keys) if tokenizer.files and plan.engine != OWN_LIBRARY else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
-        listener.message(f"engine: {engine.name} ({engine.reason})")
-        writers = [stack.enter_context(_open_writer(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
+        progress.message(f"engine: {engine.name} ({engine.reason})")
+        writers = []
+        for key in plan.keys:
+            writer = IndexedDatasetWriter(output_prefix(plan.prefix, key), id_dtype(tokenizer.vocab_size))
+            writers.append(stack.enter_context(writer))
+            writer.remove_on_publish(FILES_SUFFIX)
+            writer.add_file(RECORD_SUFFIX, TokenizerRecord.of(tokenizer).to_bytes())
+            for name, content in tokenizer.files.items():
+                writer.add_file(f"{FILES_SUFFIX}/{name}", content)
         blocks = split_into_blocks(plan.files, plan.block_bytes)
         encode = BlockEncoder(options, tokenizer, engine)
         results = (
@@ -500,7 +497,7 @@ def write_dataset(
             for writer, column in zip(writers, result.columns):
                 writer.add_documents(*column)
             statistics.totals.tokens = sum(writer.num_tokens for writer in writers)
-            listener.update(statistics.totals)
+            progress.update(statistics.totals)
         for file, old in zip(plan.files, before):
             new = file.stat()
             if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
@@ -521,16 +518,6 @@ def _check_keys(plan: PreprocessOptions) -> None:
             raise DataError(seen, "rename the key in the input")
     for file in plan.files:
         check_single_key(file, plan.keys)
-
-
-def _open_writer(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
-    """Open a writer that also adds the tokenizer's record and files."""
-    writer = IndexedDatasetWriter(prefix, id_dtype(tokenizer.vocab_size))
-    writer.remove_on_publish(FILES_SUFFIX)
-    writer.add_file(RECORD_SUFFIX, TokenizerRecord.of(tokenizer).to_bytes())
-    for name, content in tokenizer.files.items():
-        writer.add_file(f"{FILES_SUFFIX}/{name}", content)
-    return writer
 
 
 def read_sample(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
@@ -555,33 +542,24 @@ def read_sample(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
 class _Statistics:
     """Totals over blocks. Reports bad documents with their line numbers."""
 
-    def __init__(self, skip_bad: bool, listener: PreprocessListener) -> None:
+    def __init__(self, skip_bad: bool, progress: PreprocessProgress) -> None:
         self.totals = PreprocessTotals()
-        self._skip_bad = skip_bad
-        self._listener = listener
+        self._bad = BadDocumentReport(skip_bad, progress.message)
         self._position = FilePosition()
 
     def add(self, block: Block, result: EncodedBlock) -> None:
-        """Add a block."""
+        """Add a block; raise DataError if its ids are wrong, or a document is bad and bad ones are not skipped."""
         self._position.start(block)
         if result.differs is not None:
             raise result.differs.of(self._position.lines)
         for bad in result.described:
-            self._report(bad.of(self._position.lines, SKIP_BAD_FLAG))
-        self.totals.bad += result.bad - len(result.described)
+            self._bad.add(bad.of(self._position.lines, SKIP_BAD_FLAG))
+        self._bad.count += result.bad - len(result.described)
+        error = self._position.finish(block, result.lines, result.documents + result.bad)
+        if error is not None:
+            self._bad.add(error)
+        self.totals.bad = self._bad.count
         self.totals.stored_bytes += block.stored
         self.totals.documents += result.documents
         self.totals.empty += result.empty
         self.totals.text_bytes += result.text_bytes
-        error = self._position.finish(block, result.lines, result.documents + result.bad)
-        if error is not None:
-            self._report(error)
-
-    def _report(self, error: DataError) -> None:
-        if not self._skip_bad:
-            raise error
-        self.totals.bad += 1
-        if self.totals.bad <= MAX_REPORTED:
-            self._listener.message(f"passed over: {str(error).splitlines()[0]}")
-        if self.totals.bad == MAX_REPORTED:
-            self._listener.message("passed over: further ones are only counted")

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 import numpy as np
 import tokenizers
@@ -191,6 +191,16 @@ def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
         if token is not None:
             return token
     return None
+
+
+def bpe_merges(tokens: Sequence[AnyStr]) -> list[tuple[AnyStr, AnyStr]]:
+    """Return the merges of a BPE that forms tokens in this order: all splits of each token into two others."""
+    known = frozenset(tokens)
+    merges = []
+    for token in tokens:
+        splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(left, right) for left, right in splits if left in known and right in known]
+    return merges
 
 
 def bpe_tokenizer_files(

@@ -30,7 +30,7 @@ from megatron.data.tokenizers.base import (
     num_encoder_threads,
     read_tokenizer_file,
 )
-from megatron.data.tokenizers.huggingface import bpe_tokenizer_files
+from megatron.data.tokenizers.huggingface import bpe_merges, bpe_tokenizer_files
 
 PIECES_FIELD, TRAINER_FIELD, NORMALIZER_FIELD = 1, 2, 3  # fields of ModelProto
 PIECE_TEXT_FIELD, PIECE_SCORE_FIELD, PIECE_TYPE_FIELD = 1, 2, 3  # fields of SentencePiece
@@ -201,13 +201,14 @@ def sentencepiece_to_hugging_face(
         for number, piece in enumerate(model.pieces)
         if piece.kind in (PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
+    scores = {piece.text: piece.score for piece in model.pieces if piece.kind is PieceType.NORMAL}
     bpe = {
         "unk_token": next(piece.text for piece in model.pieces if piece.kind is PieceType.UNKNOWN),
         "fuse_unk": True,
         "byte_fallback": model.byte_fallback,
         "ignore_merges": False,
         "vocab": {piece.text: number for number, piece in enumerate(model.pieces)},
-        "merges": _merges(model),
+        "merges": bpe_merges(sorted(scores, key=lambda piece: -scores[piece])),  # SentencePiece's: best score first
     }
     return bpe_tokenizer_files(
         added_tokens=symbols,
@@ -231,18 +232,6 @@ def _is_convertible(model: SentencePieceModel, special: Mapping[str, int]) -> bo
     scores = [piece.score for piece in words if len(piece.text) > 1]
     letters = {piece.text for piece in words if len(piece.text) == 1}
     return len(set(scores)) == len(scores) and letters.issuperset("".join(piece.text for piece in words))
-
-
-def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Return all splits of each piece into two others, best score first: the order of SentencePiece's merges."""
-    scores = {piece.text: piece.score for piece in model.pieces if piece.kind is PieceType.NORMAL}
-    found = []
-    for piece in sorted(scores, key=lambda piece: -scores[piece]):
-        for split in range(1, len(piece)):
-            left, right = piece[:split], piece[split:]
-            if left in scores and right in scores:
-                found.append((left, right))
-    return found
 
 
 MODEL_FILE = "tokenizer.model"

@@ -21,7 +21,12 @@ from megatron.data.tokenizers.base import (
     num_encoder_threads,
     read_tokenizer_file,
 )
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, bpe_tokenizer_files, bytes_to_unicode
+from megatron.data.tokenizers.huggingface import (
+    END_OF_DOCUMENT,
+    bpe_merges,
+    bpe_tokenizer_files,
+    bytes_to_unicode,
+)
 
 
 def tiktoken_to_hugging_face(
@@ -43,12 +48,13 @@ def tiktoken_to_hugging_face(
     words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     spelling = {number: token for token, number in special.items()}
+    merges = bpe_merges(sorted(ranks, key=lambda token: ranks[token]))  # tiktoken's: the pair of lowest rank
     bpe = {
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
         "vocab": {**special, **vocabulary},
-        "merges": [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+        "merges": [(spelled[left], spelled[right]) for left, right in merges],
     }
     return bpe_tokenizer_files(
         added_tokens=[(number, token, True) for number, token in sorted(spelling.items())],
@@ -58,15 +64,6 @@ def tiktoken_to_hugging_face(
         model=bpe,
         config={"eos_token": spelling[end], "clean_up_tokenization_spaces": False},
     )
-
-
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all splits of each token into two others, by rank: tiktoken merges the pair of lowest rank."""
-    found = []
-    for token in sorted(ranks, key=lambda token: ranks[token]):
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        found += [(left, right) for left, right in cuts if left in ranks and right in ranks]
-    return found
 
 
 RANKS_SUFFIX, JSON_SUFFIX = ".tiktoken", ".json"

@@ -21,7 +21,7 @@ from tokenizers import models, trainers
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, pluralize
-from megatron.data.preprocess.corpus import TextDocument, read_documents
+from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.encode import ProgressSender
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
@@ -113,9 +113,6 @@ def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-MIN_PAIR_FREQUENCY = 2  # minimum frequency of a merge
-
-
 def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedTokenizer:
     """Train a tokenizer of at most ``vocab_size`` entries: the 256 bytes, `END_OF_DOCUMENT` and frequent merges.
 
@@ -125,7 +122,7 @@ def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedToke
     tokenizer = byte_level_bpe(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=MIN_PAIR_FREQUENCY,
+        min_frequency=2,
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=bytes_to_unicode(),
         show_progress=False,
@@ -225,7 +222,6 @@ def _run_trainer(sentences: list[str], vocab_size: int, model_type: str) -> byte
     return file.getvalue()
 
 
-MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 PROGRESS_SECONDS = 0.2
 
 
@@ -243,43 +239,31 @@ class TokenizerTrainingOptions:
 
 def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TrainedTokenizer:
     """Train a tokenizer."""
-    documents = _CorpusReader(plan, progress)
+    bad = BadDocumentReport(plan.skip_bad, progress.message)
+    documents = _read_corpus(plan, progress, bad)
     if plan.model_type is None:
-        return replace(train_bpe(documents, plan.vocab_size), bad=documents.bad)
+        return replace(train_bpe(documents, plan.vocab_size), bad=bad.count)
     tokenizer, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.max_sentences)
     kept = len(sentences.kept)
     sample = "all of them" if kept == sentences.seen else f"a sample of {kept:,} (--input-sentence-size)"
     notes = [f"lines: {sentences.seen:,}, trained on {sample}"]
     if TOKENIZER_JSON not in tokenizer.files:
         notes.append(NO_EXPORT_NOTE)
-    return replace(tokenizer, bad=documents.bad, notes=tuple(notes))
+    return replace(tokenizer, bad=bad.count, notes=tuple(notes))
 
 
-class _CorpusReader:
-    """Iterator over the documents of a plan that reports progress."""
-
-    def __init__(self, plan: TokenizerTrainingOptions, progress: ProgressSender) -> None:
-        self._plan = plan
-        self._progress = progress
-        self.bad = 0  # documents skipped
-
-    def __iter__(self) -> Iterator[TextDocument]:
-        documents = num_bytes = 0
-        last_report = 0.0
-        on_bad = self._skip if self._plan.skip_bad else None
-        for document in read_documents(self._plan.files, self._plan.keys, on_bad):
-            documents += 1
-            num_bytes += document.num_bytes
-            if time.monotonic() - last_report >= PROGRESS_SECONDS:
-                last_report = time.monotonic()
-                self._progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
-            yield document
-        corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
-        self._progress.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
-
-    def _skip(self, error: DataError) -> None:
-        self.bad += 1
-        if self.bad <= MAX_REPORTED:
-            self._progress.message(f"passed over: {error.seen}")
-        if self.bad == MAX_REPORTED:
-            self._progress.message("passed over: further ones are only counted")
+def _read_corpus(
+    plan: TokenizerTrainingOptions, progress: ProgressSender, bad: BadDocumentReport
+) -> Iterator[TextDocument]:
+    """Yield the documents of a plan and report progress."""
+    documents = num_bytes = 0
+    last_report = 0.0
+    for document in read_documents(plan.files, plan.keys, bad.add):
+        documents += 1
+        num_bytes += document.num_bytes
+        if time.monotonic() - last_report >= PROGRESS_SECONDS:
+            last_report = time.monotonic()
+            progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
+        yield document
+    corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
+    progress.set_stage(f"training {plan.vocab_size:,} entries on {corpus}")

@@ -19,7 +19,7 @@ import zstandard
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import encode as encode_module
-from megatron.data.preprocess.corpus import TextDocument, find_text_files
+from megatron.data.preprocess.corpus import MAX_REPORTED, TextDocument, find_text_files
 from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
@@ -238,7 +238,7 @@ def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
     )
     totals, said = run(plan)
     assert (totals.bad, totals.documents) == (1000, 1)
-    assert len(said) == 1 + encode_module.MAX_REPORTED + 1
+    assert len(said) == 1 + MAX_REPORTED + 1
     assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
     assert said[-1] == "passed over: further ones are only counted"
 

@@ -40,7 +40,10 @@ class StoppedError(BaseException):
 )
 def test_a_failure_is_an_error_of_the_text(error: BaseException, said: str) -> None:
     message = f"^library cannot encode this text: {said}$"
-    with pytest.raises(ValueError, match=message), convert_library_errors(ValueError, "library cannot encode this text"):
+    with (
+        pytest.raises(ValueError, match=message),
+        convert_library_errors(ValueError, "library cannot encode this text"),
+    ):
         raise error
 
 
