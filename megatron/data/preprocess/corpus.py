@@ -246,7 +246,7 @@ class LineBlock(NamedTuple):
     stored: int  # bytes they take in the file, compressed if it is
     first: bool  # whether the file begins with them
     last: bool  # whether the file ends with them
-    trouble: str = ""  # why the rest of the file cannot be read; empty if it can
+    damage: str = ""  # why the rest of the file cannot be read; empty if it can
 
     def read(self) -> bytes:
         """Return the lines; raise DataError if the file has become shorter."""
@@ -338,7 +338,7 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     pieces: list[bytes] = []
     size = 0  # of the pieces
     block_start = 0  # in the compressed file
-    first, trouble = True, ""
+    first, damage = True, ""
     with open(file, "rb") as stream:
         try:
             for piece in decompress(file, stream):
@@ -352,12 +352,12 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
                     block_start = stream.tell()
                     first = False
         except DamagedStreamError as error:
-            trouble = str(error)
+            damage = str(error)
         stored = file.stat().st_size - block_start
     content = b"".join(pieces)
-    if trouble:
+    if damage:
         content = content[: content.rfind(b"\n") + 1]
-    yield LineBlock(file, content, stored, first, last=True, trouble=trouble)
+    yield LineBlock(file, content, stored, first, last=True, damage=damage)
 
 
 SKIP_BAD_FLAG = "--on-bad-line skip"
@@ -525,8 +525,8 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
                 yield TextDocument(parse_line(line, keys, file), (file, number), len(line))
             except BadDocumentError as bad:
                 yield BadDocument(file, number, bad.seen, bad.fixes, len(line))
-    if block.trouble:
-        yield BadDocument(file, len(lines) + 1, f" {block.trouble}", ("copy the file again",))
+    if block.damage:
+        yield BadDocument(file, len(lines) + 1, f" {block.damage}", ("copy the file again",))
 
 
 class FilePosition:

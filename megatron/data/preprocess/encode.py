@@ -129,7 +129,7 @@ class BlockEncoder:
     def _read(self, block: Block) -> _Documents:
         """Return the valid documents; add the others to the bad ones."""
         keys = self._options.keys
-        if isinstance(block, LineBlock) and not block.trouble:
+        if isinstance(block, LineBlock) and not block.damage:
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
                 return _Documents(columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)])

@@ -114,6 +114,11 @@ def unicode_text(text: str | bytes) -> str:
 class LibraryTokenizer(Tokenizer):
     """Base class of tokenizers that encode by calling ``library``."""
 
+    @property
+    def legacy_fingerprints(self) -> tuple[str, ...]:
+        """Digests of the same facts, without and with the setting ``parse_special_tokens``."""
+        return legacy_fingerprints(*self._identity())
+
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
         """Return the ids of several texts."""
         characters = [unicode_text(text) for text in texts]

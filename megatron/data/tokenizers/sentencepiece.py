@@ -24,12 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import (
-    LibraryTokenizer,
-    legacy_fingerprints,
-    num_encoder_threads,
-    read_tokenizer_file,
-)
+from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
 from megatron.data.tokenizers.huggingface import bpe_merges, bpe_tokenizer_files
 
 PIECES_FIELD, TRAINER_FIELD, NORMALIZER_FIELD = 1, 2, 3  # fields of ModelProto
@@ -291,11 +286,6 @@ class SentencePieceTokenizer(LibraryTokenizer):
 
     def _identity(self) -> tuple[str, ...]:
         return (hashlib.sha256(self.files[MODEL_FILE]).hexdigest(),)
-
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the file, without and with the setting."""
-        return legacy_fingerprints(*self._identity())
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on all cores unless in a worker process."""

@@ -15,18 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import (
-    LibraryTokenizer,
-    legacy_fingerprints,
-    num_encoder_threads,
-    read_tokenizer_file,
-)
-from megatron.data.tokenizers.huggingface import (
-    END_OF_DOCUMENT,
-    bpe_merges,
-    bpe_tokenizer_files,
-    bytes_to_unicode,
-)
+from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, bpe_merges, bpe_tokenizer_files, bytes_to_unicode
 
 
 def tiktoken_to_hugging_face(
@@ -190,11 +180,6 @@ class TikTokenizer(LibraryTokenizer):
     def _identity(self) -> tuple[str, ...]:
         table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
         return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
-
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the ranks, the pattern and the special tokens, without and with the setting."""
-        return legacy_fingerprints(*self._identity())
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on all cores unless in a worker process."""

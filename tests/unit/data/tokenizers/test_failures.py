@@ -17,7 +17,7 @@ from megatron.data.tokenizers.base import Tokenizer, convert_library_errors
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, make_tokenizer_files
 from megatron.data.tokenizers.tokenizer import build_tokenizer
-from tests.unit.data.made_tokenizers import choice
+from tests.unit.data.made_tokenizers import options_for
 
 FILE = Path("x.jsonl")
 
@@ -83,7 +83,7 @@ def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> N
 @pytest.mark.parametrize("parse", [False, True])
 def test_a_panic_is_told_with_its_document(parse: bool, tmp_path: Path) -> None:
     """The regular expressions of tiktoken overflow their stack at a million spaces."""
-    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     tokenizer.settings = {"parse_special_tokens": parse}  # type: ignore[misc]
     count, told = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
     assert count == 2
@@ -98,6 +98,6 @@ def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(engine_module, "_from_ragged", panic)
-    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     with pytest.raises(DataError, match="cannot encode these texts: index out of bounds\n  fix: --engine hf"):
         encoded(tokenizer, ["the cat"], "gigatoken")
