@@ -94,13 +94,13 @@ class Mesh:
         # Pipeline rank of every stage.
         self.placement = placement
         # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.
-        self.embedding_group = self._create(self._first_and_last_stages(), "pp", label="ends")
+        self.embedding_group = self._create(self._first_and_last_stages(), "pp", label="embedding")
         # This rank's channels to and from its pipeline neighbours, by the pipeline ranks of sender and receiver.
         self.channels = self._open_channels(edges)
         self._optimizer_groups = {
             axes: self._create_optimizer_groups(axes, optimizer_instances) for axes in REDUCTION_GROUPS
         }
-        use = "gathers" if separate_gather_groups else ""
+        use = "gather" if separate_gather_groups else ""
         self._gathers = {
             axes: self._create(self._shard_partition(axes, optimizer_instances), self._name(axes), use)
             for axes in REDUCTION_GROUPS

@@ -35,15 +35,15 @@ def activation(x: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](x)
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     x = 2.0 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def trial(name: str) -> KernelCheck:
+    def check(name: str) -> KernelCheck:
         return KernelCheck(lambda f, t: (f(t[0], name),), (x,))
 
-    return [trial(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind, because each takes time to compile
+    return [check(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind, because each takes time to compile
 
 
 ACTIVATION = Operation(
-    {"compiled": Candidate(compiled(activation), compiler_missing), "torch": Candidate(lambda: activation)}, _trials
+    {"compiled": Candidate(compiled(activation), compiler_missing), "torch": Candidate(lambda: activation)}, _checks
 )

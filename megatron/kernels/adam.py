@@ -113,7 +113,7 @@ def _apex() -> AdamKernel:
     return apex_adam
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     """Compare moments, counts and the change of the weights (more sensitive than the weights) after three steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((7, 5), (3,))
@@ -135,4 +135,4 @@ def _trials() -> Sequence[KernelCheck]:
     return [KernelCheck(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
 
 
-ADAM = Operation({"apex": Candidate(_apex, _apex_missing), "torch": Candidate(lambda: adam)}, _trials)
+ADAM = Operation({"apex": Candidate(_apex, _apex_missing), "torch": Candidate(lambda: adam)}, _checks)

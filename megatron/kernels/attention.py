@@ -182,20 +182,20 @@ def _flash() -> AttentionKernel:
     return flash_attn
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(32, 2, 4, 64, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 32, 2, 2, 64, generator=generator, dtype=torch.float64)
     documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
 
-    def trial(window: int | None, documents: Tensor | None) -> KernelCheck:
+    def check(window: int | None, documents: Tensor | None) -> KernelCheck:
         def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
             return (f(t[0], t[1], t[2], AttentionMask.of_sequence(32, t[0].device, window, parts)),)
 
         return KernelCheck(run, (q, k, v))
 
-    return [trial(window, parts) for parts in (None, documents) for window in (None, 7)]
+    return [check(window, parts) for parts in (None, documents) for window in (None, 7)]
 
 
 ATTENTION = Operation(
@@ -204,5 +204,5 @@ ATTENTION = Operation(
         "cudnn": Candidate(lambda: cudnn, _cudnn_missing, deterministic=False),
         "torch": Candidate(lambda: sdpa),
     },
-    _trials,
+    _checks,
 )

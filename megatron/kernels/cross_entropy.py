@@ -112,7 +112,7 @@ def _streamed() -> CrossEntropyKernel:
     return CrossEntropyKernel(lambda logits_CV, held: (logits_CV, top(logits_CV, held)), sums, gradient_in_place)
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(7, 24, generator=generator, dtype=torch.float64)
     scale, mask = torch.rand(2, 7, generator=generator, dtype=torch.float64)
@@ -129,5 +129,5 @@ def _trials() -> Sequence[KernelCheck]:
 
 
 CROSS_ENTROPY = Operation(
-    {"compiled": Candidate(_streamed, compiler_missing), "torch": Candidate(lambda: EAGER_CROSS_ENTROPY)}, _trials
+    {"compiled": Candidate(_streamed, compiler_missing), "torch": Candidate(lambda: EAGER_CROSS_ENTROPY)}, _checks
 )

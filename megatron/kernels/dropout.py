@@ -88,12 +88,12 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
     return mix(rows ^ mix(channels + 1)) >= int(probability * (MASK + 1))
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     key, samples = torch.tensor(0x1234_5678_9ABC_DEF0), torch.tensor([7, 3_000_000_000])
     return [KernelCheck(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
 
 
 DROPOUT = Operation(
-    {"compiled": Candidate(compiled(dropout), compiler_missing), "torch": Candidate(lambda: dropout)}, _trials
+    {"compiled": Candidate(compiled(dropout), compiler_missing), "torch": Candidate(lambda: dropout)}, _checks
 )

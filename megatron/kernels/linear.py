@@ -77,7 +77,7 @@ def _apex() -> LinearKernel:
     return TORCH_LINEAR._replace(weight_gradient=apex_wgrad)
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 2, n, generator=generator, dtype=torch.float64) for n in (32, 48))
     weight, target = torch.randn(2, 48, 32, generator=generator, dtype=torch.float64)
@@ -101,5 +101,5 @@ LINEAR = Operation(
         "addmm": Candidate(lambda: TORCH_LINEAR._replace(weight_gradient=_fused_wgrad), _addmm_missing),
         "torch": Candidate(lambda: TORCH_LINEAR),
     },
-    _trials,
+    _checks,
 )

@@ -83,7 +83,7 @@ def _apex() -> NormKernel:
     return apex_norm
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 6, 3, 64, generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
@@ -93,8 +93,8 @@ def _trials() -> Sequence[KernelCheck]:
     ]
 
 
-def _sum_trials() -> Sequence[KernelCheck]:
-    (x, weight), (y, _, bias) = (trial.inputs for trial in _trials())
+def _sum_checks() -> Sequence[KernelCheck]:
+    (x, weight), (y, _, bias) = (check.inputs for check in _checks())
     return [
         KernelCheck(lambda f, t: f(t[0], t[1], t[2], None, 1e-5), (x, y, weight)),
         KernelCheck(lambda f, t: f(t[0], t[1], t[2], t[3], 1e-5), (x, y, weight, bias)),
@@ -107,8 +107,8 @@ NORM = Operation(
         "compiled": Candidate(compiled(norm), compiler_missing),
         "torch": Candidate(lambda: norm),
     },
-    _trials,
+    _checks,
 )
 ADD_NORM = Operation(
-    {"compiled": Candidate(compiled(add_norm), compiler_missing), "torch": Candidate(lambda: add_norm)}, _sum_trials
+    {"compiled": Candidate(compiled(add_norm), compiler_missing), "torch": Candidate(lambda: add_norm)}, _sum_checks
 )

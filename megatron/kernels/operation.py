@@ -86,11 +86,11 @@ def check_kernel(operation: Operation, implementation: Any, device: torch.device
     must be accurate to their own dtype: an fp32 sum of rounded terms fails.
     """
     reference = operation.candidates["torch"].make()
-    for trial in operation.checks():
-        exact = trial.outcome(reference, torch.device("cpu"), torch.float64, dtype)
-        usual = trial.outcome(reference, device, dtype, dtype)
+    for check in operation.checks():
+        exact = check.outcome(reference, torch.device("cpu"), torch.float64, dtype)
+        usual = check.outcome(reference, device, dtype, dtype)
         try:
-            found = trial.outcome(implementation, device, dtype, dtype)
+            found = check.outcome(implementation, device, dtype, dtype)
         except Exception as failure:  # of any kind: the run can use another implementation
             return f"failed ({error_summary(failure)})"
         if [t.shape for t in found] != [t.shape for t in usual]:

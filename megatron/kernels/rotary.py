@@ -1,14 +1,79 @@
-"""Application of rotary position embeddings to queries and keys."""
+"""Rotary position embeddings (RoPE, Su et al. 2021): plain, Llama-3 scaled and YaRN angles, and their application."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.kernels.compile import compiled, compiler_missing
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
+
+
+@dataclass(frozen=True)
+class RotaryCosSin:
+    """Cosines and sines of the rotation angles, ``[S, B or 1, 1, rotary_dim]``."""
+
+    cos: Tensor
+    sin: Tensor
+    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + rotary_dim/2).
+    interleaved: bool
+
+
+class RotaryEmbedding:
+    """Rotary frequencies of a model; angles are computed in at least fp32, cosines and sines returned in ``dtype``."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.interleaved = config.rotary_interleaved
+        self.dtype = dtype
+        frequencies, self.scale = _frequencies(config)
+        self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
+
+    def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
+        """Return cosines and sines of positions 0..seq_length-1, or of the given ones."""
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
+        angles = positions_BS.t()[..., None, None] * self.frequencies
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
+
+
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Return angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+    frequencies = config.rotary_base**-exponents
+    if config.position_embedding_type == "yarn":
+        return _yarn(config, frequencies), 0.1 * math.log(config.rotary_scaling_factor) + 1.0
+    return (_llama3(config, frequencies) if config.use_rope_scaling else frequencies), 1.0
+
+
+def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Apply Llama 3.1's scaling: long wavelengths are stretched, short ones kept, with a ramp in between."""
+    wavelengths = 2 * math.pi / frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = ((config.rope_original_max_position / wavelengths - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Apply YaRN (Peng et al. 2023, eq. 17-23): interpolate channels with few rotations over the original context."""
+    original, dim = config.yarn_original_max_position_embeddings, config.rotary_dim
+    if original is None:
+        raise ValueError("yarn needs yarn_original_max_position_embeddings")
+
+    def channel(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    low = max(math.floor(channel(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(channel(config.yarn_beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)
+
 
 RotaryKernel = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """``rotary(q_SBND, k_SBGD, cos, sin, interleaved) -> (q, k)``, rotated."""
@@ -39,20 +104,20 @@ def rotary(q_SBND: Tensor, k_SBGD: Tensor, cos: Tensor, sin: Tensor, interleaved
     return rotate(q_SBND, cos, sin, interleaved), rotate(k_SBGD, cos, sin, interleaved)
 
 
-def _trials() -> Sequence[KernelCheck]:
+def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     angles = 6.0 * torch.rand(5, 1, 1, 8, generator=generator, dtype=torch.float64)
     q = torch.randn(5, 2, 4, 12, generator=generator, dtype=torch.float64)
 
-    def trial(interleaved: bool) -> KernelCheck:
+    def check(interleaved: bool) -> KernelCheck:
         # Cosines and sines are constants of a model, so they are computed here and have no gradient.
         return KernelCheck(
             lambda f, t: f(t[0], t[1], angles.cos().to(t[0]), angles.sin().to(t[0]), interleaved), (q, q[:, :, :2])
         )
 
-    return [trial(False), trial(True)]
+    return [check(False), check(True)]
 
 
 ROTARY = Operation(
-    {"compiled": Candidate(compiled(rotary), compiler_missing), "torch": Candidate(lambda: rotary)}, _trials
+    {"compiled": Candidate(compiled(rotary), compiler_missing), "torch": Candidate(lambda: rotary)}, _checks
 )

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.distributed.random import stable_hash
 from megatron.distributed.sharding import Init
 from megatron.kernels.attention import AttentionMask
+from megatron.kernels.dropout import keep_mask
 from megatron.layers.build import BuildContext, ForwardContext
-from megatron.layers.dropout import attention_dropout
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
@@ -65,7 +66,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
         super().__init__()
-        self.config, self.kernels = config, context.kernels
+        self.config, self.kernels, self.head_dim = config, context.kernels, config.head_dim
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
         shard, d = context.shard, config.head_dim
         shape = (config.kv_groups, config.heads_per_group)
@@ -88,7 +89,7 @@ class SelfAttention(nn.Module):
         """Attend within each sample."""
         qkv = self.linear_qkv(x_SBH)
         s, b, _ = qkv.shape
-        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.config.head_dim)
+        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)
         q, k, v = qkv_SBGXD.split((self.queries, 1, 1), dim=3)
         q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -103,6 +104,24 @@ class SelfAttention(nn.Module):
         else:
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)
+
+
+def attention_dropout(
+    weights_BNST: Tensor, probability: float, ctx: ForwardContext, site: str, first_head: int
+) -> Tensor:
+    """Apply dropout to attention weights, in training; ``first_head`` is the global index of head 0."""
+    if probability == 0.0 or not ctx.training:
+        return weights_BNST
+    _, n, _, t = weights_BNST.shape
+    heads = torch.arange(first_head, first_head + n, device=weights_BNST.device).view(-1, 1, 1)
+    keep = keep_mask(
+        probability,
+        stable_hash(ctx.seed, ctx.batch.step, site),
+        ctx.batch.sample_ids.view(-1, 1, 1, 1),
+        ctx.mask.query_positions.view(-1, 1),
+        heads * t + ctx.mask.key_positions,
+    )
+    return weights_BNST * keep * (1.0 / (1.0 - probability))
 
 
 LOGITS_PER_BLOCK = 1 << 25

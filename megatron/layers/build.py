@@ -15,8 +15,8 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.registry import Kernels
+from megatron.kernels.rotary import RotaryCosSin
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.rotary import RotaryCosSin
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""

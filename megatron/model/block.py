@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.distributed.random import stable_hash
 from megatron.layers.attention import SelfAttention
 from megatron.layers.build import BuildContext, ForwardContext
-from megatron.layers.dropout import hidden_dropout
 from megatron.layers.mlp import MLP
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norm import Norm
@@ -62,3 +63,19 @@ class Block(nn.Module):
             y, losses = self.mlp(n_SBH, ctx.batch)
             return y, losses
         return self.mlp(n_SBH), None
+
+
+def hidden_dropout(x_SBH: Tensor, probability: float, ctx: ForwardContext, site: str) -> Tensor:
+    """Apply dropout to this rank's rows of the residual stream, in training.
+
+    Args:
+        x_SBH: rows of the sequence, from ``ctx.first_row`` on.
+        probability: of dropping an element; the others are scaled by ``1 / (1 - probability)``.
+        ctx: sample ids, step and seed, which key the mask.
+        site: global name of the place in the model, which keys the mask too.
+
+    """
+    if probability == 0.0 or not ctx.training:
+        return x_SBH
+    key = torch.full((), stable_hash(ctx.seed, ctx.batch.step, site), device=x_SBH.device)
+    return ctx.kernels.dropout(x_SBH, probability, key, ctx.batch.sample_ids, ctx.first_row)

@@ -12,15 +12,14 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
+from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers.build import BuildContext, ForwardContext
-from megatron.layers.dropout import hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
-from megatron.layers.rotary import RotaryEmbedding
-from megatron.model.block import Block
+from megatron.model.block import Block, hidden_dropout
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 

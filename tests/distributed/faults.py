@@ -17,8 +17,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.layers import linear, loss
+from megatron.layers.attention import attention_dropout
 from megatron.layers.build import BuildContext, ForwardContext
-from megatron.layers.dropout import attention_dropout
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import SharedGradReducer

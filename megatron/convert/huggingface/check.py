@@ -32,7 +32,7 @@ from megatron.convert.huggingface.weight_map import build_on_meta
 from megatron.convert.huggingface.weights import WeightSource, open_weights, read_in_blocks
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.rotary import RotaryEmbedding
+from megatron.kernels.rotary import RotaryEmbedding
 
 LoadParameter = Callable[[str], Tensor]
 

@@ -13,10 +13,9 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
-from megatron.kernels.rotary import rotate
+from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers.attention import SelfAttention
 from megatron.layers.build import BuildContext, ForwardContext
-from megatron.layers.rotary import RotaryEmbedding
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12

@@ -11,9 +11,11 @@ from torch import Tensor
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention import AttentionMask
-from megatron.layers import dropout
+from megatron.layers import attention
+from megatron.layers.attention import attention_dropout
 from megatron.layers.build import ForwardContext
-from megatron.layers.dropout import attention_dropout, hidden_dropout
+from megatron.model import block
+from megatron.model.block import hidden_dropout
 from tests.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
@@ -149,7 +151,8 @@ def test_every_site_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         keys.append(stable_hash(*parts))
         return keys[-1]
 
-    monkeypatch.setattr(dropout, "stable_hash", recording)
+    for module in (attention, block):
+        monkeypatch.setattr(module, "stable_hash", recording)
     Solo.build(DROPPING).chunk(None, random_batch(DROPPING))
     assert len(set(keys)) == len(keys) == 1 + 3 * DROPPING.num_layers, (
         "embedding; attention, its output and MLP per block"

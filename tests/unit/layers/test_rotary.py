@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.rotary import rotate
-from megatron.layers.rotary import RotaryEmbedding
+from megatron.kernels.rotary import RotaryEmbedding, rotate
 from tests.solo import tiny
 
 HEAD_DIM, LENGTH = 16, 40

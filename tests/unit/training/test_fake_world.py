@@ -114,9 +114,9 @@ def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gp
         told[groups.size] += groups.count
     assert {size: 4 * count for size, count in told.items()} == made, "every rank of the pipeline makes all of them"
     kinds = {group.name: (group.count, group.size) for group in gpt3.chosen.groups}
-    assert kinds["tp"] == kinds["dp"] == kinds["dp gathers"] == (128, 8)
+    assert kinds["tp"] == kinds["dp"] == kinds["dp gather"] == (128, 8)
     assert kinds["pp"] == kinds["pp up"] == kinds["pp down"] == (64, 16)
-    assert (kinds["pp ends"], kinds["pp-tp"], kinds["world"]) == ((64, 2), (8, 128), (1, 1024))
+    assert (kinds["pp embedding"], kinds["pp-tp"], kinds["world"]) == ((64, 2), (8, 128), (1, 1024))
 
 
 @st.composite
