@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess import run as run_module
+from megatron.data.preprocess import encode as encode_module
 from megatron.data.tokenizers import huggingface
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
@@ -378,14 +378,14 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
     corpus: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Rust code does that calls Python, and takes what is raised there for a failure of its own."""
-    choose = run_module.choose_engine
+    choose = encode_module.choose_engine
 
     def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> EncodeEngine:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         return choose(tokenizer, sample, "hf")
 
-    monkeypatch.setattr(run_module, "choose_engine", swallowing)
+    monkeypatch.setattr(encode_module, "choose_engine", swallowing)
     assert run_model(tmp_path, model, "--input", str(corpus)) == 143
     assert "stopped by SIGTERM; nothing was written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

@@ -18,9 +18,10 @@ import tokenizers
 import zstandard
 
 from megatron.data.errors import DataError
-from megatron.data.preprocess import run as run_module
-from megatron.data.preprocess.corpus import TextDocument, find_text_files
-from megatron.data.preprocess.run import PreprocessOptions, PreprocessTotals, output_prefix, write_dataset
+from megatron.data.preprocess import encode as encode_module
+from megatron.data.preprocess.corpus import MAX_REPORTED, TextDocument, find_text_files
+from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
+from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
 from megatron.data.tokenizers.train import save_tokenizer, train_bpe
 
@@ -59,7 +60,7 @@ class Heard:
 
 def run(plan: PreprocessOptions) -> tuple[PreprocessTotals, list[str]]:
     heard = Heard()
-    totals, _ = write_dataset(plan, build_tokenizer(plan.choice), heard)
+    totals, _ = write_dataset(plan, build_tokenizer(plan.tokenizer_options), heard)
     return totals, heard.said
 
 
@@ -72,7 +73,7 @@ def some_texts(seed: int, count: int) -> list[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE."""
     folder = tmp_path_factory.mktemp("model") / "bpe"
-    documents = [TextDocument((text,), "", 0) for text in some_texts(0, 200)]
+    documents = [TextDocument((text,), (Path(), 0), 0) for text in some_texts(0, 200)]
     save_tokenizer(train_bpe(documents, 400).files, folder)
     return folder
 
@@ -237,7 +238,7 @@ def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
     )
     totals, said = run(plan)
     assert (totals.bad, totals.documents) == (1000, 1)
-    assert len(said) == 1 + run_module.MAX_REPORTED + 1
+    assert len(said) == 1 + MAX_REPORTED + 1
     assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
     assert said[-1] == "passed over: further ones are only counted"
 
@@ -299,9 +300,9 @@ def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
-    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
-    monkeypatch.setattr(run_module, "SAMPLE_SEARCH_BYTES", 1000)
-    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
+    monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 1000)
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
 
 
 @pytest.mark.parametrize("engine", ["hf", "auto"])
@@ -311,7 +312,7 @@ def test_where_nothing_is_to_be_proven_no_text_is_looked_for(
     def searched(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
         raise AssertionError("the input was searched")
 
-    monkeypatch.setattr(run_module, "read_sample", searched)
+    monkeypatch.setattr(encode_module, "read_sample", searched)
     (tmp_path / "a.txt").write_bytes(b"a")
     totals, _ = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES, engine=engine))
     assert totals.tokens == 1
@@ -367,9 +368,9 @@ def test_the_sample_is_the_beginning_of_what_can_be_read(tmp_path: Path) -> None
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_bytes(b"y" * (2 << 20))
     files = sorted(tmp_path.iterdir())
-    first, second, third = run_module.read_sample(files, ["text"])
+    first, second, third = encode_module.read_sample(files, ["text"])
     assert (first, second) == ("first", "second")
-    assert third == "y" * (run_module.SAMPLE_BYTES - len("firstsecond"))
+    assert third == "y" * (encode_module.SAMPLE_BYTES - len("firstsecond"))
 
 
 def test_without_gigatoken_the_own_library_is_used_and_said(

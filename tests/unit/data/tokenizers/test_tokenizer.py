@@ -39,7 +39,7 @@ from megatron.data.tokenizers.tokenizer import (
     read_tokenizer_record,
     was_written_with,
 )
-from tests.unit.data.made_tokenizers import apart, choice, gpt2
+from tests.unit.data.made_tokenizers import apart, gpt2, options_for
 
 
 @settings(deadline=None)
@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_name_builds_a_tokenizer_of_that_name(name: str, tmp_path: Path) -> None:
-    told = choice(name, tmp_path)
+    told = options_for(name, tmp_path)
     assert pickle.loads(pickle.dumps(told)) == told
     tokenizer = build_tokenizer(told)
     assert type(tokenizer).__name__ == name
@@ -111,7 +111,7 @@ TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "Nu
 
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_path: Path) -> None:
-    told = choice(name, tmp_path)
+    told = options_for(name, tmp_path)
     tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
     assert tokenizer.special_ids
     assert tokenizer.fingerprint == parsing.fingerprint  # the same id means the same text
@@ -129,7 +129,7 @@ def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_pat
 @pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])
 def test_what_is_no_unicode_is_refused(name: str, bad: str | bytes, tmp_path: Path) -> None:
     with pytest.raises(UnicodeError):
-        build_tokenizer(choice(name, tmp_path)).encode_batch(["good", bad])
+        build_tokenizer(options_for(name, tmp_path)).encode_batch(["good", bad])
 
 
 def test_the_option_of_a_run_knows_the_same_names() -> None:
@@ -163,7 +163,7 @@ def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: s
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r" ids, not 9,?999\n  fix: .*leave out --vocab-size"):
-        build_tokenizer(replace(choice(name, tmp_path), vocab_size=9999))
+        build_tokenizer(replace(options_for(name, tmp_path), vocab_size=9999))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, parse: bool, tmp_path: Path) -> None:
-    told = choice(name, tmp_path / "where it came from")
+    told = options_for(name, tmp_path / "where it came from")
     if parse and name in TEXTUAL:
         told = replace(told, parse_special_tokens=True)
     written = build_tokenizer(told)
@@ -298,7 +298,7 @@ def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, par
 
 @pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"])
 def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> None:
-    prefix = record(tmp_path / "x", build_tokenizer(choice(name, tmp_path / "files")))
+    prefix = record(tmp_path / "x", build_tokenizer(options_for(name, tmp_path / "files")))
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     older = {key: json.loads(path.read_text())[key] for key in ("tokenizer_type", "vocab_size", "eod", "fingerprint")}
     path.write_text(json.dumps(older))
@@ -311,7 +311,7 @@ def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str, parse: bool, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(replace(choice(name, tmp_path / "files"), parse_special_tokens=parse))
+    tokenizer = build_tokenizer(replace(options_for(name, tmp_path / "files"), parse_special_tokens=parse))
     prefix, today = record(tmp_path / "x", tokenizer), record(tmp_path / "y", tokenizer)
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     content = next(iter(tokenizer.files.values()))
@@ -325,7 +325,7 @@ def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str
     assert again.settings == tokenizer.settings
     assert have_same_ids(prefix, today)
     assert have_same_ids(today, prefix)
-    assert was_written_with(prefix, build_tokenizer(choice(name, tmp_path / "files")))
+    assert was_written_with(prefix, build_tokenizer(options_for(name, tmp_path / "files")))
     assert not was_written_with(prefix, ByteTokenizer())
     assert not have_same_ids(prefix, record(tmp_path / "z", ByteTokenizer()))
 
@@ -349,7 +349,7 @@ def test_gpt2_is_one_tokenizer_in_each_of_its_forms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_three_names_are_one_type(name: str, tmp_path: Path) -> None:
-    prefix = record(tmp_path / "x", build_tokenizer(choice("Llama2Tokenizer", tmp_path / "files")))
+    prefix = record(tmp_path / "x", build_tokenizer(options_for("Llama2Tokenizer", tmp_path / "files")))
     assert read_tokenizer_record(prefix, name) is not None
     with pytest.raises(DataError, match="was written with Llama2Tokenizer, not with HuggingFaceTokenizer"):
         read_tokenizer_record(prefix, "HuggingFaceTokenizer")
