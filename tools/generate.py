@@ -160,7 +160,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
     from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout
     from megatron.distributed.mesh import Mesh
-    from megatron.layers.build import DTYPES
+    from megatron.layers.context import DTYPES
     from megatron.training.build import choose_device
 
     device = choose_device(args.device)

@@ -28,7 +28,7 @@ from megatron.convert.saved_model import (
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
-from megatron.layers.build import DTYPES, BuildContext
+from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 
 

@@ -146,7 +146,7 @@ REMAINDER_BYTES, INDEX_BYTES = 2, 8
 REDUCTIONS_IN_FLIGHT = 2
 """Concurrent reductions of ZeRO-2 buckets, or of bf16 gradients; a test compares it with the grad buffer's."""
 
-STATE_KINDS = ("weights", "gradients", "masters", "moments", "average", "buffers")
+STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "buffers")
 """Kinds of persistent state. Masters are the main params, average is the EMA. Buffers are rotary frequencies, the
 window of the spike filter, and global row indices of parameters with low-precision state."""
 
@@ -295,7 +295,7 @@ class _StageState:
         self._common["gradients"] += (size // bucket.shards if zero2 else size) * wide
         remainders = optimizer.store_param_remainders and config.precision.params_dtype == "bf16"
         per_element = {
-            "masters": 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide,
+            "main params": 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide,
             "moments": _moment_bytes(optimizer, bucket.key.uncut, wide),
             "average": wide if optimizer.ema_decay is not None else 0,
         }

@@ -27,7 +27,7 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
-STATE_PARTS = ("weights", "gradients", "masters", "moments", "average")
+STATE_PARTS = ("weights", "gradients", "main params", "moments", "average")
 """The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
 
 OTHER_RANKS = "the rest of its pipeline"
@@ -163,7 +163,7 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
     tensors: dict[str, Iterable[Tensor]] = {
         "weights": [parameter.detach() for parameter in trainer.params.values()],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
-        "masters": [remainders[name] if name in remainders else main_params[name] for name in main_params],
+        "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
         "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],
         "average": optimizer.ema.values(),
     }

@@ -60,7 +60,7 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, find_special_token
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.build import DTYPES
+from megatron.layers.context import DTYPES
 
 ProgressCallback = Callable[[str, int, int], None]
 """Progress callback: (name of the last tensor, elements done, total elements)."""

@@ -27,7 +27,7 @@ def test_everything_that_matters_is_said() -> None:
     assert told["ranks"] == "8 = DP 4 (copies of the model) x TP 2 (tensor and sequence parallel)"
     assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in told["model"]
     assert told["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
-    parts = "weights 898.50 KiB, gradients 1.75 MiB, masters 1.75 MiB, moments 3.51 MiB"
+    parts = "weights 898.50 KiB, gradients 1.75 MiB, main params 1.75 MiB, moments 3.51 MiB"
     assert told["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
     assert told["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
     assert told["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"

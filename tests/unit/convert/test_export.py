@@ -28,7 +28,7 @@ from megatron.convert.saved_model import SavedModel
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, byte_tokenizer
 from megatron.distributed.sharding import Box
 from megatron.inference.text import TextCodec
-from megatron.layers.build import DTYPES
+from megatron.layers.context import DTYPES
 from tests.parity.families import from_gpt2, from_llama
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, write_checkpoint

@@ -74,7 +74,7 @@ def test_a_rank_of_the_175b_recipe_takes_seconds_and_little_memory(tmp_path: Pat
     assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in told
     assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in told
     foretold = rank_state_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
-    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, masters" in told
+    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, main params" in told
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_all_ranks_together_update_every_parameter_once() -> None:
     flags = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --vocab-size 256 --bf16"
     flags += " --make-vocab-size-divisible-by 1 --use-distributed-optimizer --untie-embeddings-and-output-weights"
     config = config_of(f"{flags} --global-batch-size 16", 16)
-    held = sum(fake_world(config, 16, rank).chosen.state["masters"] for rank in range(16)) // 4
+    held = sum(fake_world(config, 16, rank).chosen.state["main params"] for rank in range(16)) // 4
     vectors = sum(whole for built in fake_world(config, 16, 0).pipeline for whole in vectors_of(built).values())
     assert held == config.model.num_parameters() + vectors, "each once, but what TP does not cut, twice"
 
