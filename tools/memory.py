@@ -71,8 +71,8 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     yield row("sum", gibibytes(sums))
     yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
     yield ""
-    yield row("on their way", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
-    yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
+    yield row("in flight", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
+    yield "(gradients being reduced during backward: at most this much more, freed after the step)"
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 
