@@ -257,8 +257,8 @@ def broken(rank: int, world: int, folder: Path, sizes: list[int], what: str) -> 
 
 @pytest.mark.parametrize("what", ["source", "target"])
 def test_a_disk_that_refuses_one_rank_stops_no_other(pool: Pool, tmp_path: Path, what: str) -> None:
-    told = pool.run(WORLD, broken, tmp_path, [2 * BLOCK] * WORLD, what)
+    printed = pool.run(WORLD, broken, tmp_path, [2 * BLOCK] * WORLD, what)
     other = "other bytes" if what == "source" else ""  # zeros came, which nobody keeps once rank 1 has told
-    assert told[1].startswith(("OSError 1.out", "FileExistsError 1.in.part", "IsADirectoryError"))
-    assert told[2] == other
-    assert (told[0], told[3]) == ("", "")
+    assert printed[1].startswith(("OSError 1.out", "FileExistsError 1.in.part", "IsADirectoryError"))
+    assert printed[2] == other
+    assert (printed[0], printed[3]) == ("", "")

@@ -45,11 +45,11 @@ def judged(told: dict[int, dict[str, Any]]) -> dict[str, CheckResult]:
 
 
 def test_a_good_file_system(tmp_path: Path) -> None:
-    told = probe(tmp_path)
-    assert [check.verdict for check in judged(told).values()] == [OK, OK, OK]
-    assert judged(told)["locks"].detail == "a lock held by one node excludes the others"
-    assert [rank for rank, entry in told.items() if "write_mb_per_s" in entry] == [0, 2, 4]
-    assert all(entry["write_mb_per_s"] > 0 for rank, entry in told.items() if rank % 2 == 0)
+    printed = probe(tmp_path)
+    assert [check.verdict for check in judged(printed).values()] == [OK, OK, OK]
+    assert judged(printed)["locks"].detail == "a lock held by one node excludes the others"
+    assert [rank for rank, entry in printed.items() if "write_mb_per_s" in entry] == [0, 2, 4]
+    assert all(entry["write_mb_per_s"] > 0 for rank, entry in printed.items() if rank % 2 == 0)
 
 
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
@@ -60,18 +60,18 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 
 def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
     with patch.object(fcntl, "flock", lambda file, how: None):
-        told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank in (2, 4)} == {"free"}
-    assert judged(told)["locks"].verdict == WARNING
-    assert "does not reach node1, node2" in judged(told)["locks"].detail
+        printed = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in printed.items() if rank in (2, 4)} == {"free"}
+    assert judged(printed)["locks"].verdict == WARNING
+    assert "does not reach node1, node2" in judged(printed)["locks"].detail
 
 
 def test_no_locks_at_all(tmp_path: Path) -> None:
     refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     with patch.object(fcntl, "flock", side_effect=refusal):
-        told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank % 2 == 0} == {"none"}
-    assert judged(told)["locks"].verdict == WARNING
+        printed = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in printed.items() if rank % 2 == 0} == {"none"}
+    assert judged(printed)["locks"].verdict == WARNING
 
 
 def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
 
     patches = patch.object(Path, "replace", replace), patch.object(filesystem, "is_torn", is_torn)
     with patches[0], patches[1], patch.object(filesystem, "REPLACEMENTS", 2):
-        told = probe(tmp_path)
-    rename = judged(told)["rename replaces a file at once"]
+        printed = probe(tmp_path)
+    rename = judged(printed)["rename replaces a file at once"]
     assert rename.verdict == FAILED
     assert "reads found a file torn or missing" in rename.detail
 

@@ -79,11 +79,11 @@ def test_tensors_that_do_not_fit_are_all_named(kind: str, tmp_path: Path) -> Non
     weights["adapter.weight"] = torch.zeros(2)
     with pytest.raises(CheckpointError) as caught:
         HuggingFaceWeights(write_folder(tmp_path / "m", model, weights), model)
-    said = str(caught.value)
-    assert f"lacks: {missing};" in said
-    assert "does not have: adapter.weight;" in said
-    assert f"{misshapen} [" in said
-    assert f"{mistyped} torch.float64" in said
+    message = str(caught.value)
+    assert f"lacks: {missing};" in message
+    assert "does not have: adapter.weight;" in message
+    assert f"{misshapen} [" in message
+    assert f"{mistyped} torch.float64" in message
 
 
 def test_model_of_another_shape_is_refused(tmp_path: Path) -> None:

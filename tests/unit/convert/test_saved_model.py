@@ -126,8 +126,8 @@ def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path)
 def test_a_configuration_that_is_none_is_told(group: str, value: object, tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
     manifest.config[group] = value
-    said = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    message = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         SavedModel(manifest)
 
 

@@ -185,10 +185,10 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "title") == 0
     before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "text", "title") == 2
-    told = (
+    printed = (
         f"{tmp_path}/out_title_document.bin is there already, and 2 more\n  fix: --overwrite | another --output-prefix"
     )
-    assert told in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
     assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
@@ -276,8 +276,8 @@ def test_a_place_that_cannot_be_written_is_named(
     prefix = str(tmp_path / prefix)
     flags = ["--input", str(corpus), "--tokenizer-type", "ByteTokenizer", "--output-prefix", prefix]
     assert main(flags) == 1
-    told = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
-    assert re.search(told, capsys.readouterr().err)
+    printed = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
+    assert re.search(printed, capsys.readouterr().err)
 
 
 def test_one_document_that_is_no_ids_has_one_line_of_fixes(

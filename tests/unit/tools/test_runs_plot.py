@@ -126,9 +126,9 @@ def test_the_tool_draws_several(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([str(write(tmp_path / "a")), str(write(tmp_path / "b", extra='{"it'))]) == 0
-    told = capsys.readouterr()
-    assert told.out == "runs.png\n"
-    assert f"{tmp_path / 'b' / 'metrics.jsonl'}: 4" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "runs.png\n"
+    assert f"{tmp_path / 'b' / 'metrics.jsonl'}: 4" in printed.err
     assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
     assert main(["a", "b", "--out", "c.svg"]) == 0
     assert Path("c.svg").exists()

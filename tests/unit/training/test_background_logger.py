@@ -108,8 +108,8 @@ def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too(capsy
         log.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
     log.log({})
     log.close()
-    told = [text.split()[0] for text in warnings(capsys)]
-    assert sorted(told) == ["0:event", "1:log", "2:event", "3:close", "4:event"]
+    printed = [text.split()[0] for text in warnings(capsys)]
+    assert sorted(printed) == ["0:event", "1:log", "2:event", "3:close", "4:event"]
 
 
 class Least:

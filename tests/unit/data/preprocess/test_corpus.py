@@ -187,11 +187,11 @@ def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
         "e.jsonl.gz": gzip.compress(b'{"text": "4"}\n{"text": "5"}\n')[:-9],
     }.items():
         (tmp_path / name).write_bytes(content)
-    told: list[DataError] = []
+    printed: list[DataError] = []
     files = sorted(tmp_path.iterdir())
-    texts = [d.texts[0] for d in read_documents(files, ["text"], told.append)]
+    texts = [d.texts[0] for d in read_documents(files, ["text"], printed.append)]
     assert [text for text in texts if text not in ("4", "5")] == ["1", "3", b"good"]
-    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in told] == [
+    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in printed] == [
         "a.jsonl:2",
         "a.jsonl:4",
         "a.jsonl:5",
@@ -199,7 +199,7 @@ def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
         "d.jsonl",
         f"e.jsonl.gz:{len(texts) - 2}",
     ]
-    assert all("--on-bad-line skip" in error.fixes for error in told)
+    assert all("--on-bad-line skip" in error.fixes for error in printed)
 
 
 def test_a_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:

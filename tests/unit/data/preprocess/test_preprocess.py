@@ -140,8 +140,8 @@ def test_the_bytes_are_those_of_a_plain_loop(
     plan = PreprocessOptions(
         files, ("text", "title"), str(tmp_path / "out"), choice, True, engine, workers, False, block_bytes
     )
-    totals, said = run(plan)
-    assert said[0].startswith("engine: tokenizers" if engine == "hf" else "engine: gigatoken")
+    totals, message_text = run(plan)
+    assert message_text[0].startswith("engine: tokenizers" if engine == "hf" else "engine: gigatoken")
     tokens = 0
     for key in plan.keys:
         expected = independent([record[key] for record in records], model)
@@ -209,12 +209,14 @@ def test_bad_documents_are_passed_over_under_all_keys_named_and_counted(
     plan = PreprocessOptions(
         files, ("text", "title"), str(tmp_path / "out"), BYTES, False, "auto", workers, True, block_bytes
     )
-    totals, said = run(plan)
-    told = [sentence.removeprefix("passed over: ") for sentence in said[1:]]
-    assert [sentence.split(" ")[0].rstrip(":") for sentence in told[:8]] == [f"{files[0]}:{n}" for n in range(2, 18, 2)]
-    assert told[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
-    assert told[9] == f"{files[2]} has no documents"
-    assert len(told) == totals.bad == 10
+    totals, message_text = run(plan)
+    printed = [sentence.removeprefix("passed over: ") for sentence in message_text[1:]]
+    assert [sentence.split(" ")[0].rstrip(":") for sentence in printed[:8]] == [
+        f"{files[0]}:{n}" for n in range(2, 18, 2)
+    ]
+    assert printed[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
+    assert printed[9] == f"{files[2]} has no documents"
+    assert len(printed) == totals.bad == 10
     assert totals.documents == 9 + 3000
     texts = "good" * 9 + "".join(str(i * i) for i in range(3000))
     assert pair(f"{plan.prefix}_text_document")[0].decode("utf-16-le") == texts
@@ -236,11 +238,11 @@ def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
     plan = PreprocessOptions(
         [tmp_path / "x.jsonl"], ("text",), str(tmp_path / "out"), BYTES, skip_bad=True, block_bytes=20
     )
-    totals, said = run(plan)
+    totals, message_text = run(plan)
     assert (totals.bad, totals.documents) == (1000, 1)
-    assert len(said) == 1 + MAX_REPORTED + 1
-    assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
-    assert said[-1] == "passed over: further ones are only counted"
+    assert len(message_text) == 1 + MAX_REPORTED + 1
+    assert message_text[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
+    assert message_text[-1] == "passed over: further ones are only counted"
 
 
 @pytest.mark.parametrize(
@@ -358,8 +360,8 @@ def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_bytes(b"a")
     left = tmp_path / "out_text_document.bin.1234567.part"
     left.write_bytes(b"half")
-    _, said = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
-    assert f"removed {left}, left by a run that was killed" in said
+    _, message_text = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
+    assert f"removed {left}, left by a run that was killed" in message_text
     assert not left.exists()
 
 
@@ -378,6 +380,6 @@ def test_without_gigatoken_the_own_library_is_used_and_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     choice = TokenizerOptions("HuggingFaceTokenizer", str(model))
-    _, said = run(PreprocessOptions([corpus / "0.jsonl"], ("text",), str(tmp_path / "out"), choice))
-    assert said[0].startswith("engine: tokenizers")
-    assert "pip install gigatoken" in said[0]
+    _, message_text = run(PreprocessOptions([corpus / "0.jsonl"], ("text",), str(tmp_path / "out"), choice))
+    assert message_text[0].startswith("engine: tokenizers")
+    assert "pip install gigatoken" in message_text[0]

@@ -260,11 +260,11 @@ def test_what_gigatoken_does_not_read_is_told(tmp_path: Path) -> None:
     unigram = Llama2Tokenizer(sentencepiece_model(tmp_path / "u.model", model_type="unigram"))
     assert choose_engine(unigram, TEXT).reason == "gigatoken needs a tokenizer.json, and this tokenizer has none"
     folder = tmp_path / "odd"
-    told = options_for("HuggingFaceTokenizer", folder)
+    printed = options_for("HuggingFaceTokenizer", folder)
     content = json.loads((folder / TOKENIZER_JSON).read_text())
     content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     (folder / TOKENIZER_JSON).write_text(json.dumps(content))
-    reason = choose_engine(build_tokenizer(told), TEXT).reason
+    reason = choose_engine(build_tokenizer(printed), TEXT).reason
     assert reason.startswith("gigatoken ")
     assert "\n" not in reason
 

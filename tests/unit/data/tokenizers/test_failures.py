@@ -74,10 +74,10 @@ def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple
 
 
 def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> None:
-    count, told = encoded(without_unknown(tmp_path), ["a b", "a zzz", "b"])
+    count, printed = encoded(without_unknown(tmp_path), ["a b", "a zzz", "b"])
     assert count == 2
-    assert len(told) == 1
-    assert told[0].startswith("x.jsonl:2: tokenizers cannot encode this text: ")
+    assert len(printed) == 1
+    assert printed[0].startswith("x.jsonl:2: tokenizers cannot encode this text: ")
 
 
 @pytest.mark.parametrize("parse", [False, True])
@@ -85,10 +85,10 @@ def test_a_panic_is_told_with_its_document(parse: bool, tmp_path: Path) -> None:
     """The regular expressions of tiktoken overflow their stack at a million spaces."""
     tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     tokenizer.settings = {"parse_special_tokens": parse}  # type: ignore[misc]
-    count, told = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
+    count, printed = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
     assert count == 2
-    assert len(told) == 1
-    assert told[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
+    assert len(printed) == 1
+    assert printed[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
 
 
 def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(

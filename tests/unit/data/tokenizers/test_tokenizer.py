@@ -90,9 +90,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_name_builds_a_tokenizer_of_that_name(name: str, tmp_path: Path) -> None:
-    told = options_for(name, tmp_path)
-    assert pickle.loads(pickle.dumps(told)) == told
-    tokenizer = build_tokenizer(told)
+    printed = options_for(name, tmp_path)
+    assert pickle.loads(pickle.dumps(printed)) == printed
+    tokenizer = build_tokenizer(printed)
     assert type(tokenizer).__name__ == name
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = tokenizer.encode("7 8")
@@ -111,8 +111,8 @@ TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "Nu
 
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_path: Path) -> None:
-    told = options_for(name, tmp_path)
-    tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
+    printed = options_for(name, tmp_path)
+    tokenizer, parsing = build_tokenizer(printed), build_tokenizer(replace(printed, parse_special_tokens=True))
     assert tokenizer.special_ids
     assert tokenizer.fingerprint == parsing.fingerprint  # the same id means the same text
     for token, number in tokenizer.special_ids.items():
@@ -202,10 +202,10 @@ def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) 
     unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
     unigram.add_special_tokens(["</s>"])
     unigram.save(str(tmp_path / "tokenizer.json"))
-    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path))
+    printed = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path))
     with pytest.raises(DataError, match="'</s>' in plain text as the special token 1"):
-        build_tokenizer(told)
-    assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
+        build_tokenizer(printed)
+    assert build_tokenizer(replace(printed, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
 
 
 def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such(tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such
     for name, library in {"words": words, "unigram": unigram}.items():
         (tmp_path / name).mkdir()
         library.save(str(tmp_path / name / "tokenizer.json"))
-    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "words"))
-    assert build_tokenizer(told).encode("anything").tolist() == [0]
+    printed = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "words"))
+    assert build_tokenizer(printed).encode("anything").tolist() == [0]
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(tmp_path / "unigram"))
     assert load_recorded_tokenizer(prefix) is not None
 
@@ -283,10 +283,10 @@ def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, parse: bool, tmp_path: Path) -> None:
-    told = options_for(name, tmp_path / "where it came from")
+    printed = options_for(name, tmp_path / "where it came from")
     if parse and name in TEXTUAL:
-        told = replace(told, parse_special_tokens=True)
-    written = build_tokenizer(told)
+        printed = replace(printed, parse_special_tokens=True)
+    written = build_tokenizer(printed)
     prefix = record(tmp_path / "x", written)
     shutil.rmtree(tmp_path / "where it came from", ignore_errors=True)
     again = load_recorded_tokenizer(prefix, name)
@@ -316,10 +316,10 @@ def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     content = next(iter(tokenizer.files.values()))
     facts = [content.decode() if name in ("HuggingFaceTokenizer", "GPT2BPETokenizer") else sha256(content).hexdigest()]
-    told = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
+    printed = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
     if name == "TikTokenizer":  # its facts are many
-        told = tokenizer.legacy_fingerprints[parse]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": told}))
+        printed = tokenizer.legacy_fingerprints[parse]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": printed}))
     again = load_recorded_tokenizer(prefix)
     assert again is not None
     assert again.settings == tokenizer.settings
