@@ -75,10 +75,10 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
         GroupInfo("pp-tp", 4, 16),
         GroupInfo("world", 1, 64),
         GroupInfo("tp kv", 32, 2),
-        GroupInfo("pp ends", 16, 2),
+        GroupInfo("pp embedding", 16, 2),
         GroupInfo("pp up", 16, 4),
         GroupInfo("pp down", 16, 4),
         GroupInfo("dp shards", 32, 2),
         GroupInfo("dp copies", 32, 2),
-        GroupInfo("dp gathers", 32, 2),
+        GroupInfo("dp gather", 32, 2),
     }
