@@ -29,7 +29,7 @@ from benchmarks.record import keep, versions
 from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
+from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Memory of a conversion, from and to Hugging Face"

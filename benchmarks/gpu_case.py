@@ -24,8 +24,7 @@ import torch
 from benchmarks.gpu_contestants import CASES, REHEARSAL, Case, Ours, Setting, Step, Theirs
 from megatron.planner.flops import FlopsPerToken
 from megatron.training.cuda_graphs import WARM_UP_STEPS
-from megatron.training.metrics import device_name
-from megatron.training.throughput import peak_flops
+from megatron.training.metrics import device_name, peak_flops
 
 ROUNDS = 5
 """Turns that the winners take."""

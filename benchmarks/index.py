@@ -119,20 +119,20 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
         whole = statistics.median(timed(clock, build) for _ in range(rounds))
         samples = len(order.shuffle_index) / 1e6
         found[name] = {"millions": samples, "epochs": order.epochs, "all": samples / whole}
-        for table, make in separately(held, order, size).items():
+        for table, make in separately(held, order).items():
             seconds = statistics.median(timed(clock, make) for _ in range(rounds))
             found[name][table] = len(order.tables[table]) / seconds / 1e6
     return found
 
 
-def separately(held: NDArray[np.int32], order: SampleOrder, size: int) -> dict[str, Callable[[], object]]:
+def separately(held: NDArray[np.int32], order: SampleOrder) -> dict[str, Callable[[], object]]:
     """Return a function for each table of an order that builds it alone."""
-    seq_length, samples, random = order.seq_length, len(order.shuffle_index), np.random.RandomState(SEED)
-    apart = gpt_dataset._samples_before_last_epoch(order.tokens, order.epochs, size, seq_length)
+    samples, random = len(order.shuffle_index), np.random.RandomState(SEED)
+    sequences = np.arange(order.part.start, order.part.stop)
     return {
-        "documents": partial(gpt_dataset._document_index, order.part, order.epochs, apart is not None, random),
-        "samples": partial(gpt_dataset._sample_index, held, order.document_index, samples, seq_length),
-        "shuffle": partial(gpt_dataset._shuffle_index, samples, apart, random),
+        "documents": lambda: gpt_dataset._shuffled([np.tile(sequences, order.epochs)], np.int32, random),
+        "samples": partial(gpt_dataset._sample_index, held, order.document_index, samples, order.seq_length),
+        "shuffle": lambda: gpt_dataset._shuffled([np.arange(samples)], np.uint32, random),
     }
 
 

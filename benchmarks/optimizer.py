@@ -30,7 +30,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer

@@ -106,7 +106,7 @@ def train_tokenizer(folder: Path) -> None:
     from megatron.data.preprocess.corpus import TextDocument
     from megatron.data.tokenizers.train import save_tokenizer, train_bpe
 
-    texts = [TextDocument((text,), "", 0) for text in islice(documents(2), 5000)]
+    texts = [TextDocument((text,), (Path(), 0), 0) for text in islice(documents(2), 5000)]
     save_tokenizer(train_bpe(texts, 32_000).files, folder)
 
 

@@ -62,9 +62,9 @@ def _reached(folder: Path, step: int) -> bool:
 def main(folder: str, wait_after: str, flags: str) -> int:
     """The process itself: ``python -m tests.killed FOLDER STEP FLAGS``."""
     waiting = before_step(int(wait_after) + 1 if int(wait_after) else 0, lambda trainer: time.sleep(SECONDS))
-    told = start(tiny_run(Path(folder), flags), waiting)
-    print(told.out, told.err, sep="\n")
-    return told.status or 0
+    printed = start(tiny_run(Path(folder), flags), waiting)
+    print(printed.out, printed.err, sep="\n")
+    return printed.status or 0
 
 
 if __name__ == "__main__":

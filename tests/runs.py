@@ -132,16 +132,16 @@ def start(
     config: RunConfig, event: AbstractContextManager[Any] | None = None, rank: int = 0, world_size: int = 1
 ) -> Told:
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
-    told, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    printed, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None)
-    around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(told.samples)
+    around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         for context in around:
             stack.enter_context(context)
         with suppress(KilledError):
-            told.status = main.run(config)
-    told.out, told.err = out.getvalue(), err.getvalue()
-    return told
+            printed.status = main.run(config)
+    printed.out, printed.err = out.getvalue(), err.getvalue()
+    return printed
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.registry import Kernels
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer

@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    from tools.cluster_check.launcher import RankLauncher
-    from tools.cluster_check.run import ClusterCheck  # imports torch, so only when the flags are valid
+    from tools.cluster_check.run import ClusterCheck, RankLauncher  # imports torch, so only when the flags are valid
 
     words = shlex.split(args.launch) if args.launch else [sys.executable, *TORCHRUN.split(), str(args.nproc)]
     folder = args.out.resolve()
@@ -72,11 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check the values of the flags.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """Check the values of the flags."""
     problems = []
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         problems.append(Problem("E002", f"--out {args.out} exists and is not empty", (f"--out {args.out}-2",)))
@@ -97,23 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add, how = parser.add_argument, parser.add_mutually_exclusive_group()
     how.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks on this machine, started by torchrun (2)")
-    how.add_argument(
-        "--launch",
-        metavar="WORDS",
-        help="command that starts a Python file on every rank; {port} is a new port every time",
-    )
+    launch = "command that starts a Python file on every rank; {port} is a new port every time"
+    how.add_argument("--launch", metavar="WORDS", help=launch)
     default = Path(time.strftime("runs/acceptance-%Y%m%d-%H%M%S"))
     add("--out", type=Path, default=default, metavar="DIR", help="a new folder that all nodes share (below runs)")
     add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (all)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (auto)")
-    add(
-        "--formats",
-        nargs="+",
-        choices=FORMATS,
-        default=FORMATS,
-        metavar="WORD",
-        help="number formats of the layouts (fp32 bf16)",
-    )
+    formats = "number formats of the layouts (fp32 bf16)"
+    add("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="WORD", help=formats)
     add("--layouts", type=int, metavar="N", help="compare the first N layouts only")
     add("--steps", type=int, default=50, metavar="N", help="of the run in which a rank is killed (50)")
     add(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.object_store import RemotePath, parse_location
 
 if TYPE_CHECKING:
-    from megatron.convert.convert import ConversionResult
+    from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
@@ -49,12 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
-    source.add_argument(
-        "--load",
-        type=parse_location,
-        metavar="CKPT",
-        help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN",
-    )
+    checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
+    source.add_argument("--load", type=parse_location, metavar="CKPT", help=checkpoints)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "--save", type=parse_output_folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only"
@@ -72,8 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags and reject those without effect."""
+def main(argv: Sequence[str]) -> int:
+    """Convert, and print what was written and how it was checked.
+
+    Returns:
+        The exit status: 1 if the conversion fails, 2 for invalid flags.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     if (args.load_hf is None) == (args.save_hf is None):
@@ -81,16 +81,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     unused = [f"--{name.replace('_', '-')}" for name in EXPORT_OPTIONS if getattr(args, name) is not None]
     if args.load_hf is not None and unused:
         parser.error(f"{', '.join(unused)}: only with --save-hf")
-    return args
 
-
-def main(argv: Sequence[str]) -> int:
-    """Convert, and print what was written and how it was checked.
-
-    Returns:
-        The exit status: 1 if the conversion fails, 2 for invalid flags.
-    """
-    args = parse_flags(argv)
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
     from megatron.config.plugins import load_plugins
@@ -117,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
-    from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
+    from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
     report, checked = PercentPrinter(), not args.no_check

@@ -72,17 +72,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         write_outputs(make_drawing(arguments), arguments)
     except ScheduleError as error:
-        print_error(error)
-        return 1
+        return parser.fail(describe_error(error), 1)
     except (ValueError, OSError) as error:
         return parser.fail(error, 1)
     return 0
 
 
-def print_error(error: ScheduleError, about: str = "") -> None:
-    """Print why a schedule is invalid, and fixes."""
-    fixes = f"\n  fix: {' | '.join(error.fixes)}" if error.fixes else ""
-    print(f"draw_schedule: {about}{error.sentence}{fixes}", file=sys.stderr)
+def describe_error(error: ScheduleError) -> str:
+    """Return why a schedule is invalid, and fixes."""
+    return error.sentence + (f"\n  fix: {' | '.join(error.fixes)}" if error.fixes else "")
 
 
 def build_parser() -> ToolParser:
@@ -188,41 +186,24 @@ def _unused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def make_drawing(arguments: argparse.Namespace) -> Drawing:
-    """Return the timelines to draw.
-
-    Raises:
-        ScheduleError: if a schedule is invalid or a file cannot be read.
-    """
+    """Return the timelines to draw. In a comparison, invalid schedules are reported and left out."""
     if arguments.measured:
         return compare_with_measured(read_trace(arguments.measured))
-    if arguments.compare:
-        return Drawing(compare_schedules(arguments), None)
-    return draw_one(arguments.schedule, arguments)
-
-
-def compare_schedules(arguments: argparse.Namespace) -> dict[str, Timeline]:
-    """Return the timeline of each schedule; invalid ones are reported and left out.
-
-    Raises:
-        ScheduleError: if none is left.
-    """
+    if not arguments.compare:
+        return draw_one(arguments.schedule, arguments)
     panels: dict[str, Timeline] = {}
     for name in _names(vars(arguments)):
         try:
             panels.update(draw_one(name, arguments).panels)
         except ScheduleError as error:
-            print_error(error, about=f"{name} is left out: ")
+            print(f"draw_schedule: {name} is left out: {describe_error(error)}", file=sys.stderr)
     if not panels:
         raise ScheduleError("none of these schedules can be drawn")
-    return panels
+    return Drawing(panels, None)
 
 
 def draw_one(name: str, arguments: argparse.Namespace) -> Drawing:
-    """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found.
-
-    Raises:
-        ScheduleError: if the schedule does not exist or is invalid.
-    """
+    """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found."""
     schedule = make_named_schedule(name, arguments)
     title = f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
     costs = costs_from_flags(arguments, len(schedule.ranks), schedule.stages)
@@ -230,36 +211,21 @@ def draw_one(name: str, arguments: argparse.Namespace) -> Drawing:
 
 
 def make_named_schedule(name: str, arguments: argparse.Namespace) -> PipelineSchedule:
-    """Return a schedule from its file, or of the size given by the flags.
-
-    Raises:
-        ScheduleError: if there is none.
-    """
+    """Return a schedule from its file, or of the size given by the flags."""
     if name.endswith(FILE):
         return PipelineSchedule.load(Path(name))
     ranks, microbatches = arguments.pipeline, arguments.microbatches
-    chunks = stages_on_rank(name, arguments)
+    chunks = 2 if name in MULTI_STAGE else SCHEDULES[name].chunks or 1
+    if arguments.virtual and (name in MULTI_STAGE or not arguments.compare):
+        chunks = arguments.virtual
     if name == SEARCHED:
-        return search_schedule(
-            ranks, chunks, microbatches, costs_from_flags(arguments, ranks, ranks * chunks), arguments.memory
-        )
+        costs = costs_from_flags(arguments, ranks, ranks * chunks)
+        return search_schedule(ranks, chunks, microbatches, costs, arguments.memory)
     return make_schedule(name, ranks, chunks, microbatches, arguments.group if name == INTERLEAVED else None)
 
 
-def stages_on_rank(name: str, arguments: argparse.Namespace) -> int:
-    """Return the stages per rank. In a comparison, the flag applies only to schedules with several by default."""
-    if arguments.virtual and (name in MULTI_STAGE or not arguments.compare):
-        return arguments.virtual
-    known = SCHEDULES.get(name)
-    return 2 if name in MULTI_STAGE else (known and known.chunks) or 1
-
-
 def validate_and_simulate(schedule: PipelineSchedule, costs: StageCosts) -> Timeline:
-    """Validate and simulate a schedule.
-
-    Raises:
-        ScheduleError: if it deadlocks.
-    """
+    """Validate and simulate a schedule."""
     program = add_communication(schedule)
     validate_program(program)
     return simulate(program, costs)
@@ -275,11 +241,7 @@ def costs_from_flags(arguments: argparse.Namespace, ranks: int, stages: int) -> 
 
 
 def compare_with_measured(measured: Timeline) -> Drawing:
-    """Return a measured timeline and a simulation of the same actions with their median durations.
-
-    Raises:
-        ScheduleError: if the trace is not of a whole step.
-    """
+    """Return a measured timeline and a simulation of the same actions with their median durations."""
     schedule = PipelineSchedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
     share = (len(schedule.ranks) / schedule.stages,) * schedule.stages
     if not measured.activation:
@@ -308,12 +270,7 @@ def median_costs(measured: Timeline, stages: int) -> StageCosts:
 
 
 def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
-    """Print the numbers and write the output files; without ``--out``, draw on the terminal.
-
-    Raises:
-        ValueError: if the picture cannot be drawn.
-        OSError: if a file cannot be written.
-    """
+    """Print the numbers and write the output files; without ``--out``, draw on the terminal."""
     print(table(drawing.panels))
     timelines = list(drawing.panels.values())
     if arguments.csv and drawing.schedule:
@@ -333,27 +290,26 @@ def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
 
 
 def table(panels: Mapping[str, Timeline]) -> str:
-    """Return a row of numbers for each timeline."""
-    rows = [HEAD, *((name, *row_cells(timeline)) for name, timeline in panels.items())]
+    """Return a row of numbers for each timeline. Peaks are those of the rank with the highest."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for name, timeline in panels.items():
+        peaks = (timeline.peak_memory, timeline.peak_activations, timeline.peak_weights)
+        cells = (
+            name,
+            str(max(chunk_indices(timeline).values(), default=0) + 1),
+            format_number(timeline.makespan),
+            format_number(timeline.span),
+            f"{timeline.bubble:.1%}",
+            f"{timeline.span_bubble:.1%}",
+            *(format_number(max(peak, default=0)) for peak in peaks),
+        )
+        rows.append(cells)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
         for row in rows
     )
     return "\n".join(lines)
-
-
-def row_cells(timeline: Timeline) -> tuple[str, ...]:
-    """Return the cells of a row. Peaks are those of the rank with the highest."""
-    peaks = (timeline.peak_memory, timeline.peak_activations, timeline.peak_weights)
-    return (
-        str(max(chunk_indices(timeline).values(), default=0) + 1),
-        format_number(timeline.makespan),
-        format_number(timeline.span),
-        f"{timeline.bubble:.1%}",
-        f"{timeline.span_bubble:.1%}",
-        *(format_number(max(peak, default=0)) for peak in peaks),
-    )
 
 
 if __name__ == "__main__":

@@ -53,12 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     source = text.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
-    text.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens to generate ({NEW_TOKENS}, or fewer if the positions run out)",
-    )
+    new_tokens = f"tokens to generate ({NEW_TOKENS}, or fewer if the positions run out)"
+    text.add_argument("--max-new-tokens", type=int, metavar="N", help=new_tokens)
     text.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts computed at once (8)")
     text.add_argument("--no-stream", action="store_true", help="print each continuation when it is complete")
     choice = parser.add_argument_group("sampling")
@@ -74,34 +70,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
-    """Return the prompts.
-
-    Raises:
-        InferenceError: if the file cannot be read or a prompt is not text.
-    """
-    if args.prompt is None and args.prompts is None:
-        return [_standard_input(launch)]
+    """Return the prompts."""
     try:
+        if args.prompt is None and args.prompts is None:
+            if launch.world_size > 1:
+                seen = f"{launch.world_size} processes cannot read one standard input"
+                raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
+            if sys.stdin.isatty():
+                print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+            return [sys.stdin.buffer.read().decode().removesuffix("\n")]
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
             text.encode()  # arguments may contain bytes that are not UTF-8
     except OSError as error:
         raise InferenceError(f"--prompts {args.prompts} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
-        raise InferenceError(f"a prompt is not text in UTF-8: {error}") from error
+        what = "a prompt" if args.prompt or args.prompts else "standard input"
+        raise InferenceError(f"{what} is not text in UTF-8: {error}") from error
     return texts
-
-
-def _standard_input(launch: Launch) -> str:
-    if launch.world_size > 1:
-        seen = f"{launch.world_size} processes cannot read one standard input"
-        raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
-    if sys.stdin.isatty():
-        print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeError as error:
-        raise InferenceError(f"standard input is not text in UTF-8: {error}") from error
 
 
 class SpeedCounter:
@@ -123,12 +109,7 @@ class SpeedCounter:
 
 
 def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
-    """Load the model and print continuations of the texts on rank 0.
-
-    Raises:
-        InferenceError, UserError: if flags, prompts and model do not fit together.
-        CheckpointError, OSError: if the model cannot be loaded.
-    """
+    """Load the model and print continuations of the texts on rank 0."""
     from megatron.distributed.launch import destroy_distributed
     from megatron.inference.generate import check_prompts, generate
     from megatron.inference.load import check_tensor_parallel_size, open_pretrained
@@ -139,8 +120,10 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
-    fits = default_new_tokens(model.model.max_position_embeddings, prompts)
-    new_tokens = fits if args.max_new_tokens is None else args.max_new_tokens
+    new_tokens, positions = args.max_new_tokens, model.model.max_position_embeddings
+    if new_tokens is None:
+        fits = NEW_TOKENS if positions is None else positions - max(map(len, prompts))
+        new_tokens = max(1, min(NEW_TOKENS, fits))
     check_prompts(model.model, prompts, new_tokens)
     check_tensor_parallel_size(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
     chunk = build_model(args, model, launch)
@@ -159,11 +142,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
 
 
 def make_sampling(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling settings.
-
-    Raises:
-        InferenceError: if a value is out of range or has no effect.
-    """
+    """Return the sampling settings."""
     from megatron.inference.generate import SamplingParams
 
     if args.batch_size < 1:
@@ -175,24 +154,13 @@ def make_sampling(args: argparse.Namespace) -> SamplingParams:
     return sampling
 
 
-def default_new_tokens(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
-    """Return the default number of tokens to generate, at least 1."""
-    longest = max(map(len, prompts))
-    return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - longest))
-
-
 def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch) -> GPTChunk:
-    """Build the model on this rank. Collective.
-
-    Raises:
-        UserError: if the device does not exist.
-        DamagedCheckpointError: if weights fail their checksums.
-    """
+    """Build the model on this rank. Collective."""
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout
     from megatron.distributed.mesh import Mesh
-    from megatron.layers.build import DTYPES
+    from megatron.layers.context import DTYPES
     from megatron.training.build import choose_device
 
     device = choose_device(args.device)

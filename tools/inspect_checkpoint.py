@@ -20,6 +20,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.object_store import Location, RemotePath, parse_location
 from megatron.checkpoint.publish import is_complete
+from megatron.config.errors import format_bytes
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import CheckpointReader
@@ -198,14 +199,6 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def format_bytes(size: int) -> str:
-    """Format a number of bytes."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"
 
 
 def format_age(seconds: float) -> str:

@@ -24,10 +24,10 @@ from typing import Any
 from megatron.arguments.cli import parse
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.summary import summary
-from megatron.config.errors import Problem, UserError
+from megatron.config.errors import Problem, UserError, format_bytes
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
-from megatron.planner.memory import format_binary, max_state_bytes
+from megatron.planner.memory import max_state_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT_FLAGS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--config", "--set")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
     title = f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"
     if config.model.vocab_size is not None:
-        title += f"; state of a rank: {format_binary(sum(max_state_bytes(config, ranks).values()))}"
+        title += f"; state of a rank: {format_bytes(sum(max_state_bytes(config, ranks).values()))}"
     print("#!/usr/bin/env bash", title, script, sep="\n")
     return 0
 
@@ -194,7 +194,7 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
         if state <= limit:
             return chosen
     sentence = (
-        f"weights, gradients and optimizer state of {options.preset} take at least {format_binary(least)} of a GPU"
+        f"weights, gradients and optimizer state of {options.preset} take at least {format_bytes(least)} of a GPU"
     )
     more = f"--nodes {2 * options.nodes}" if options.where == "slurm" else "more machines"
     raise UserError([Problem("E008", f"{sentence} on {ranks}, more than half of it", (more, "specify a layout"))])

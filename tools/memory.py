@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.arguments.cli import parse
@@ -23,8 +23,6 @@ REQUIRED_FLAGS = {
     ("--train-iters", "1"): ("--train-samples",),
 }
 """Flags required of a run that do not affect memory, and alternatives to each. A --config file may contain any."""
-
-GB = 2**30
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -52,22 +50,29 @@ def complete_flags(argv: Sequence[str]) -> list[str]:
 
 def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield the lines of the output."""
+
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
+
+    def gibibytes(counts: Iterable[int]) -> list[str]:
+        return [f"{count / 2**30:,.2f}" for count in counts]
+
     p = config.parallel
     stages = [with_zero_stage(config, name) for name in ZERO_STAGES]
     held = [max_state_bytes(stage, world_size) for stage in stages]
     sums = [sum(parts.values()) for parts in held]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
     yield f"{config.model.num_parameters():,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
-    yield "GB (2^30 bytes) on the fullest rank, without activations"
+    yield "GiB on the fullest rank, without activations"
     yield ""
-    yield format_row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
-    rows = {part: [format_gigabytes(parts[part]) for parts in held] for part in STATE_KINDS}
-    yield from (format_row(part, cells) for part, cells in rows.items() if {*cells} != {format_gigabytes(0)})
-    yield format_row("sum", [format_gigabytes(total) for total in sums])
-    yield format_row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
+    yield row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
+    rows = {part: gibibytes(parts[part] for parts in held) for part in STATE_KINDS}
+    yield from (row(part, cells) for part, cells in rows.items() if {*cells} != {"0.00"})
+    yield row("sum", gibibytes(sums))
+    yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
     yield ""
-    yield format_row("on their way", [format_gigabytes(reduction_buffer_bytes(stage, world_size)) for stage in stages])
-    yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
+    yield row("in flight", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
+    yield "(gradients being reduced during backward: at most this much more, freed after the step)"
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 
@@ -81,16 +86,6 @@ def with_zero_stage(config: RunConfig, strategy: str) -> RunConfig:
         overlap_param_gather=config.parallel.overlap_param_gather and strategy != "no_shard",
     )
     return replace(config, parallel=parallel)
-
-
-def format_gigabytes(count: int) -> str:
-    """Format bytes in the unit of the table."""
-    return f"{count / GB:,.2f}"
-
-
-def format_row(name: str, cells: Sequence[str]) -> str:
-    """Format a row of the table."""
-    return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 if __name__ == "__main__":

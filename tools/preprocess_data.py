@@ -13,11 +13,7 @@ from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
-from megatron.data.preprocess.run import (
-    PreprocessOptions,
-    output_prefix,
-    write_dataset,
-)
+from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
 from megatron.data.progress import PreprocessProgress, PreprocessTotals, format_count
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
@@ -60,32 +56,23 @@ def build_parser() -> ToolParser:
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
-    write = parser.add_argument_group("output")
-    write.add_argument("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
-    write.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
-    )
-    write.add_argument("--overwrite", action="store_true", help="replace existing files of this prefix")
-    run = parser.add_argument_group("performance")
-    run.add_argument("--workers", type=int, metavar="N", help="encoding processes (the available cores)")
-    run.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="auto",
-        help="encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)",
-    )
-    run.add_argument(
-        "--log-interval",
-        type=int,
-        metavar="N",
-        help="documents between progress lines in a file (a line every 10 seconds); 0 for none",
-    )
-    ignored = parser.add_argument_group("flags of Megatron-LM without effect")
+    add = parser.add_argument_group("output").add_argument
+    prefix = "path and beginning of the files' names"
+    add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
+    add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
+    add("--overwrite", action="store_true", help="replace existing files of this prefix")
+    add = parser.add_argument_group("performance").add_argument
+    engine = "encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)"
+    interval = "documents between progress lines in a file (a line every 10 seconds); 0 for none"
+    add("--workers", type=int, metavar="N", help="encoding processes (the available cores)")
+    add("--engine", choices=ENGINES, default="auto", help=engine)
+    add("--log-interval", type=int, metavar="N", help=interval)
+    add = parser.add_argument_group("flags of Megatron-LM without effect").add_argument
     for flag, (has_value, why) in IGNORED_FLAGS.items():
         if has_value:
-            ignored.add_argument(flag, metavar="X", help=why)
+            add(flag, metavar="X", help=why)
         else:
-            ignored.add_argument(flag, action="store_const", const=True, help=why)
+            add(flag, action="store_const", const=True, help=why)
     return parser
 
 
@@ -97,14 +84,6 @@ def available_cores() -> int:
     except (OSError, ValueError):
         return bound
     return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
-
-
-def choose_workers(files: Sequence[Path], wanted: int | None) -> int:
-    """Return the number of workers wanted, or by default that of cores, but not more than there are blocks."""
-    if wanted is not None:
-        return wanted
-    blocks = 1 + sum(file.stat().st_size for file in files) // BLOCK_BYTES
-    return min(available_cores(), blocks)
 
 
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
@@ -120,28 +99,25 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
 
 
 def preprocess(args: argparse.Namespace, tokenizer: Tokenizer, stop: StopSignal) -> None:
-    """Write the files and print a summary.
-
-    Raises:
-        DataError: if the input is invalid.
-        OSError: if a file cannot be read or written.
-    """
+    """Write the files and print a summary."""
     started = time.monotonic()
     stop.wait_for_checks()
     files = find_text_files(args.input, args.suffix, args.exclude)
+    stored_bytes = sum(file.stat().st_size for file in files)
+    blocks = 1 + stored_bytes // BLOCK_BYTES
     plan = PreprocessOptions(
         files,
-        tuple(args.json_keys),
-        args.output_prefix,
-        TokenizerOptions.from_args(args),
-        args.append_eod,
-        args.engine,
-        choose_workers(files, args.workers),
-        args.on_bad_line == "skip",
+        keys=tuple(args.json_keys),
+        prefix=args.output_prefix,
+        tokenizer_options=TokenizerOptions.from_args(args),
+        append_eod=args.append_eod,
+        engine=args.engine,
+        workers=args.workers or min(available_cores(), blocks),
+        skip_bad=args.on_bad_line == "skip",
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core
-    progress = PreprocessProgress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
+    progress = PreprocessProgress(sys.stderr, stored_bytes, args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     finally:
@@ -155,16 +131,12 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer, stop: StopSignal)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Encode text into token files.
-
-    Returns:
-        The exit status: 1 if the input is invalid or a file cannot be written, 2 for wrong flags, 128 plus the signal
-        number after SIGINT and SIGTERM.
-    """
+    """Encode text into token files, and return the exit status."""
     parser = build_parser()
-    refused_flag = next((flag for flag in REFUSED_FLAGS if any(word.split("=")[0] == flag for word in argv)), None)
-    if refused_flag is not None:
-        parser.error(f"{refused_flag}: {REFUSED_FLAGS[refused_flag]}")
+    given = {word.split("=")[0] for word in argv}
+    for flag, why in REFUSED_FLAGS.items():
+        if flag in given:
+            parser.error(f"{flag}: {why}")
     args = parser.parse(argv)
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers is {args.workers}, must be at least 1")

@@ -16,7 +16,7 @@ from megatron.data.progress import StageProgress
 from megatron.data.tokenizers.train import (
     MODEL_TYPES,
     TokenizerTrainingOptions,
-    TokenizerTrainingResult,
+    TrainedTokenizer,
     check_output_folder,
     check_trained_size,
     save_tokenizer,
@@ -35,34 +35,31 @@ def build_parser() -> ToolParser:
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
-    write = parser.add_argument_group("tokenizer")
+    add = parser.add_argument_group("tokenizer").add_argument
     kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
-    write.add_argument("--type", choices=("bpe", "sentencepiece"), default="bpe", help=kinds)
     entries = "entries, including the 256 bytes and the special tokens"
-    write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
-    write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
     how = f"algorithm of SentencePiece ({' or '.join(MODEL_TYPES)}; bpe)"
-    write.add_argument("--sentencepiece-model-type", choices=MODEL_TYPES, help=how)
     most = f"lines that SentencePiece is trained on, kept in memory; sampled if there are more ({DEFAULT_SENTENCES:,})"
-    write.add_argument("--input-sentence-size", type=int, metavar="N", help=most)
+    add("--type", choices=("bpe", "sentencepiece"), default="bpe", help=kinds)
+    add("--vocab-size", type=int, required=True, metavar="N", help=entries)
+    add("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
+    add("--sentencepiece-model-type", choices=MODEL_TYPES, help=how)
+    add("--input-sentence-size", type=int, metavar="N", help=most)
     return parser
 
 
-def format_report(trained: TokenizerTrainingResult, files: int, vocab_size: int) -> str:
+def format_report(trained: TrainedTokenizer, files: int, vocab_size: int) -> str:
     """Return the statistics of the training, in a few lines."""
-    tokenizer = trained.tokenizer
-    full = tokenizer.entries == vocab_size
+    full = trained.entries == vocab_size
     fewer = "" if full else f" (not {vocab_size:,}: the text has no more pairs that occur twice)"
-    ratio = tokenizer.sample_bytes / tokenizer.sample_tokens
-    sample = format_bytes(tokenizer.sample_bytes)
+    ratio = trained.sample_bytes / trained.sample_tokens
+    sample = format_bytes(trained.sample_bytes)
     bad = f", passed over: {trained.bad:,}" if trained.bad else ""
-    return "\n".join(
-        (
-            f"files: {files:,}, documents: {tokenizer.documents:,}, text bytes: {tokenizer.text_bytes:,}{bad}",
-            f"entries: {tokenizer.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
-            *trained.notes,
-        )
-    )
+    lines = [
+        f"files: {files:,}, documents: {trained.documents:,}, text bytes: {trained.text_bytes:,}{bad}",
+        f"entries: {trained.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
+    ]
+    return "\n".join([*lines, *trained.notes])
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -77,12 +74,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the tokenizer, save it and print a summary.
-
-    Returns:
-        The exit status: 1 if the input is invalid, 2 for wrong flags, 128 plus the signal number after SIGINT and
-        SIGTERM.
-    """
+    """Train the tokenizer, save it and print a summary; return the exit status."""
     parser = build_parser()
     args = parser.parse(argv)
     try:
@@ -93,12 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train_and_save(args: argparse.Namespace) -> None:
-    """Train in a process that can be killed at any moment, because the libraries do not react to signals.
-
-    Raises:
-        DataError: if the input is invalid.
-        OSError: if a file cannot be read or written.
-    """
+    """Train in a process that can be killed at any moment, because the libraries do not react to signals."""
     files = find_text_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
     plan = TokenizerTrainingOptions(
@@ -111,7 +98,7 @@ def train_and_save(args: argparse.Namespace) -> None:
     )
     with closing(StageProgress(sys.stderr)) as stages:
         trained = run_in_subprocess(train_tokenizer, plan, stages)
-    save_tokenizer(trained.tokenizer.files, Path(args.output))
+    save_tokenizer(trained.files, Path(args.output))
     print(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")

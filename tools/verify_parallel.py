@@ -32,7 +32,7 @@ from megatron.data.errors import DataError
 from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
 
 if TYPE_CHECKING:
-    from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace
+    from tools.lib.verify_parallel import RankTrace, StepDeviation
 
 Launcher = Callable[[RunConfig, int, int], "list[list[RankTrace]]"]
 
@@ -115,12 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> LayoutComparison:
-    """Return the two runs to compare.
-
-    Raises:
-        UserError: for invalid flags.
-        DataError: if the vocabulary size is unknown.
-    """
+    """Return the two runs to compare."""
     config, assumed = read_config(flags, world_size)
     notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
     smaller = shrink_assignments(config, world_size)
@@ -147,11 +142,7 @@ def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, 
 
 
 def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
-    """Return the checked configuration, and the flags added for missing ones.
-
-    Raises:
-        UserError: for invalid flags.
-    """
+    """Return the checked configuration, and the flags added for missing ones."""
     assumed: dict[str, tuple[str, ...]] = {}
     while True:
         extra = [word for flag in assumed.values() for word in flag]
@@ -162,16 +153,11 @@ def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[
             found = {p.code for p in error.problems}
             lacking = {code: flag for code, flag in ASSUMED_FLAGS.items() if code in found and code not in assumed}
             if not lacking or not found <= set(ASSUMED_FLAGS):
-                left = [adapt_fixes(p) for p in error.problems if p.code not in ASSUMED_FLAGS or p.code in assumed]
-                raise UserError(left) from None
+                left = [p for p in error.problems if p.code not in ASSUMED_FLAGS or p.code in assumed]
+                launch = re.compile(r"torchrun --nproc-per-node (\d+)|start (\d+) ranks")  # this tool starts them
+                own = [tuple(launch.sub(r"--world-size \1\2", fix) for fix in p.fixes) for p in left]
+                raise UserError([replace(p, fixes=fixes) for p, fixes in zip(left, own)]) from None
             assumed |= lacking
-
-
-def adapt_fixes(problem: Problem) -> Problem:
-    """Rewrite fixes for a tool that starts the ranks itself."""
-    launch = re.compile(r"torchrun --nproc-per-node (\d+)|start (\d+) ranks")
-    fixes = (launch.sub(lambda found: f"--world-size {found[1] or found[2]}", fix) for fix in problem.fixes)
-    return replace(problem, fixes=tuple(fixes))
 
 
 def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
@@ -193,8 +179,7 @@ def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
 def compare_runs(check: LayoutComparison, launch: Launcher) -> int:
     """Run both, print a table and a verdict, and return the exit status."""
     from megatron.training.build import build_trainer  # torch: only for flags known to be good
-    from tools.lib.verify_parallel import compare_traces as differences
-    from tools.lib.verify_parallel import join_traces, trace_steps
+    from tools.lib.verify_parallel import compare_traces, join_traces, trace_steps
 
     print(f"1 process against {check.world_size}: {describe_layout(check.layout.parallel, check.world_size)}")
     steps_each = f"{check.steps} step{'' if check.steps == 1 else 's'}"
@@ -205,9 +190,14 @@ def compare_runs(check: LayoutComparison, launch: Launcher) -> int:
     steps = [join_traces(step) for step in zip(*ranks)]
     dtype, lr = check.layout.precision.params_dtype, check.layout.optimizer.lr
     print(f"{'step':>4}  {'loss':>20}  {'error':>8}  {'grad norm':>12}  {'error':>8}  largest error of a gradient")
-    for i, (got, ref) in enumerate(zip(steps, reference, strict=True)):
-        found = [d for d in differences(i + 1, got, ref, GRADIENT_FLOOR[dtype], lr) if d.kind != "weight"]
-        print(table_row(got, found))
+    for i, (got, ref) in enumerate(zip(steps, reference, strict=True), 1):
+        found = [d for d in compare_traces(i, got, ref, GRADIENT_FLOOR[dtype], lr) if d.kind != "weight"]
+        loss, norm, *gradients = found
+        worst = max(gradients, key=lambda d: d.error)
+        print(
+            f"{loss.step:>4}  {got.loss:>20.16g}  {loss.error:>8.1e}  {got.grad_norm:>12.6g}  {norm.error:>8.1e}  "
+            f"{worst.error:.1e} {worst.name}"
+        )
         bad = [d for d in found if d.error > TOLERANCE[dtype]]
         if bad or got.drifted:
             print(describe_difference(bad, got.drifted, TOLERANCE[dtype]))
@@ -224,16 +214,6 @@ def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
     sharing = " + sequence parallel" if parallel.sequence_parallel else ""
     dp = parallel.data_parallel_size(world_size)
     return f"{pipeline}DP {dp} x TP {parallel.tensor_model_parallel_size}{sharing}"
-
-
-def table_row(got: StepTrace, found: Sequence[StepDeviation]) -> str:
-    """Format a row of the table."""
-    loss, norm, *gradients = found
-    worst = max(gradients, key=lambda d: d.error)
-    return (
-        f"{loss.step:>4}  {got.loss:>20.16g}  {loss.error:>8.1e}  {got.grad_norm:>12.6g}  {norm.error:>8.1e}  "
-        f"{worst.error:.1e} {worst.name}"
-    )
 
 
 def describe_difference(bad: Sequence[StepDeviation], drifted: Sequence[str], tolerance: float) -> str:

@@ -10,6 +10,7 @@ from megatron.config.batch import (
     padding_samples,
     rampup_stages,
 )
+from megatron.config.errors import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
@@ -23,7 +24,7 @@ from megatron.pipeline.plan import (
     stage_layers,
     virtual_stages,
 )
-from megatron.planner.memory import checkpoint_bytes, format_binary, max_rank_parameters, max_state_bytes
+from megatron.planner.memory import checkpoint_bytes, max_rank_parameters, max_state_bytes
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
@@ -125,10 +126,9 @@ def _memory(config: RunConfig, world_size: int) -> str:
     if config.model.vocab_size is None:
         return ""
     parts = max_state_bytes(config, world_size)
-    sizes = {name: format_binary(held) for name, held in parts.items()}
-    by_part = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != format_binary(0))
+    by_part = ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10)
     holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
-    return f"{format_binary(sum(parts.values()))} on {holder}, without activations: {by_part}"
+    return f"{format_bytes(sum(parts.values()))} on {holder}, without activations: {by_part}"
 
 
 def _holder(config: RunConfig) -> str:
@@ -210,7 +210,7 @@ def _saves(config: RunConfig) -> str:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return "none: --save is not set"
-    size = f"{format_binary(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
+    size = f"{format_bytes(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
     interval = f"every {_counted(checkpoint.save_interval, 'step', 'steps')} and " if checkpoint.save_interval else ""
     row = f"{interval}at the end, {size}to {checkpoint.save}"
     if checkpoint.keep_last is not None:

@@ -56,11 +56,10 @@ from megatron.checkpoint.publish import (
     write_marker,
 )
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, format_bytes
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
-from megatron.planner.memory import format_binary
 
 CHUNK_BYTES = 64 << 20
 """Maximum bytes of a chunk, the unit of reading: larger chunks need more memory and waste more on small boxes."""
@@ -451,7 +450,7 @@ def disk_space_message(folder: Location, size: int, lease: Lease | None = None) 
         free = _free_bytes(folder)
     if free is None or free >= size:
         return None
-    return f"{folder}: a checkpoint takes {format_binary(size)}, and its disk has {format_binary(free)} left"
+    return f"{folder}: a checkpoint takes {format_bytes(size)}, and its disk has {format_bytes(free)} left"
 
 
 def _free_bytes(folder: Location) -> int | None:

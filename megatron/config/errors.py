@@ -76,18 +76,9 @@ def format_number(number: float) -> str:
     return short if float(short) == number else repr(number).removesuffix(".0")
 
 
-def format_bytes(count: float, *, binary: bool = False) -> str:
-    """Format a number of bytes: ``812 bytes``, ``43.3 kB``, ``1.2 MB``, ``3.0 GB``, in powers of 1000.
-
-    With ``binary``, as memory is measured, in 2^20 and 2^30 bytes: ``12.50 MiB``, ``1.87 GiB``.
-    """
-    if binary:
-        unit, name = (2**30, "GiB") if count >= 0.1 * 2**30 else (2**20, "MiB")
-        return f"{count / unit:,.2f} {name}"
-    if count < 1000:
-        return f"{round(count)} byte{'' if round(count) == 1 else 's'}"
-    for name in ("kB", "MB"):
-        count /= 1000
-        if count < 999.95:
-            return f"{count:.1f} {name}"
-    return f"{count / 1000:,.1f} GB"
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in powers of 1024: ``812 bytes``, ``43.30 KiB``, ``12.50 MiB``, ``1.87 GiB``."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {name}"
+    return f"{round(count)} byte{'' if round(count) == 1 else 's'}"

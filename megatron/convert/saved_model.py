@@ -1,40 +1,26 @@
-"""Access to the weights of a checkpoint, and import of a Hugging Face folder into a checkpoint.
-
-`SavedModel` checks that a checkpoint holds exactly the weights of the model that its configuration describes, and
-reads them box by box. `import_huggingface` writes a checkpoint of step 0 one block at a time.
-"""
+"""The model in a checkpoint, without the run: its weights, read box by box, and its tokenizer files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron.arguments.compatibility import unknown_options
-from megatron.arguments.sources import from_dict, resolve, to_dict
+from megatron.arguments.sources import from_dict
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.format import Manifest, split_box
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.object_store import Location
-from megatron.checkpoint.save import save_sharded
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
-from megatron.config.run import PrecisionConfig, RunConfig
-from megatron.convert.errors import check_model_config, raise_if_any
-from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, read_config
-from megatron.convert.huggingface.weight_map import build_on_meta
-from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, HuggingFaceWeights, read_model_config
-from megatron.distributed.comm import Group
+from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import check_model_config
+from megatron.convert.huggingface.weights import build_on_meta, raise_if_any
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.build import DTYPES
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Progress callback: (name of the last tensor, elements done, total elements)."""
 
 TOKENIZER_PREFIX = "tokenizer/"
 TOKENIZER_FILES = (
@@ -106,15 +92,10 @@ class SavedModel:
         self.specs = build_on_meta(self.model).specs
         self._reader = CheckpointReader(manifest)
         self._prefix = EMA_PREFIX if average else ""
-        self._check()
+        self._check_tensors()
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor, in the precision of the main params.
-
-        Args:
-            name: global name.
-            view: view of the tensor's spec, in which the box is given.
-            box: elements to read.
 
         Raises:
             ValueError: when ``view`` is not that of the tensor.
@@ -125,22 +106,22 @@ class SavedModel:
             raise ValueError(f"{stored} is viewed {list(self._reader.view(stored))}, not {list(view)}")
         return self._reader.read(stored, box)
 
-    def _check(self) -> None:
-        tensors = self.manifest.tensors
-        if self._prefix:
-            stored = {n.removeprefix(EMA_PREFIX): record for n, record in tensors.items() if n.startswith(EMA_PREFIX)}
-            if not stored:
-                seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
-                raise CheckpointError(seen, "drop --ema")
-        else:
-            stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
+    def _check_tensors(self) -> None:
+        """Check names and shapes. Optimizer state other than the average is ignored."""
+        stored = {
+            name.removeprefix(self._prefix): (record.shape, record.view)
+            for name, record in self.manifest.tensors.items()
+            if (name.startswith(EMA_PREFIX) if self._prefix else not name.startswith("optim."))
+        }
+        if self._prefix and not stored:
+            seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
+            raise CheckpointError(seen, "drop --ema")
         shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
-        common = shapes.keys() & stored.keys()
         findings = {
             "lacks": shapes.keys() - stored.keys(),
             "holds tensors that its model does not have": stored.keys() - shapes.keys(),
             "holds tensors of another shape than its model's": {
-                name for name in common if shapes[name] != (stored[name].shape, stored[name].view)
+                name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name]
             },
         }
         raise_if_any(self.manifest.path, findings)
@@ -148,46 +129,14 @@ class SavedModel:
 
 def _read_config(manifest: Manifest) -> RunConfig:
     """Return model and precision of the run that wrote a checkpoint. Options that it lacks have their defaults."""
-    config = manifest.config
-    groups = {name: config.get(name) for name in ("model", "precision")}
+    groups = {name: manifest.config.get(name) for name in ("model", "precision")}
     invalid = [f"config.{name} {json.dumps(group)}" for name, group in groups.items() if not isinstance(group, Mapping)]
     raise_if_any(manifest.path, {"has in its manifest what is no group of options": invalid})
-    unknown = [option for option in unknown_options(config) if option.startswith("model.")]
-    raise_if_any(
-        manifest.path, {"has a model with options that this version does not know": unknown}, "update this program"
-    )
-    precision = {k: v for k, v in config["precision"].items() if k == "params_dtype"}
-    return from_dict({"model": config["model"], "precision": precision})
-
-
-def import_huggingface(folder: Path, path: Path, report: ProgressCallback) -> None:
-    """Write the weights of a Hugging Face folder as a checkpoint of step 0.
-
-    Args:
-        folder: folder with config.json and safetensors files.
-        path: folder of the new checkpoint.
-        report: progress callback.
-
-    Raises:
-        UserError: when config.json has unsupported options.
-        CheckpointError: when tensors are missing, unused or of another shape.
-        StorageError: when writing fails.
-    """
-    model = read_model_config(folder)
-    source = HuggingFaceWeights(folder, model)
-    precision = PrecisionConfig(params_dtype=next(name for name, dtype in DTYPES.items() if dtype == source.dtype))
-    config = resolve(RunConfig(model=model, precision=precision), 1)
-    progress = ConversionProgress(report, sum(spec.numel for spec in source.specs.values()))
-    tensors = {name: _entry(source, name, spec, progress) for name, spec in source.specs.items()}
-    state = {"iteration": 0, "consumed_samples": 0}
-    # old folders have no generation_config.json, but the ids of special tokens in config.json
-    settings = read_config(folder)
-    special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
-    files: dict[str, Path | bytes] = {
-        GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(),
-        **find_tokenizer_files(folder),
-    }
-    save_sharded(path, tensors, state, to_dict(config), Group(), files)
+    unknown = [option for option in unknown_options(manifest.config) if option.startswith("model.")]
+    findings = {"has a model with options that this version does not know": unknown}
+    raise_if_any(manifest.path, findings, "update this program")
+    precision = {k: v for k, v in manifest.config["precision"].items() if k == "params_dtype"}
+    return from_dict({"model": manifest.config["model"], "precision": precision})
 
 
 def find_tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -213,30 +162,3 @@ def by_huggingface_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes
     """Return the content of these files by their names in a Hugging Face folder."""
     contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
     return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
-
-
-class ConversionProgress:
-    """Counts converted elements and reports them."""
-
-    def __init__(self, report: ProgressCallback, total: int) -> None:
-        self._report, self._total, self._done = report, total, 0
-
-    def add(self, name: str, elements: int) -> None:
-        """Count the elements of a tensor that has been converted."""
-        self._done += elements
-        self._report(name, self._done, self._total)
-
-
-def _entry(source: HuggingFaceWeights, name: str, spec: ShardSpec, progress: ConversionProgress) -> GlobalTensor:
-    """Return a tensor whose parts are read only when they are written, so that one part at a time is in memory."""
-
-    def part(box: Box) -> TensorPart:
-        def read() -> Tensor:
-            values = source.read(name, spec.view, box).to(torch.float32)
-            progress.add(name, box.numel)
-            return values
-
-        return TensorPart(box, read)
-
-    parts = tuple(part(block) for box in source.boxes(name) for block in split_box(box, BLOCK_ELEMENTS))
-    return GlobalTensor(spec.shape, spec.view, torch.float32, parts)

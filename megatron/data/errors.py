@@ -29,9 +29,6 @@ class DataError(ValueError):
         super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
 
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 class ToolParser(argparse.ArgumentParser):
     """Argument parser that reports all unknown flags at once, with the nearest known ones."""
 
@@ -65,12 +62,7 @@ class StoppedError(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.number = number
-
-    @property
-    def status(self) -> int:
-        """The exit status for this signal, 128 plus its number."""
-        return 128 + self.number
+        self.status = 128 + number  # exit status for this signal
 
 
 class StopSignal:
@@ -87,11 +79,7 @@ class StopSignal:
             raise StoppedError(number)
 
     def wait_for_checks(self) -> None:
-        """Raise only from `check` from now on. Inside a library, an exception may be lost or treated as its failure.
-
-        Raises:
-            StoppedError: if a signal has been received already.
-        """
+        """Raise only from `check`, and now, because a library may lose an exception or take it for its own failure."""
         self._only_record = True
         self.check()
 
@@ -136,18 +124,15 @@ def run_tool(parser: ToolParser, run: Callable[[StopSignal], int | None], output
 def disk_error(error: OSError, output: str | Path, flag: str) -> DataError:
     """Turn an OSError into a DataError that names the ``output`` (set by ``flag``) or the input it concerns."""
     why = error.strerror or str(error)
-    if error.filename is not None and not _belongs(os.fspath(error.filename), str(output)):
-        return DataError(f"{error.filename} cannot be read: {why}")
-    free_space = ("make room on that disk",) if error.errno in DISK_FULL_ERRNOS else ()
+    if error.filename is not None:
+        # Of the output are its files, its temporary files beside it, and the folders above it.
+        file, target = os.path.abspath(os.fspath(error.filename)), os.path.abspath(output)
+        is_beside = os.path.dirname(file) == os.path.dirname(target)
+        is_temporary = is_beside and os.path.basename(file).startswith(("tmp", ".partial"))
+        if not (file.startswith(target) or target.startswith(file + os.sep) or is_temporary):
+            return DataError(f"{error.filename} cannot be read: {why}")
+    free_space = ("make room on that disk",) if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ()
     return DataError(f"{output} cannot be written: {why}", *free_space, f"another {flag}")
-
-
-def _belongs(file: str, output: str) -> bool:
-    """Return True if a file is the output, one of its temporary files, or a folder above it."""
-    file, output = os.path.abspath(file), os.path.abspath(output)
-    in_same_folder = os.path.dirname(file) == os.path.dirname(output)
-    is_temporary = in_same_folder and os.path.basename(file).startswith(("tmp", ".partial"))
-    return file.startswith(output) or output.startswith(file + os.sep) or is_temporary
 
 
 def pluralize(number: int, things: str) -> str:

@@ -8,7 +8,7 @@ Shapes: S tokens, B prompts, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,6 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingParams, draws_B: Tensor) 
 
     Raises:
         InferenceError: if the logits are not finite.
-
     """
     if not logits_BV.isfinite().all():
         raise InferenceError(
@@ -70,7 +69,8 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingParams, draws_B: Tensor) 
 def filter_logits(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     """Scale logits by the temperature and set filtered tokens to -inf; fp64, the largest logit is 0.
 
-    Top-k is applied before top-p. The order and the treatment of ties under top-k are those of `transformers`.
+    Top-k is applied before top-p (nucleus sampling, Holtzman et al. 2020), which keeps tokens if all more likely ones
+    sum to less than ``top_p``. The order and the treatment of ties under top-k are those of `transformers`.
     """
     logits_BV = logits_BV.double()
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # before dividing, so that the largest logit stays 0
@@ -80,17 +80,12 @@ def filter_logits(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
         kth_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        logits_BV = _filter_top_p(logits_BV, sampling.top_p)
+        sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
+        probabilities_BV = sorted_BV.softmax(-1)
+        likelier_BV = probabilities_BV.cumsum(-1) - probabilities_BV
+        likelier_BV = torch.empty_like(likelier_BV).scatter_(1, order_BV, likelier_BV)  # back to the order of IDs
+        logits_BV = logits_BV.masked_fill(likelier_BV >= sampling.top_p, float("-inf"))
     return logits_BV
-
-
-def _filter_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Apply nucleus sampling (Holtzman et al. 2020): keep tokens if all more likely ones sum to less than ``top_p``."""
-    sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
-    probabilities_BV = sorted_BV.softmax(-1)
-    likelier_BV = probabilities_BV.cumsum(-1) - probabilities_BV
-    likelier_BV = torch.empty_like(likelier_BV).scatter_(1, order_BV, likelier_BV)  # back to the order of IDs
-    return logits_BV.masked_fill(likelier_BV >= top_p, float("-inf"))
 
 
 def uniform_draw(seed: int, prompt: int, position: int) -> float:
@@ -129,22 +124,16 @@ def generate(
 
     Raises:
         InferenceError: if the model cannot continue the prompts, or its logits are not finite.
-
     """
     check_prompts(chunk.config, prompts, max_new_tokens)
     chunk.eval()
     new: list[list[int]] = [[] for _ in prompts]
-
-    def add_token(prompt: int, token: int) -> bool:
-        """Store a token; return True if it is the prompt's last."""
-        new[prompt].append(token)
-        last = token in stop_ids or len(new[prompt]) == max_new_tokens
-        if on_token is not None:
-            on_token(prompt, token, last)
-        return last
-
     for first in range(0, len(prompts), batch_size):
-        _generate_batch(chunk, prompts[first : first + batch_size], first, max_new_tokens, sampling, add_token)
+        batch = prompts[first : first + batch_size]
+        for index, token in _generate_batch(chunk, batch, first, max_new_tokens, sampling, stop_ids):
+            new[index].append(token)
+            if on_token is not None:
+                on_token(index, token, token in stop_ids or len(new[index]) == max_new_tokens)
     return new
 
 
@@ -154,9 +143,9 @@ def _generate_batch(
     first: int,
     max_new_tokens: int,
     sampling: SamplingParams,
-    add_token: Callable[[int, int], bool],
-) -> None:
-    """Continue the prompts from index ``first`` together until ``add_token`` has returned True for each."""
+    stop_ids: Collection[int],
+) -> Iterator[tuple[int, int]]:
+    """Continue the prompts from index ``first`` on together, and yield (prompt index, token) for each token."""
     device = chunk.context.device
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -164,14 +153,18 @@ def _generate_batch(
     cache = KVCache(longest + max_new_tokens, padding_B if min(lengths) < longest else None)
     tokens_BS = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     unfinished = set(range(len(prompts)))
-    while unfinished:
+    for _ in range(max_new_tokens):
         logits_BV = chunk.logits(tokens_BS, cache, last=1)[0]
         draws = [uniform_draw(sampling.seed, first + index, position) for index, position in enumerate(lengths)]
         draws_B = torch.tensor(draws, dtype=torch.float64).to(device)
         chosen_B = sample_tokens(logits_BV, sampling, draws_B)
         for index, token in enumerate(chosen_B.tolist()):
-            if index in unfinished and add_token(first + index, token):
-                unfinished.discard(index)
+            if index in unfinished:
+                yield first + index, token
+                if token in stop_ids:
+                    unfinished.discard(index)
+        if not unfinished:
+            return
         tokens_BS = chosen_B.unsqueeze(1)
         lengths = [length + 1 for length in lengths]
 
@@ -182,7 +175,6 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new
     Raises:
         InferenceError: if a prompt is empty, has IDs outside the vocabulary, or leaves too few positions for the new
             tokens.
-
     """
     if max_new_tokens < 1:
         raise InferenceError(f"--max-new-tokens {max_new_tokens}: must be at least 1", "--max-new-tokens 100")

@@ -1,8 +1,4 @@
-"""Load a trained model from a checkpoint or a Hugging Face folder for inference.
-
-`open_pretrained` reads the model, tokenizer and stop tokens; `PretrainedModel.build` builds the model on this rank
-and reads its shards of the weights.
-"""
+"""Load a trained model from a checkpoint or a Hugging Face folder for inference."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.object_store import Location, parse_location
+from megatron.checkpoint.object_store import parse_location
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights, read_model_config
+from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
     SavedModel,
@@ -32,7 +28,7 @@ from megatron.convert.saved_model import (
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
-from megatron.layers.build import DTYPES, BuildContext
+from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 
 
@@ -72,14 +68,21 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
         InferenceError: if the arguments are invalid, or a tokenizer cannot be read.
         CheckpointError: if there is no valid checkpoint, or its weights do not match its model.
         UserError: if the configuration of a Hugging Face folder is not supported.
-
     """
     if load in ("", HUGGING_FACE_PREFIX):
         raise InferenceError(
             f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE_PREFIX}DIR"
         )
     if not load.startswith(HUGGING_FACE_PREFIX):
-        return _open_checkpoint(parse_location(load), step, average)
+        path = parse_location(load)
+        if (path / CONFIG_FILE).is_file() and not CheckpointFolder(path).named():
+            seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
+            raise InferenceError(seen, f"--load {HUGGING_FACE_PREFIX}{path}")
+        manifest, notes = open_checkpoint(path, step)
+        saved = SavedModel(manifest, average)
+        files = by_huggingface_names(saved_tokenizer_files(manifest))
+        codec = open_codec(files)
+        return PretrainedModel(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
@@ -90,16 +93,6 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
     files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
     codec = open_codec(files)
     return PretrainedModel(model, source.dtype, source, codec, stop_ids(files, codec))
-
-
-def _open_checkpoint(path: Location, step: int | None, average: bool) -> PretrainedModel:
-    if (path / CONFIG_FILE).is_file() and not CheckpointFolder(path).named():
-        seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
-        raise InferenceError(seen, f"--load {HUGGING_FACE_PREFIX}{path}")
-    manifest, notes = open_checkpoint(path, step)
-    saved, files = SavedModel(manifest, average), by_huggingface_names(saved_tokenizer_files(manifest))
-    codec = open_codec(files)
-    return PretrainedModel(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 
 
 def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
@@ -121,12 +114,13 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"
         seen = f"--tensor-model-parallel-size {tp} on {ranks}: every process holds one shard of the model"
         raise InferenceError(seen, f"torchrun --nproc-per-node {tp} tools/generate.py")
-    errors = _layout_errors(model, tp)
+
+    def find_errors(tp: int) -> list[str]:
+        config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
+        checks = (check_heads_divide, check_mlp_divides)
+        return [problem.sentence for check in checks for problem in check(config, tp)]
+
+    errors = find_errors(tp)
     if errors:
-        fits = next(n for n in range(tp, 0, -1) if not _layout_errors(model, n))
+        fits = next(n for n in range(tp, 0, -1) if not find_errors(n))
         raise InferenceError("; ".join(errors), f"torchrun --nproc-per-node {fits} tools/generate.py")
-
-
-def _layout_errors(model: ModelConfig, tp: int) -> list[str]:
-    config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-    return [problem.sentence for check in (check_heads_divide, check_mlp_divides) for problem in check(config, tp)]

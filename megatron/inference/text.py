@@ -1,8 +1,4 @@
-"""Encode prompts, decode tokens incrementally while they are generated, and print continuations in order.
-
-`open_codec` returns the model's tokenizer, or a codec of decimal IDs if it has none. `ContinuationPrinter` prints
-several continuations one after the other although they are generated together.
-"""
+"""Text of prompts and continuations: tokenizers, incremental decoding, and printing in order."""
 
 from __future__ import annotations
 
@@ -133,7 +129,6 @@ class ContinuationPrinter:
         prompts: token IDs of the prompts.
         hidden: tokens that are not printed.
         live: whether to print text before its continuation is complete.
-
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from megatron.distributed.random import stable_hash
 from megatron.distributed.sharding import Init
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.dropout import keep_mask
-from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed import mappings
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Init, ShardSpec
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 
 
 class _ShardedLookup(torch.autograd.Function):

@@ -24,7 +24,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.sharding import Init, ShardSpec
 from megatron.kernels.linear import LinearKernel
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 
 
 @dataclass(frozen=True)

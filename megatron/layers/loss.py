@@ -21,7 +21,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.cross_entropy import CrossEntropyKernel
 from megatron.kernels.registry import Kernels
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.embedding import vocabulary_spec
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.recompute import recompute_producer
 

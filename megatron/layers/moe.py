@@ -26,7 +26,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import Init, ShardSpec
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
 

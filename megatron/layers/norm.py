@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 
 
 class Norm(nn.Module):

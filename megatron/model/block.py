@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
 from megatron.layers.attention import SelfAttention
-from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mlp import MLP
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norm import Norm

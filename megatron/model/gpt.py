@@ -13,7 +13,7 @@ from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
-from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer

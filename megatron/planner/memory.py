@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.config.batch import get_num_microbatches
-from megatron.config.errors import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
@@ -147,7 +146,7 @@ REMAINDER_BYTES, INDEX_BYTES = 2, 8
 REDUCTIONS_IN_FLIGHT = 2
 """Concurrent reductions of ZeRO-2 buckets, or of bf16 gradients; a test compares it with the grad buffer's."""
 
-STATE_KINDS = ("weights", "gradients", "masters", "moments", "average", "buffers")
+STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "buffers")
 """Kinds of persistent state. Masters are the main params, average is the EMA. Buffers are rotary frequencies, the
 window of the spike filter, and global row indices of parameters with low-precision state."""
 
@@ -296,7 +295,7 @@ class _StageState:
         self._common["gradients"] += (size // bucket.shards if zero2 else size) * wide
         remainders = optimizer.store_param_remainders and config.precision.params_dtype == "bf16"
         per_element = {
-            "masters": 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide,
+            "main params": 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide,
             "moments": _moment_bytes(optimizer, bucket.key.uncut, wide),
             "average": wide if optimizer.ema_decay is not None else 0,
         }
@@ -386,8 +385,3 @@ def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) 
             sent["all-reduce"] += 2 * shard * grad_bytes * over_copies
         sent["all-gather"] += size * weight_bytes * over_shards
     return {operation: count for operation, count in sent.items() if count}
-
-
-def format_binary(count: float) -> str:
-    """Format bytes of memory: ``12.50 MiB``, ``1.87 GiB``."""
-    return format_bytes(count, binary=True)

@@ -28,7 +28,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.timing import Clock, Timers, no_clock
 from megatron.kernels.registry import select_kernels
-from megatron.layers.build import DTYPES, BuildContext
+from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer

@@ -46,7 +46,7 @@ from megatron.distributed.launch import (
     register_failure,
 )
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.loggers.jsonl import JsonLinesLogger
+from megatron.training.loggers.run_folder import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron.config.errors import format_bytes
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
@@ -22,11 +23,11 @@ from megatron.distributed.mesh import GroupInfo
 from megatron.distributed.timing import Clock, Stopwatch, no_clock
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
-from megatron.planner.memory import format_binary, rank_state_bytes
+from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
-STATE_PARTS = ("weights", "gradients", "masters", "moments", "average")
+STATE_PARTS = ("weights", "gradients", "main params", "moments", "average")
 """The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
 
 OTHER_RANKS = "the rest of its pipeline"
@@ -90,7 +91,7 @@ class FakeWorld:
         pipeline = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
         for pp, built in enumerate(self.pipeline):
             stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
-            size = format_binary(sum(built.state.values()))
+            size = format_bytes(sum(built.state.values()))
             pipeline.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
         whole = f"{self.layers:,} layers and {self.parameters:,} parameters, each counted once: the model's"
         state = ", ".join(f"{part} {size:,}" for part, size in self.chosen.state.items() if size)
@@ -162,7 +163,7 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
     tensors: dict[str, Iterable[Tensor]] = {
         "weights": [parameter.detach() for parameter in trainer.params.values()],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
-        "masters": [remainders[name] if name in remainders else main_params[name] for name in main_params],
+        "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
         "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],
         "average": optimizer.ema.values(),
     }

@@ -33,19 +33,11 @@ from megatron.distributed.comm import Group
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck, explain_nonfinite
-from megatron.training.callbacks.profiler import (
-    NO_REQUEST,
-    PipelineProfiler,
-    Profiler,
-    ProfileRequest,
-    ProfileRequestListener,
-    StepProfiler,
-)
+from megatron.training.callbacks.profiler import NO_REQUEST, ProfileRequest, ProfileRequestListener, StepProfiler
 from megatron.training.checkpointer import Checkpointer, run_on_rank0
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.local_checkpoints import LocalSave
-from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow, StepMetrics, evaluation_metrics
 from megatron.training.step import evaluate, train_step
@@ -262,19 +254,7 @@ def build_callbacks(trainer: Trainer, log: RunLogger, stop: StopRequest) -> list
     config, logging = trainer.config, trainer.config.logging
     callbacks: list[Callback] = []
     if logging.run_dir is not None:  # a profile may be requested at any time
-        note = log.note if log.enabled else print_line  # each rank that records a profile reports it itself
-        pipeline = PipelineProfiler(config.profiling, logging.run_dir, trainer, note, print_warning)
-        profiler = Profiler(
-            config.profiling,
-            logging.run_dir,
-            trainer.mesh.rank,
-            trainer.device,
-            [*trainer.chunks.values()],
-            note,
-            print_warning,
-            pipeline,
-        )
-        callbacks.append(StepProfiler(trainer, profiler, lambda: stop.profile_request))
+        callbacks.append(StepProfiler(trainer, log, lambda: stop.profile_request))
     if logging.log_health_interval is not None:
         callbacks.append(HealthReport(trainer, logging.log_health_interval))
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:

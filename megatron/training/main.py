@@ -26,9 +26,9 @@ from megatron.training.loggers.run_folder import METRICS_FILE, data_summary
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loggers.wandb import missing_journal_notes
 from megatron.training.loop import StopRequest, build_callbacks, train
+from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import StartupTimer, start_facts, start_phrase
-from megatron.training.throughput import Goodput
 from megatron.training.trainer_state import new_run_id, previous_run_id
 
 

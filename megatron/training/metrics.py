@@ -2,18 +2,20 @@
 
 Each step adds its device scalars (`StepMetrics`) to a `MetricsWindow` without waiting for the device. At a log line
 the window synchronises once, gathers times, traffic and memory of all ranks in one collective (`RankStats`), and
-returns the metrics by the names of `megatron.training.loggers.base.METRICS`.
+returns the metrics by the names of `megatron.training.loggers.base.METRICS`. `ThroughputModel` adds FLOP/s, and
+`Goodput` accounts the time of a run over all its starts.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +23,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.batch import final_consumed_samples, final_iteration
+from megatron.config.run import RunConfig
 from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.loggers.base import MEMORY_CAPACITY
-from megatron.training.throughput import Goodput
+from megatron.planner.flops import FlopsPerToken
+from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
+
+
+class Goodput:
+    """Productive seconds of a run, divided by all seconds since its first start.
+
+    Steps lost in a crash do not count, because this state is restored from the checkpoint; nor does the time of
+    starting, loading, evaluating, saving, and between two starts. Waiting for data or for other ranks within a step
+    does count.
+    """
+
+    def __init__(self, started: float | None = None) -> None:
+        """Start counting for a new run, at ``started`` on the clock of ``time.monotonic()``; None for now."""
+        elapsed = 0.0 if started is None else time.monotonic() - started
+        self.first_start = time.time() - elapsed  # seconds since 1970
+        self.productive_seconds = 0.0
+        self.starts = 1  # of the run, this one included
+
+    def add(self, seconds: float) -> None:
+        """Add ``seconds`` of training steps."""
+        self.productive_seconds += seconds
+
+    def run_seconds(self) -> float:
+        """Return the seconds since the run's first start."""
+        return time.time() - self.first_start
+
+    def value(self) -> float | None:
+        """Return the goodput, 0 to 1; None if the machine's clock was set back so far that it would exceed 1."""
+        passed = self.run_seconds()
+        return self.productive_seconds / passed if passed > 0 and self.productive_seconds <= passed else None
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return the values to save in a checkpoint."""
+        return {"first_start": self.first_start, "productive_seconds": self.productive_seconds, "starts": self.starts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the run that saved ``state``, and count this start."""
+        self.first_start = float(state["first_start"])
+        self.productive_seconds = float(state["productive_seconds"])
+        self.starts = int(state["starts"]) + 1
 
 
 @dataclass(frozen=True)
@@ -40,11 +83,6 @@ class RankStats:
     memory_bytes: int  # peak
     memory_total_bytes: int  # capacity
     sent: Mapping[str, float] = field(default_factory=dict)  # bytes sent per step, by mesh axes
-
-    @property
-    def own_seconds(self) -> float:
-        """Seconds per step without the waits for other ranks."""
-        return self.seconds - sum(self.waits.values())
 
 
 def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
@@ -71,58 +109,46 @@ def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> li
     return ranks
 
 
-@dataclass(frozen=True)
-class RankComparison:
-    """Means and extremes over all ranks."""
-
-    communication: Mapping[str, float]  # mean seconds per step blocked in collectives, by mesh axes
-    communication_share: float  # of the step, 0 to 1
-    bubble: float | None  # mean share of the step spent waiting for other pipeline stages; None without a pipeline
-    data_wait: float  # seconds per step of the rank that waited longest for data
-    phases: Mapping[str, tuple[float, ...]]  # seconds per step of every rank, by timer
-    fullest_rank: int  # with the largest peak memory
-    memory_bytes: int  # peak of the fullest rank
-    memory_total_bytes: int  # capacity of the fullest rank
-    slowest_rank: int  # with the largest own time
-    slowest_excess: float  # its own time over the median rank's, less 1
-    sent: Mapping[str, float]  # mean bytes sent per step, by mesh axes
-
-    def timer_metrics(self, option: str, excluded: Collection[str] = ()) -> dict[str, Any]:
-        """Return the timers that ran; ``--timing-log-option`` is ``max``, ``minmax`` or ``all``."""
-        metrics: dict[str, Any] = {}
-        for name, by_rank in self.phases.items():
-            if max(by_rank) > 0 and name not in excluded:
-                metrics[f"{name}-time"] = max(by_rank)
-                if len(by_rank) > 1 and option == "minmax":
-                    metrics[f"{name}-time-min"] = min(by_rank)
-                if len(by_rank) > 1 and option == "all":
-                    metrics[f"{name}-time-by-rank"] = list(by_rank)
+def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
+    """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
+    metrics: dict[str, Any] = {
+        "data-wait": max(rank.phases.get("batch-generator", 0.0) for rank in ranks),
+        "mem-max-allocated-bytes": ranks[fullest].memory_bytes,
+        MEMORY_CAPACITY: ranks[fullest].memory_total_bytes,
+    }
+    if len(ranks) > 1:
+        metrics["mem-max-rank"] = fullest
+    for axes in ranks[0].sent:
+        metrics[f"sent-bytes-{axes}"] = statistics.fmean(rank.sent[axes] for rank in ranks)
+    if not ranks[0].waits:
         return metrics
-
-
-def compare_ranks(ranks: Sequence[RankStats]) -> RankComparison:
-    """Compare the statistics of all ranks."""
-    own = [rank.own_seconds for rank in ranks]
-    slowest = max(range(len(ranks)), key=own.__getitem__)
-    fullest = max(range(len(ranks)), key=lambda r: ranks[r].memory_bytes)
-    median = statistics.median(own)
     step = statistics.fmean(rank.seconds for rank in ranks)
     waits = {axes: statistics.fmean(rank.waits[axes] for rank in ranks) for axes in ranks[0].waits}
-    communication = {axes: seconds for axes, seconds in waits.items() if axes != BUBBLE}
-    phases = {name: tuple(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
-    return RankComparison(
-        communication=communication,
-        communication_share=sum(communication.values()) / step,
-        bubble=waits[BUBBLE] / step if BUBBLE in waits else None,
-        data_wait=max(phases.get("batch-generator", (0.0,))),
-        phases=phases,
-        fullest_rank=fullest,
-        memory_bytes=ranks[fullest].memory_bytes,
-        memory_total_bytes=ranks[fullest].memory_total_bytes,
-        slowest_rank=slowest,
-        slowest_excess=own[slowest] / median - 1.0 if median > 0 else 0.0,
-        sent={axes: statistics.fmean(rank.sent[axes] for rank in ranks) for axes in ranks[0].sent},
-    )
+    if BUBBLE in waits:
+        metrics["bubble"] = waits.pop(BUBBLE) / step
+    metrics |= {f"communication-{axes}": seconds for axes, seconds in waits.items()}
+    metrics["communication-share"] = sum(waits.values()) / step
+    if len(ranks) > 1:
+        own = [rank.seconds - sum(rank.waits.values()) for rank in ranks]
+        median = statistics.median(own)
+        metrics["slowest-rank"] = own.index(max(own))
+        metrics["slowest-rank-excess"] = max(own) / median - 1.0 if median > 0 else 0.0
+    return metrics
+
+
+def timer_metrics(ranks: Sequence[RankStats], option: str) -> dict[str, Any]:
+    """Return the timers that ran; ``option`` is ``--timing-log-option``: ``max``, ``minmax`` or ``all``."""
+    metrics: dict[str, Any] = {}
+    for name in ranks[0].phases:
+        by_rank = [rank.phases[name] for rank in ranks]
+        if max(by_rank) > 0:
+            metrics[f"{name}-time"] = max(by_rank)
+            if len(ranks) > 1 and option == "minmax":
+                metrics[f"{name}-time-min"] = min(by_rank)
+            if len(ranks) > 1 and option == "all":
+                metrics[f"{name}-time-by-rank"] = by_rank
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -159,10 +185,10 @@ class MetricsWindow:
         """Start an empty window. Collective over ``world``.
 
         Args:
-            device: device of this rank.
+            device: of this rank.
             seq_length: tokens per sample.
-            world: group of all ranks; None for a single process.
-            timers: timers of this rank; None for no timers.
+            world: all ranks; None for a single process.
+            timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
             recorded: ``--cuda-graph``: waits and phases inside a replayed graph cannot be measured and are left out.
@@ -234,7 +260,9 @@ class MetricsWindow:
         seconds = now - self._window_start
         tokens_per_second = sum(self._samples) * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
-        ranks = self._gather_ranks(seconds / steps, Group() if alone else self.world)
+        mine = self._rank_stats(seconds / steps)
+        with self.world.meter.paused():
+            ranks = gather_rank_stats(mine, Group() if alone else self.world, self.device)
         metrics = {
             "iteration": iteration,
             "consumed-samples": consumed_samples,
@@ -243,6 +271,7 @@ class MetricsWindow:
             **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
             "grad-norm": norms[-1],
             "learning-rate": float(rates.lr),
+            "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),
             "weight-decay": rates.weight_decay,
             "batch-size": self._samples[-1],
             "loss-scale": scales[-1],
@@ -252,50 +281,30 @@ class MetricsWindow:
             "skipped-iterations": [iteration - steps + 1 + i for i in skipped],
             "skipped-iterations-count": len(skipped),
             "spikes-skipped": sum(not nonfinite[i] for i in skipped),
-            "mem-max-allocated-bytes": ranks.memory_bytes,
-            MEMORY_CAPACITY: ranks.memory_total_bytes,
-            "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),
-            **self._rank_metrics(ranks, several=self.world.size > 1 and not alone),
+            **compare_ranks(ranks),
             "goodput": self.goodput.value(),
             "run-seconds": self.goodput.run_seconds(),
             "starts": self.goodput.starts,
             "samples-digest": samples_digest,
-            **(
-                ranks.timer_metrics(self._timing_option, CUDA_GRAPH_PHASES[self._cuda_graph])
-                if self.timers.level
-                else {}
-            ),
+            **(timer_metrics(ranks, self._timing_option) if self.timers.level else {}),
         }
         self._steps = []
         self._samples = []
         self._window_start = now
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def _gather_ranks(self, seconds_per_step: float, world: Group) -> RankComparison:
-        """Compare times, traffic and memory of the ranks of ``world``; collective."""
+    def _rank_stats(self, seconds_per_step: float) -> RankStats:
+        """Return the statistics of this rank since the last call."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
         for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        mine = RankStats(seconds_per_step, waits, self.timers.read(steps), *peak_memory(self.device), sent)
-        with self.world.meter.paused():
-            return compare_ranks(gather_rank_stats(mine, world, self.device))
-
-    def _rank_metrics(self, ranks: RankComparison, several: bool) -> dict[str, Any]:
-        """Return the metrics of waits and ranks; ``several`` if more than one rank was compared."""
-        metrics: dict[str, Any] = {}
-        if several:
-            metrics["mem-max-rank"] = ranks.fullest_rank
-        metrics["data-wait"] = ranks.data_wait
-        if self.world.size > 1 and self._cuda_graph != "step":  # waits inside a replayed graph cannot be measured
-            metrics |= {f"communication-{axes}": seconds for axes, seconds in ranks.communication.items()}
-            metrics["communication-share"] = ranks.communication_share
-            metrics |= {f"sent-bytes-{axes}": count for axes, count in ranks.sent.items()}
-            metrics["bubble"] = ranks.bubble
-            if several:
-                metrics |= {"slowest-rank": ranks.slowest_rank, "slowest-rank-excess": ranks.slowest_excess}
-        return metrics
+        if self.world.size == 1 or self._cuda_graph == "step":  # waits inside a replayed graph cannot be measured
+            waits, sent = {}, {}
+        replayed = CUDA_GRAPH_PHASES[self._cuda_graph]
+        phases = {name: seconds for name, seconds in self.timers.read(steps).items() if name not in replayed}
+        return RankStats(seconds_per_step, waits, phases, *peak_memory(self.device), sent)
 
     def _add_goodput(self) -> float:
         """Account the time since the last call as spent in steps, and return the current time."""
@@ -352,3 +361,96 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the device's product name, such as ``NVIDIA H100 80GB HBM3``, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the vendors' data sheets (figures "with sparsity"
+# halved), by words in the device name that the driver reports. The first matching row is used. Products that share a
+# name are left out, because no MFU is better than a wrong one. A rank on an MI250X has half of the product.
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("GH200", 989.4e12),
+    ("H100 80GB HBM3", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI300X", 1307.4e12),
+    ("MI250X", 191.5e12),
+)
+
+
+def peak_flops(device_name: str, params_dtype: str) -> float | None:
+    """Return the dense peak of one device in FLOP/s, or None for unknown devices, device slices and other dtypes.
+
+    A name with a slash is ambiguous: AMD's driver reports ``MI250X / MI250`` for both products.
+    """
+    if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b|/", device_name):
+        return None
+    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
+
+
+@dataclass(frozen=True)
+class ThroughputModel:
+    """Converts tokens per second into FLOP/s, utilisation and remaining time."""
+
+    total_iterations: int  # of the whole run
+    total_samples: int  # of the whole run
+    seq_length: int  # tokens per sample
+    world_size: int
+    flops: FlopsPerToken
+    peak_flops: float | None  # of one device in FLOP/s, if known
+    on_gpu: bool
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
+    ) -> ThroughputModel:
+        """Create the model of a run.
+
+        Args:
+            config: resolved configuration.
+            world_size: number of ranks.
+            device_name: as returned by :func:`device_name`.
+            iteration: steps taken before this start.
+            consumed_samples: samples used in these steps.
+
+        """
+        data_parallel_size = world_size // config.parallel.model_ranks
+        return cls(
+            total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),
+            total_samples=final_consumed_samples(config.training, data_parallel_size, iteration, consumed_samples),
+            seq_length=config.training.seq_length,
+            world_size=world_size,
+            flops=FlopsPerToken.from_config(config),
+            peak_flops=peak_flops(device_name, config.precision.params_dtype),
+            on_gpu=device_name != "cpu",
+        )
+
+    def metrics(self, metrics: Metrics) -> dict[str, float | None]:
+        """Return throughput and utilisation of a log line. Utilisations are 0 to 1, or None for an unknown peak.
+
+        ``throughput`` is TFLOP/s per rank as Megatron-LM counts it. ``mfu`` counts all attention scores
+        (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``.
+        """
+        tokens_per_second = metrics["tokens-per-second"] / self.world_size
+        counts = {"mfu": self.flops.full, "mfu-causal": self.flops.causal, "hfu": self.flops.hardware}
+        peak = self.peak_flops
+        return {
+            "throughput": tokens_per_second * self.flops.megatron / 1e12,
+            **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
+        }
+
+    def seconds_left(self, metrics: Metrics) -> float:
+        """Return the time that the remaining samples take at the speed of a log line."""
+        samples_left = max(0, self.total_samples - metrics["consumed-samples"])
+        return float(samples_left * self.seq_length / metrics["tokens-per-second"])

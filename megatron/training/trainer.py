@@ -39,8 +39,8 @@ from megatron.optimizer.lr_scheduler import LearningRateSchedule
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.metrics import Goodput
 from megatron.training.startup import StartupTimer
-from megatron.training.throughput import Goodput
 
 MAX_RANKS_SHOWN = 4
 """Ranks listed in an error, of those with the same version."""

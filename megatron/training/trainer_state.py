@@ -31,7 +31,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
-from megatron.training.loggers.jsonl import read_json_lines
+from megatron.training.loggers.run_folder import read_json_lines
 from megatron.training.resume_source import Position, is_own_checkpoint, position_of
 from megatron.training.startup import JOB_FACTS, StartFacts
 from megatron.training.trainer import DIGEST_MODULUS, Trainer

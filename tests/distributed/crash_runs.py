@@ -109,10 +109,10 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
         for pid in [pid for pid in pids if pid not in statuses]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    said, *others = ((folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(setup.ranks))
+    message, *others = ((folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(setup.ranks))
     calls = tuple(tuple((folder / f"rank{r}.calls").read_text().splitlines()) for r in range(setup.ranks))
     ended = tuple(statuses[pid] for pid in pids)
-    return Ended(ended, said, "\n".join(others), time.monotonic() - began, calls, late)
+    return Ended(ended, message, "\n".join(others), time.monotonic() - began, calls, late)
 
 
 def _fork(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None) -> int:
@@ -208,8 +208,10 @@ class Before:
         if not self.newest and "starts from scratch" not in said:
             found.append("does not say that it starts from scratch")
         for path in self.broken:
-            told = any(words in said for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:"))
-            if step_of(path) > self.newest and not told:
+            printed = any(
+                words in said for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:")
+            )
+            if step_of(path) > self.newest and not printed:
                 found.append(f"does not say why {path.name} is passed over")
         return found
 

@@ -219,8 +219,8 @@ def _complaints_of_full_disk(fault: Fault, ended: Ended) -> Iterator[str]:
     if len({status for status in ended.statuses if status >= 0}) > 1 or -9 in ended.statuses:
         yield f"{fault}: the ranks end with {ended.statuses}"
     if any(ended.statuses) and not _has_happened(fault, ended):
-        said = f"{ended.said}\n{ended.errors}"
-        yield f"{fault}: ends with {ended.statuses} and says nothing of a full disk:\n{said}"
+        message = f"{ended.said}\n{ended.errors}"
+        yield f"{fault}: ends with {ended.statuses} and says nothing of a full disk:\n{message}"
 
 
 def report(trials: Sequence[Trial], how: str) -> Iterator[str]:

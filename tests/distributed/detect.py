@@ -28,7 +28,7 @@ from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
-from megatron.training.callbacks.health import HealthRecord, check_weight_copies, explain_nonfinite
+from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.loop import StopRequest, log_startup
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
@@ -76,11 +76,11 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
 
 def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
     """The last rank took 100 s to import; everyone must hear of it."""
-    trainer, told = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
+    trainer, printed = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
     trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
-    log: Any = SimpleNamespace(start_up=lambda mine, longest: told.append(longest))
+    log: Any = SimpleNamespace(start_up=lambda mine, longest: printed.append(longest))
     log_startup(trainer, log)
-    return told[0]["imports"]
+    return printed[0]["imports"]
 
 
 def name_the_run(rank: int, world_size: int) -> str:
@@ -161,8 +161,8 @@ def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     with record_timeline(trainer.pipeline, trainer.mesh.group("pp"), trainer.device) as recorder:
         train_step(trainer, batches, RATES)
     program = build_program(case.parallel, len(batches)).only(COMPUTE_KINDS)
-    told = [[interval.action for interval in intervals] for intervals in recorder.timeline("").intervals]
-    return told == [list(actions) for actions in program.ranks]
+    printed = [[interval.action for interval in intervals] for intervals in recorder.timeline("").intervals]
+    return printed == [list(actions) for actions in program.ranks]
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
@@ -227,7 +227,7 @@ def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool
     return same and x.grad is not None and torch.allclose(dx, x.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def reports_like_one_process(case: Case, ranks: Sequence[list[HealthRecord]]) -> bool:
+def reports_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
     pairs = [pair for got in ranks for pair in zip(got, healthy(case.twin()), strict=True)]
     return all(difference(*pair, zeros=False) <= TOLERANCE for pair in pairs)
 
@@ -242,7 +242,7 @@ def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) 
 
 
 @cache
-def healthy(twin: Case) -> list[HealthRecord]:
+def healthy(twin: Case) -> list[dict[str, float]]:
     """What one process, this one, reports of every layer."""
     return report(0, 1, twin)
 

@@ -64,13 +64,13 @@ def is_busy(rank: int, world_size: int) -> bool:
 def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
     """Bytes of a checkpoint, and of one on the nodes, which log only says so."""
     trainer = build_trainer(case.config(), rank, world_size)
-    told: list[int] = []
-    log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: told.append(size), warning=told.append)
+    printed: list[int] = []
+    log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: printed.append(size), warning=printed.append)
     with a_node(rank, world_size) as tier:
         save = LocalSave(trainer, tier, 1)
         save.log = log
         save._save()
-    return [checkpoint_bytes(trainer), *told]
+    return [checkpoint_bytes(trainer), *printed]
 
 
 def exchange_files(rank: int, world_size: int) -> bool:

@@ -18,7 +18,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.layers import linear, loss
 from megatron.layers.attention import attention_dropout
-from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import SharedGradReducer

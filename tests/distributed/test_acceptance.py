@@ -122,15 +122,15 @@ def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     environment = {**os.environ, "PYTHONPATH": "."}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode in (0, 1), done.stderr
-    told = json.loads((folder / "out" / "acceptance.json").read_text())
-    return done.returncode, told, (folder / "out" / "acceptance.md").read_text()
+    printed = json.loads((folder / "out" / "acceptance.json").read_text())
+    return done.returncode, printed, (folder / "out" / "acceptance.md").read_text()
 
 
 def test_as_a_person_runs_it(tmp_path: Path) -> None:
     flags = ["--nproc", "2", "--parts", "layouts", "bandwidth", "--layouts", "2", "--formats", "fp32"]
-    status, told, page = accept(tmp_path, *flags)
-    assert (status, told["failed"]) == (0, False), page
-    assert [(part["name"], part["verdict"]) for part in told["parts"]] == [
+    status, printed, page = accept(tmp_path, *flags)
+    assert (status, printed["failed"]) == (0, False), page
+    assert [(part["name"], part["verdict"]) for part in printed["parts"]] == [
         ("machine", "ok"),
         ("layouts", "ok"),
         ("bandwidth", "ok"),
@@ -140,16 +140,16 @@ def test_as_a_person_runs_it(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_starts_nothing(tmp_path: Path) -> None:
-    status, told, page = accept(tmp_path, "--launch", f"{sys.executable} -c 'import\tsys;sys.exit(5)'")
-    assert (status, told["failed"]) == (1, True)
+    status, printed, page = accept(tmp_path, "--launch", f"{sys.executable} -c 'import\tsys;sys.exit(5)'")
+    assert (status, printed["failed"]) == (1, True)
     assert page.startswith("# Cluster acceptance: FAILED\n")
     assert "exit status 5" in page
 
 
 @pytest.mark.slow
 def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
-    status, told, page = accept(tmp_path, "--nproc", "4")
-    assert (status, told["failed"]) == (0, False), page
+    status, printed, page = accept(tmp_path, "--nproc", "4")
+    assert (status, printed["failed"]) == (0, False), page
     assert "losses as undisturbed: bitwise equal" in page
 
 

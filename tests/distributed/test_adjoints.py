@@ -21,7 +21,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.drive import MODEL

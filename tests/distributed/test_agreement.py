@@ -49,9 +49,9 @@ def kernels_told(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_would_compute_differently_are_named(pool: Pool) -> None:
-    (said,) = set(pool.run(3, kernels_told))
-    assert said.startswith("E904 ranks would compute differently: ranks 0, 2 (")
-    assert f"): kernels: compiled; rank 1 ({gethostname()}): kernels: torch" in said
+    (message,) = set(pool.run(3, kernels_told))
+    assert message.startswith("E904 ranks would compute differently: ranks 0, 2 (")
+    assert f"): kernels: compiled; rank 1 ({gethostname()}): kernels: torch" in message
 
 
 def test_a_machine_with_another_file_of_a_schedule_is_named(pool: Pool, tmp_path: Path) -> None:
@@ -59,20 +59,20 @@ def test_a_machine_with_another_file_of_a_schedule_is_named(pool: Pool, tmp_path
         make_schedule("gpipe" if name == "here" else "zb-h1", 2, 1, 6).save(tmp_path / f"{name}.csv")
     flags = (f"--pipeline-model-parallel-size 2 --pipeline-schedule {tmp_path}/{n}.csv" for n in ("here", "there"))
     ranks = run_with(pool, tmp_path, *flags, data="--mock-data")
-    assert [(told.status, told.samples) for told in ranks] == [(2, {}), (2, {})]
-    (said,) = [told.err for told in ranks if told.err]
-    assert "E212 " in said
-    assert f".csv is not the same on all ranks: rank 0 ({gethostname()}): " in said
+    assert [(printed.status, printed.samples) for printed in ranks] == [(2, {}), (2, {})]
+    (message,) = [printed.err for printed in ranks if printed.err]
+    assert "E212 " in message
+    assert f".csv is not the same on all ranks: rank 0 ({gethostname()}): " in message
 
 
 def test_a_machine_with_an_older_copy_is_named_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
     copies = [write(tmp_path / name / "corpus", seed) for name, seed in (("new", 1), ("old", 2))]
     ranks = run_with(pool, tmp_path, *(f"--data-path {copy}" for copy in copies))
-    assert [(told.status, told.samples) for told in ranks] == [(2, {}), (2, {})]
-    (said,) = [told.err for told in ranks if told.err]
-    assert "the training and validation and test data are not the same on all ranks: rank 0 (" in said
-    assert f"; rank 1 ({gethostname()}): content " in said
-    assert "\n  fix: copy the same files to every machine" in said
+    assert [(printed.status, printed.samples) for printed in ranks] == [(2, {}), (2, {})]
+    (message,) = [printed.err for printed in ranks if printed.err]
+    assert "the training and validation and test data are not the same on all ranks: rank 0 (" in message
+    assert f"; rank 1 ({gethostname()}): content " in message
+    assert "\n  fix: copy the same files to every machine" in message
     assert saved_steps(tmp_path / "saved") == []
 
 
@@ -84,14 +84,14 @@ def test_the_split_that_differs_is_named(pool: Pool, tmp_path: Path, split: str)
         "--set data.split=null " + " ".join(f"--{name}-data-path {path}" for name, path in (files | changed).items())
         for changed in ({}, {split: other}, {})
     ]
-    (said,) = [told.err for told in run_with(pool, tmp_path, *flags) if told.err]
+    (message,) = [printed.err for printed in run_with(pool, tmp_path, *flags) if printed.err]
     word = {"valid": "validation", "test": "test"}[split]
-    assert f"the {word} data are not the same on all ranks: ranks 0, 2 ({gethostname()}): content " in said
+    assert f"the {word} data are not the same on all ranks: ranks 0, 2 ({gethostname()}): content " in message
 
 
 def test_copies_of_the_same_data_go_together(pool: Pool, tmp_path: Path) -> None:
     copies = [write(tmp_path / name / "corpus", 1) for name in ("here", "there")]
     assert IndexedDataset(copies[0]).fingerprint == IndexedDataset(copies[1]).fingerprint
     ranks = run_with(pool, tmp_path, *(f"--data-path {copy}" for copy in copies))
-    assert [(told.status, told.err) for told in ranks] == [(0, ""), (0, "")]
+    assert [(printed.status, printed.err) for printed in ranks] == [(0, ""), (0, "")]
     assert sorted(steps(tmp_path)) == [1, 2, 3, 4, 5, 6]

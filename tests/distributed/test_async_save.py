@@ -96,7 +96,7 @@ def equal(folder: Path, other: Path, *steps: int) -> bool:
 def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, saved at once."""
     folder = tmp_path_factory.mktemp("plain")
-    assert [told.status for told in pool.run(RANKS, run_rank, run_of(folder, ""))] == [0, 0]
+    assert [printed.status for printed in pool.run(RANKS, run_rank, run_of(folder, ""))] == [0, 0]
     return folder
 
 
@@ -104,7 +104,7 @@ def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_they_are_those_that_are_saved_at_once(pool: Pool, tmp_path: Path, layout: str) -> None:
     for name, flags in (("plain", ""), ("async", "--async-save")):
         config = run_of(tmp_path / name, f"{flags} {LAYOUTS[layout]}", every=4)
-        assert [told.status for told in pool.run(RANKS, run_rank, config)] == [0, 0]
+        assert [printed.status for printed in pool.run(RANKS, run_rank, config)] == [0, 0]
     assert equal(tmp_path / "async", tmp_path / "plain", 4, 6)
 
 
@@ -112,7 +112,7 @@ def test_they_are_those_that_are_saved_at_once(pool: Pool, tmp_path: Path, layou
 def test_all_skip_a_save_while_one_rank_still_writes(pool: Pool, tmp_path: Path, plain: Path, slow: int) -> None:
     """The weights have changed twice before that rank writes its part."""
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "slow", slow)
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert equal(tmp_path, plain, 2, 6)
     assert "warning: step 4 is not saved: the save of step 2, begun " in ranks[0].err
     assert ranks[1].err == ""
@@ -121,14 +121,14 @@ def test_all_skip_a_save_while_one_rank_still_writes(pool: Pool, tmp_path: Path,
 def test_all_skip_a_save_while_one_rank_still_deletes(pool: Pool, tmp_path: Path, plain: Path) -> None:
     """The others are done with theirs long before."""
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "slow to delete")
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert equal(tmp_path, plain, 2, 6)
 
 
 @pytest.mark.parametrize("full", range(RANKS))
 def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path, plain: Path, full: int) -> None:
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "full disk", full, "patient")
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert equal(tmp_path, plain, 4, 6)
     assert f"the disk is full (rank {full}); no checkpoint was written" in ranks[0].err
 
@@ -136,7 +136,7 @@ def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path, plain: Path, full: 
 def test_ranks_that_lose_contact_while_writing_save_the_next_time(pool: Pool, tmp_path: Path, plain: Path) -> None:
     """Rank 1 takes three seconds, the others wait for one."""
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "too slow", 1, "patient", check_collectives=False)
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert "warning: step 2 is not saved: the ranks lost contact while writing: " in ranks[0].err
     assert equal(tmp_path, plain, 4, 6)
 
@@ -148,5 +148,5 @@ def test_a_rank_that_is_killed_while_it_writes(pool: Pool, tmp_path: Path, plain
         pool.run(RANKS, run_rank, run_of(tmp_path, every=4), "killed", rank, "", calls)
     assert [path.name for _, path in CheckpointFolder(tmp_path / "saved").named()] == ["iter_0000004.tmp"]
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path, every=4))
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert equal(tmp_path, plain, 4, 6)

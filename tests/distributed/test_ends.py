@@ -40,11 +40,11 @@ def run_rank(rank: int, world_size: int, config: RunConfig, step: int, act: str 
             spoil_step(trainer)
 
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with ExitStack() as stack, redirect_stderr(io.StringIO()) as told:
+    with ExitStack() as stack, redirect_stderr(io.StringIO()) as printed:
         stack.enter_context(patch.dict(os.environ, place | {"SLURMD_NODENAME": f"node{rank}"}))
         if rank == world_size - 1:
             stack.enter_context(before_step(step, happen))
-        return main.run(config), told.getvalue()
+        return main.run(config), printed.getvalue()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.inference.generate import SamplingParams, generate
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL

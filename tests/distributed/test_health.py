@@ -19,7 +19,7 @@ from megatron.distributed.sharding import ShardSpec
 from megatron.layers.attention import largest_logit
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.callbacks.health import HealthRecord, layer_name, watch_next_step
+from megatron.training.callbacks.health import HealthMonitor, layer_name
 from megatron.training.step import train_step
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
@@ -119,7 +119,7 @@ def test_it_is_what_a_dense_model_says(clip: float) -> None:
     words = "embedding.word_embeddings.weight"
     dense = Dense({**weights, words: weights[words][: case.model.vocab]})
     (record,) = report(0, 1, case)
-    assert record.metrics() == pytest.approx(dense.expect(case), rel=1e-10)
+    assert record == pytest.approx(dense.expect(case), rel=1e-10)
 
 
 # ---- layouts
@@ -192,7 +192,7 @@ def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
 def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     case = Case(training=TrainingConfig(micro_batch_size=2, **RECOMPUTE[recompute]))
     trainer = build_trainer(case.config(), 0, 1)
-    vitals = watch_next_step(trainer)
+    vitals = HealthMonitor(trainer)
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
     rows = GLOBAL_BATCH * SEQ_LENGTH * MODEL.hidden_size
@@ -206,7 +206,7 @@ def test_logits_are_those_of_the_window_and_the_documents() -> None:
     case = Case(GQA, documents=DOCUMENTS["attention"])
     trainer = build_trainer(case.config(), 0, 1)
     batches = batches_of(trainer, case, 0)
-    vitals = watch_next_step(trainer)
+    vitals = HealthMonitor(trainer)
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         vitals.report(train_step(trainer, batches, RATES))
     for at, ((q_SBND, k_SBGD, window, documents), _) in enumerate(looked.call_args_list):
@@ -222,7 +222,8 @@ def test_bf16_is_near_fp64() -> None:
         report(0, 1, replace(case, precision=PrecisionConfig(params_dtype="bf16"))),
     )
     for kind in (*ALL, "activation-rms", "attention-logit"):
-        assert rounded.layers[kind] == pytest.approx(exact.layers[kind], rel=0.1)
+        values = {name: value for name, value in exact.items() if name.startswith(f"health/{kind}/layers.")}
+        assert {name: rounded[name] for name in values} == pytest.approx(values, rel=0.1)
 
 
 def every_copy() -> AbstractContextManager[Any]:
@@ -237,10 +238,10 @@ def test_a_copy_counted_twice_is_noticed(pool: Pool, layout: str) -> None:
     assert difference(got, report(0, 1, case.twin())[0], zeros=False) > 1e-3
 
 
-def a_bad_query(rank: int, world_size: int, at: int) -> HealthRecord:
+def a_bad_query(rank: int, world_size: int, at: int) -> dict[str, float]:
     """What every rank reports when the first layer of one has seen a NaN among its logits."""
     trainer = build_trainer(CASES["tp2"].config(), rank, world_size)
-    vitals = watch_next_step(trainer)
+    vitals = HealthMonitor(trainer)
     metrics = train_step(trainer, batches_of(trainer, CASES["tp2"], 0), RATES)
     if rank == at:
         vitals.logits[vitals.rows["layers.0"]] = math.nan
@@ -250,5 +251,5 @@ def a_bad_query(rank: int, world_size: int, at: int) -> HealthRecord:
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_nan_of_one_rank_is_not_lost(pool: Pool, at: int) -> None:
     for record in pool.run(2, a_bad_query, at):
-        assert record.layers["attention-logit"]["layers.0"] == math.inf
-        assert math.isfinite(record.layers["attention-logit"]["layers.1"])
+        assert record["health/attention-logit/layers.0"] == math.inf
+        assert math.isfinite(record["health/attention-logit/layers.1"])

@@ -64,9 +64,9 @@ def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, kille
 
 def go_on(pool: Pool, config: RunConfig, per_node: int = 2, killed_at: int = 0, world_size: int = 4) -> Told:
     """What rank 0 told of a run that ends well, or is killed."""
-    told = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False, timeout=180)
-    assert {t.status for t in told} == {None if killed_at else 0}, [t.err for t in told]
-    return told[0]
+    printed = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False, timeout=180)
+    assert {t.status for t in printed} == {None if killed_at else 0}, [t.err for t in printed]
+    return printed[0]
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +170,11 @@ SHORT = {"node 1 lost", "a flipped byte", "both copies lost", "no durable one"}
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     pool: Pool, killed: tuple[Path, Path], run: Path, fault: str
 ) -> None:
-    act, step, said = FAULTS[fault]
+    act, step, message = FAULTS[fault]
     act(run)
-    told = go_on(pool, run_of(run))
-    text = told.out.replace(str(run), ".")
-    assert said in text, text
+    printed = go_on(pool, run_of(run))
+    text = printed.out.replace(str(run), ".")
+    assert message in text, text
     assert f"resumed from ./{'node0' if step == LOCAL else 'saved'}/iter_{step:07d}: step {step}," in text
     assert (OTHER in text) == (fault == "a flipped byte")
     assert steps(run) == steps(killed[1])
@@ -215,9 +215,9 @@ def test_a_durable_one_that_rots_unseen_has_its_like_on_the_nodes(pool: Pool, tm
     config = run_of(tmp_path, save_interval=LOCAL, world_size=2)
     go_on(pool, config, 1, killed_at=6, world_size=2)
     flip(tmp_path / "saved/iter_0000005" / tensors(0))
-    said = go_on(pool, config, 1, world_size=2).out.replace(str(tmp_path), ".")
-    assert f"passed over ./saved/iter_0000005: {tensors(0)} has flipped bytes" in said
-    assert "resumed from ./node0/iter_0000005: step 5," in said
+    message = go_on(pool, config, 1, world_size=2).out.replace(str(tmp_path), ".")
+    assert f"passed over ./saved/iter_0000005: {tensors(0)} has flipped bytes" in message
+    assert "resumed from ./node0/iter_0000005: step 5," in message
 
 
 def test_the_newest_comes_first_wherever_it_is() -> None:
@@ -228,16 +228,16 @@ def test_the_newest_comes_first_wherever_it_is() -> None:
 
 
 def test_one_node_keeps_checkpoints_and_says_what_that_is_worth(pool: Pool, tmp_path: Path) -> None:
-    told = go_on(pool, run_of(tmp_path, world_size=2), world_size=2, killed_at=4)
-    assert "--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it" in told.out
-    told = go_on(pool, run_of(tmp_path, world_size=2), world_size=2)
-    assert f"resumed from {tmp_path}/node0/iter_0000003: step 3" in told.out
+    printed = go_on(pool, run_of(tmp_path, world_size=2), world_size=2, killed_at=4)
+    assert "--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it" in printed.out
+    printed = go_on(pool, run_of(tmp_path, world_size=2), world_size=2)
+    assert f"resumed from {tmp_path}/node0/iter_0000003: step 3" in printed.out
 
 
 def refused(pool: Pool, config: RunConfig) -> str:
-    told = pool.run(4, run_rank, config, 2, 0, check_collectives=False)
-    assert all(t.status for t in told)
-    return "".join(t.err for t in told)
+    printed = pool.run(4, run_rank, config, 2, 0, check_collectives=False)
+    assert all(t.status for t in printed)
+    return "".join(t.err for t in printed)
 
 
 def test_nodes_that_share_a_folder_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -264,8 +264,8 @@ def test_the_same_words_elsewhere_are_another_run(tmp_path: Path, monkeypatch: p
     assert start(config, nullcontext()).status == 0
     (tmp_path / "a/saved/iter_0000001").rename(tmp_path / "not-needed")
     monkeypatch.chdir(tmp_path / "b")
-    told = start(config, nullcontext())
-    assert (told.status, "of another run, which saves to " in told.err) == (2, True), told
+    printed = start(config, nullcontext())
+    assert (printed.status, "of another run, which saves to " in printed.err) == (2, True), printed
     monkeypatch.chdir(tmp_path / "a")
     assert "resumed from " in start(config, nullcontext()).out
 

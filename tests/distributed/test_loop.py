@@ -49,8 +49,8 @@ def run_rank(rank: int, world_size: int, config: RunConfig, event: str) -> tuple
     """The exit status of a rank, and what it wrote to stderr."""
     happening: AbstractContextManager[object] = EVENTS[event]() if rank == world_size - 1 else nullcontext()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    with patch.dict(os.environ, place), happening, redirect_stderr(io.StringIO()) as told:
-        return main.run(config), told.getvalue()
+    with patch.dict(os.environ, place), happening, redirect_stderr(io.StringIO()) as printed:
+        return main.run(config), printed.getvalue()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,8 +81,8 @@ def test_a_bad_number_on_one_rank_is_told_once(
     ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
     assert [status for status, _ in ranks] == [1, 1]
     where = f"step 3 is not finite; first on rank 1: output of layers.{layer}, micro-batch 0, samples {samples}"
-    (told,) = [text for _, text in ranks if text]
-    assert told in [f"error on rank {rank}: the loss or gradient of {where}\n" for rank in (0, 1)]
+    (printed,) = [text for _, text in ranks if text]
+    assert printed in [f"error on rank {rank}: the loss or gradient of {where}\n" for rank in (0, 1)]
     assert column(tmp_path, "iteration") == [1, 2]
 
 
@@ -120,7 +120,7 @@ def test_ranks_wait_for_a_table_outside_of_collectives(pool: Pool, tmp_path: Pat
     data = f"--set data.mock_data=false --data-path {tmp_path}/x --split 1 --data-cache-path {tmp_path}/cache"
     config = tiny_run(tmp_path, f"{data} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
     ranks = pool.run(2, run_with_a_slow_table, config, timeout=120.0)
-    assert [(status, told) for status, told, _ in ranks] == [(0, ""), (0, "")]
+    assert [(status, printed) for status, printed, _ in ranks] == [(0, ""), (0, "")]
     assert sorted(built for _, _, built in ranks) == [0, 1], "one builds, the other reads"
 
 
@@ -159,11 +159,11 @@ PLACES = r"the ranks were at: 0(SEND_F0|RECV_B0|B0) \(rank 0\), no answer \(rank
 def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path, flags: tuple[str, ...], places: str) -> None:
     (tmp_path / "damaged.py").write_text(DAMAGED)
     process = torchrun(tmp_path / "run", tmp_path / "damaged.py", *flags)
-    _, told = process.communicate(timeout=120)
+    _, printed = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "error on rank 0: lost contact with another rank" in told
-    assert "gloo/transport" in told.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
-    assert re.fullmatch(places, "".join(re.findall("^the ranks were at.*", told, re.MULTILINE)))
+    assert "error on rank 0: lost contact with another rank" in printed
+    assert "gloo/transport" in printed.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
+    assert re.fullmatch(places, "".join(re.findall("^the ranks were at.*", printed, re.MULTILINE)))
     (incident,) = [line for line in (tmp_path / "run" / "incidents.md").read_text().splitlines() if "error:" in line]
     assert "error: lost contact with another rank" in incident
     assert "gloo" not in incident

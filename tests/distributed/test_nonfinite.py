@@ -140,13 +140,13 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_cause_is_named(pool: Pool, name: str) -> None:
     case, damages, where = CASES[name]
-    told = pool.run(case.world_size, explained, case, damages)
-    assert told == [f"the loss or gradient of step 1 is not finite; first on {where}"] * case.world_size
+    printed = pool.run(case.world_size, explained, case, damages)
+    assert printed == [f"the loss or gradient of step 1 is not finite; first on {where}"] * case.world_size
 
 
 def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
-    (told, _) = pool.run(2, explained, DP2, ())
-    assert told.startswith("the loss or gradient of step 1 is not finite, but all values before the sum")
+    (printed, _) = pool.run(2, explained, DP2, ())
+    assert printed.startswith("the loss or gradient of step 1 is not finite, but all values before the sum")
 
 
 def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:

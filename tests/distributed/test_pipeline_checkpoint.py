@@ -38,8 +38,8 @@ def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.
     layout = LAYOUTS[request.param].format(folder)
     ranks = 2 if request.param == "pp2-file" else 4
     config = tiny_run(folder, f"{FLAGS} --save {folder}/saved {layout}", ranks)
-    told = pool.run(ranks, run_rank, config)
-    assert [(rank.status, rank.err) for rank in told] == [(0, "")] * ranks
+    printed = pool.run(ranks, run_rank, config)
+    assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * ranks
     (folder / "schedule.csv").unlink()
     return folder
 
@@ -54,9 +54,9 @@ def test_it_holds_what_one_process_saves(alone: Path, piped: Path) -> None:
 
 def test_one_process_goes_on_with_it(alone: Path, piped: Path) -> None:
     other = piped / "other"
-    told = start(tiny_run(other, f"{FLAGS} --save {other}/saved --load {piped}/saved --ckpt-step 2"))
-    assert (told.status, told.err) == (0, "")
-    assert "--pipeline-model-parallel-size: checkpoint " in told.out
+    printed = start(tiny_run(other, f"{FLAGS} --save {other}/saved --load {piped}/saved --ckpt-step 2"))
+    assert (printed.status, printed.err) == (0, "")
+    assert "--pipeline-model-parallel-size: checkpoint " in printed.out
     losses = [[steps(run)[step]["lm loss"] for step in (3, 4)] for run in (other, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 

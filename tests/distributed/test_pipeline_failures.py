@@ -47,27 +47,27 @@ def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
     """What rank 1 does, the other notices in time: what the first of them told, and what the records tell."""
     config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
     ranks = pool.run(2, run_rank, config, how, check_collectives=False)
-    assert [told.status for told, _ in ranks] == [1, 1]
+    assert [printed.status for printed, _ in ranks] == [1, 1]
     assert abs(ranks[0][1] - ranks[1][1]) < 2 * TIMEOUT
     assert column(folder, "iteration") == [1, 2]
-    (text,) = [told.err for told, _ in ranks if told.err]
+    (text,) = [printed.err for printed, _ in ranks if printed.err]
     (incident,) = [line for line in (folder / "incidents.md").read_text().splitlines() if "error:" in line]
     return text, incident
 
 
 def test_a_rank_that_raises_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
-    told, incident = run_broken(pool, tmp_path, "raises")
-    assert told.startswith("error on rank 1: Traceback (most recent call last)")
-    *_, cause, action, places = told.splitlines()
+    printed, incident = run_broken(pool, tmp_path, "raises")
+    assert printed.startswith("error on rank 1: Traceback (most recent call last)")
+    *_, cause, action, places = printed.splitlines()
     assert (cause, action) == ("ValueError: too hot", "in the pipeline at 3F2")
     assert places == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"
     assert incident.endswith("step 2: error: rank 1: ValueError: too hot, in the pipeline at 3F2")
 
 
 def test_a_rank_that_does_not_answer_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
-    told, incident = run_broken(pool, tmp_path, "sleeps")
-    assert told.startswith("error on rank 0: lost contact with another rank: it was killed")
-    assert told.splitlines()[-1] == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"
+    printed, incident = run_broken(pool, tmp_path, "sleeps")
+    assert printed.startswith("error on rank 0: lost contact with another rank: it was killed")
+    assert printed.splitlines()[-1] == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"
     assert "error: lost contact with another rank" in incident
     assert "Timed out waiting 3000ms" in incident
     assert incident.endswith(", in the pipeline at 2B2")

@@ -32,8 +32,8 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> t
 
     asking = before_step(2, ask) if wish and rank == 0 else None
     with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
-        told = start(config, asking, rank, world_size)
-    return told.status, told.err
+        printed = start(config, asking, rank, world_size)
+    return printed.status, printed.err
 
 
 def kept(folder: Path) -> list[str]:
@@ -53,14 +53,14 @@ def test_chosen_steps_are_recorded_and_the_run_is_the_same(pool: Pool, tmp_path:
 
     microbatches = 4 * 2 // ranks
     program = build_program(config.parallel, microbatches)
-    told = records(tmp_path / "with", "text")
+    printed = records(tmp_path / "with", "text")
     for step in (2, 3):
         path = tmp_path / "with" / "profiles" / f"step_{step:06d}_pipeline.json"
         timeline = read_trace(path)
         done = [[interval.action for interval in rank] for rank in timeline.intervals]
         assert done == [[action for action in rank if action.kind in COMPUTE_KINDS] for rank in program.ranks]
         assert 0.0 < timeline.makespan < column(tmp_path / "with", "iteration-time")[step - 1]
-        assert f"timeline of the pipeline in step {step}: {path}" in [record["text"] for record in told]
+        assert f"timeline of the pipeline in step {step}: {path}" in [record["text"] for record in printed]
 
 
 def test_a_running_job_is_asked_for_a_timeline_that_can_be_drawn(
@@ -76,7 +76,7 @@ def test_a_running_job_is_asked_for_a_timeline_that_can_be_drawn(
 def test_a_timeline_that_cannot_be_kept_is_a_warning(pool: Pool, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS["interleaved"]
     (tmp_path / "profiles").write_text("in the way")
-    (status, told), other = pool.run(ranks, run_rank, tiny_run(tmp_path, f"{flags} {CHOSEN}", ranks))
+    (status, printed), other = pool.run(ranks, run_rank, tiny_run(tmp_path, f"{flags} {CHOSEN}", ranks))
     assert (status, other) == (0, (0, ""))
-    assert told.count("warning: no timeline of step") == 2
-    assert "training continues: " in told
+    assert printed.count("warning: no timeline of step") == 2
+    assert "training continues: " in printed

@@ -33,8 +33,8 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: 
 
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     looks = patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0)
-    told = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
-    with patch.dict(os.environ, place), before_step(2, ask), looks, told[0] as err, told[1] as out:
+    printed = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
+    with patch.dict(os.environ, place), before_step(2, ask), looks, printed[0] as err, printed[1] as out:
         status = main.run(config)
     lines = [
         line.partition(":")[0]
@@ -71,8 +71,8 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
         recorded = "profile of steps 3 to 4"
         asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
-        told = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
-        assert pool.run(2, run_rank, config, wish, wishing) == [(0, "", lines) for lines in told[wish]]
+        printed = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
+        assert pool.run(2, run_rank, config, wish, wishing) == [(0, "", lines) for lines in printed[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
     assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]
     assert kept(tmp_path / "nothing") == []

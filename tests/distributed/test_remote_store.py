@@ -81,9 +81,9 @@ def test_four_ranks_to_the_bit(pool: Pool, address: tuple[str, Store]) -> None:
 def test_a_rank_that_is_refused_is_told_of_on_all(pool: Pool, address: tuple[str, Store]) -> None:
     assert pool.run(4, write_and_read, address[0], 1) == [[]] * 4
     address[1].fault = lambda r: "403" if r.kind == "PUT" and "00003" in r.key else None
-    (told,) = {*pool.run(4, fail_to_write, address[0])}
-    assert "access denied" in told
-    assert "(rank 3); no checkpoint was written" in told
+    (printed,) = {*pool.run(4, fail_to_write, address[0])}
+    assert "access denied" in printed
+    assert "(rank 3); no checkpoint was written" in printed
     assert CheckpointFolder(RemotePath(RUN)).newest()[0].state == {"seed": 1}
 
 
@@ -93,17 +93,17 @@ def test_a_run_goes_on_as_if_nothing_had_been(address: tuple[str, Store], tmp_pa
     assert start(tiny_run(whole, f"--save {whole} --save-interval 6")).status == 0
     number = iter(range(10**6))
     address[1].fault = lambda r: "503" if next(number) % 11 == 5 else None
-    told = start(tiny_run(cut, f"{FLAGS} --exit-interval 4"))
-    assert (told.status, f"saved {RUN}/iter_0000004" in told.out) == (0, True)
-    assert "attempt 1 of 5" in told.err
+    printed = start(tiny_run(cut, f"{FLAGS} --exit-interval 4"))
+    assert (printed.status, f"saved {RUN}/iter_0000004" in printed.out) == (0, True)
+    assert "attempt 1 of 5" in printed.err
     address[1].fault = lambda r: "503" if "iter_0000006/attempt" in r.key else None
-    told = start(tiny_run(cut, FLAGS))
-    assert told.status == 1  # nothing was saved at the end
-    assert f"resumed from {RUN}/iter_0000004: step 4" in told.out
-    assert "no checkpoint was written" in told.err
+    printed = start(tiny_run(cut, FLAGS))
+    assert printed.status == 1  # nothing was saved at the end
+    assert f"resumed from {RUN}/iter_0000004: step 4" in printed.out
+    assert "no checkpoint was written" in printed.err
     address[1].fault = lambda r: None
-    told = start(tiny_run(cut, FLAGS))
-    assert (told.status, f"saved {RUN}/iter_0000006" in told.out) == (0, True)
+    printed = start(tiny_run(cut, FLAGS))
+    assert (printed.status, f"saved {RUN}/iter_0000006" in printed.out) == (0, True)
     assert steps(cut) == steps(whole)
     assert differences(whole / "iter_0000006", RemotePath(RUN) / "iter_0000006") == []
     assert [i for i, _ in CheckpointFolder(RemotePath(RUN)).named()] == [6, 4]
@@ -113,12 +113,12 @@ def test_a_store_that_cannot_be_written_or_read_ends_the_run_before_a_step(
     address: tuple[str, Store], tmp_path: Path
 ) -> None:
     address[1].fault = lambda r: "403"
-    told = start(tiny_run(tmp_path, FLAGS))
-    assert told.status == 1
-    assert f"{RUN}/claim.json: access denied" in told.err
+    printed = start(tiny_run(tmp_path, FLAGS))
+    assert printed.status == 1
+    assert f"{RUN}/claim.json: access denied" in printed.err
     address[1].fault = lambda r: None
     assert start(tiny_run(tmp_path, f"{FLAGS} --exit-interval 2")).status == 0
     address[1].fault = lambda r: "503" if r.kind != "PUT" and "iter_" in r.key else None
-    told = start(tiny_run(tmp_path, FLAGS))
-    assert told.status == 2
-    assert "E811 cannot search for checkpoints: " in told.err
+    printed = start(tiny_run(tmp_path, FLAGS))
+    assert printed.status == 2
+    assert "E811 cannot search for checkpoints: " in printed.err

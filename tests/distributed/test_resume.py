@@ -139,7 +139,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path
     whole = go_on(pool, run_of(tmp_path / "whole", flags))
     killed = go_on(pool, run_of(tmp_path / "parts", flags), "kill", 4)
     again = go_on(pool, run_of(tmp_path / "parts", flags))
-    assert [told.status for told in [*whole, *killed, *again]] == [0, 0, None, None, 0, 0]
+    assert [printed.status for printed in [*whole, *killed, *again]] == [0, 0, None, None, 0, 0]
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == whole[rank].samples
     check_same(tmp_path / "parts", tmp_path / "whole")
@@ -166,7 +166,7 @@ def test_a_killed_run_on_a_blend_of_documents(pool: Pool, tmp_path: Path, layout
     whole = go_on(pool, run_of(tmp_path / "whole", flags))
     killed = go_on(pool, run_of(tmp_path / "parts", cached), "kill", 4)
     again = go_on(pool, run_of(tmp_path / "parts", cached))
-    assert [(told.status, told.err) for told in [*whole, *again]] == [(0, "")] * 4
+    assert [(printed.status, printed.err) for printed in [*whole, *again]] == [(0, "")] * 4
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == whole[rank].samples
     check_same(tmp_path / "parts", tmp_path / "whole")
@@ -180,7 +180,7 @@ def test_a_signal_to_one_rank_makes_all_save(pool: Pool, tmp_path: Path, number:
     """And one process goes on with it, to the losses of a run that was not stopped."""
     flags = "--params-dtype fp64"
     stopped = go_on(pool, run_of(tmp_path / "run", f"{flags} {TP2_SP}"), number.name, 3, 1)
-    assert [(told.status, told.err) for told in stopped] == [(status, ""), (status, "")]
+    assert [(printed.status, printed.err) for printed in stopped] == [(status, ""), (status, "")]
     assert saved_steps(tmp_path / "run/saved") == [2, 3]
     alone = start(run_of(tmp_path / "run", flags, 1))
     assert (alone.status, sorted(alone.samples)) == (0, [4, 5, 6])
@@ -223,10 +223,10 @@ def test_all_ranks_pass_over_the_same_damaged_checkpoint(pool: Pool, killed: Pat
     damage, why = DAMAGE[how]
     damage(killed / "saved/iter_0000004/tensors_00001.safetensors")
     ranks = go_on(pool, run_of(killed, LAYOUTS[layout]))
-    assert [(told.status, told.err, sorted(told.samples)) for told in ranks] == [(0, "", [3, 4, 5, 6])] * 2
-    (said,) = [line for line in ranks[0].out.splitlines() if line.startswith("passed over ")]
-    assert said.startswith(f"passed over {killed}/saved/iter_0000004: ")
-    assert why in said
+    assert [(printed.status, printed.err, sorted(printed.samples)) for printed in ranks] == [(0, "", [3, 4, 5, 6])] * 2
+    (message,) = [line for line in ranks[0].out.splitlines() if line.startswith("passed over ")]
+    assert message.startswith(f"passed over {killed}/saved/iter_0000004: ")
+    assert why in message
     assert ranks[1].out == ""
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
@@ -235,15 +235,15 @@ def test_all_ranks_pass_over_the_same_damaged_checkpoint(pool: Pool, killed: Pat
 def test_what_one_rank_cannot_read_does_not_part_the_ranks(pool: Pool, killed: Path, rank: int, first: int) -> None:
     """Only the first rank reads the small files; what it finds holds for all."""
     ranks = go_on(pool, run_of(killed), "unreadable files", 4, rank)
-    assert [(told.status, told.err, min(told.samples)) for told in ranks] == [(0, "", first)] * 2
+    assert [(printed.status, printed.err, min(printed.samples)) for printed in ranks] == [(0, "", first)] * 2
 
 
 def test_a_folder_that_another_run_has(pool: Pool, tmp_path: Path) -> None:
     with acquire_lease(tmp_path / "saved"):
         ranks = go_on(pool, run_of(tmp_path))
-    assert [(told.status, told.samples) for told in ranks] == [(1, {}), (1, {})]
-    (told,) = [told.err for told in ranks if told.err]
-    assert f"{tmp_path}/saved is in use by process {os.getpid()} on " in told
+    assert [(printed.status, printed.samples) for printed in ranks] == [(1, {}), (1, {})]
+    (printed,) = [printed.err for printed in ranks if printed.err]
+    assert f"{tmp_path}/saved is in use by process {os.getpid()} on " in printed
 
 
 @pytest.mark.parametrize("how", ["truncated", "a bit flipped"])
@@ -251,15 +251,15 @@ def test_when_all_are_damaged_it_is_told_once(pool: Pool, killed: Path, how: str
     for step in (2, 4):
         DAMAGE[how][0](killed / f"saved/iter_000000{step}/tensors_00001.safetensors")
     ranks = go_on(pool, run_of(killed))
-    assert [(told.status, told.samples) for told in ranks] == [(2, {}), (2, {})]
-    (told,) = [told.err for told in ranks if told.err]
-    assert "E811 no checkpoint " in told
-    assert told.count(DAMAGE[how][1]) == 2
+    assert [(printed.status, printed.samples) for printed in ranks] == [(2, {}), (2, {})]
+    (printed,) = [printed.err for printed in ranks if printed.err]
+    assert "E811 no checkpoint " in printed
+    assert printed.count(DAMAGE[how][1]) == 2
 
 
 def test_a_disk_that_is_full_on_one_rank(pool: Pool, tmp_path: Path) -> None:
     ranks = go_on(pool, run_of(tmp_path), "full disk", 4, 1)
-    assert [told.status for told in ranks] == [0, 0]
+    assert [printed.status for printed in ranks] == [0, 0]
     assert ranks[0].err.startswith("warning: step 4 is not saved: ")
     assert "the disk is full (rank 1); no checkpoint was written" in ranks[0].err
     assert ranks[1].err == ""
@@ -268,18 +268,18 @@ def test_a_disk_that_is_full_on_one_rank(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_on_one_rank_at_the_end(pool: Pool, tmp_path: Path) -> None:
     ranks = go_on(pool, run_of(tmp_path), "full disk", 6, 1)
-    assert [told.status for told in ranks] == [1, 1]
-    (told,) = [told.err for told in ranks if told.err]
-    assert "the disk is full (rank 1); no checkpoint was written" in told
+    assert [printed.status for printed in ranks] == [1, 1]
+    (printed,) = [printed.err for printed in ranks if printed.err]
+    assert "the disk is full (rank 1); no checkpoint was written" in printed
     assert saved_steps(tmp_path / "saved") == [2, 4]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_reads_other_samples_is_noticed_at_the_save(pool: Pool, tmp_path: Path, rank: int) -> None:
     ranks = go_on(pool, run_of(tmp_path), "misread", 3, rank)
-    assert [told.status for told in ranks] == [1, 1]
-    (told,) = [told.err for told in ranks if told.err]
-    assert "the samples read up to step 4 are not those of the sample stream" in told
+    assert [printed.status for printed in ranks] == [1, 1]
+    (printed,) = [printed.err for printed in ranks if printed.err]
+    assert "the samples read up to step 4 are not those of the sample stream" in printed
     assert saved_steps(tmp_path / "saved") == [2]
 
 
@@ -311,7 +311,7 @@ def test_a_rank_that_is_really_killed_in_a_step(pool: Pool, tmp_path: Path) -> N
         go_on(pool, run_of(tmp_path / "run", f"{TP2_SP} {DROPOUT}"), "die", 5, 1)
     assert saved_steps(tmp_path / "run/saved") == [2, 4]
     again = go_on(pool, run_of(tmp_path / "run", f"{TP2_SP} {DROPOUT}"))
-    assert [(told.status, sorted(told.samples)) for told in again] == [(0, [5, 6])] * 2
+    assert [(printed.status, sorted(printed.samples)) for printed in again] == [(0, [5, 6])] * 2
     go_on(pool, run_of(tmp_path / "whole", f"{TP2_SP} {DROPOUT}"))
     check_same(tmp_path / "run", tmp_path / "whole")
 

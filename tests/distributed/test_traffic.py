@@ -77,8 +77,8 @@ def test_the_formulas_are_those_of_textbooks() -> None:
     expected = {"no_shard": {ALL_REDUCE: 2 * whole}, "optim": {REDUCE_SCATTER: whole, ALL_GATHER: whole}}
     expected["optim_grads"] = {REDUCE_SCATTER: 3 * whole, ALL_GATHER: whole}
     for strategy, formula in expected.items():
-        told = data_parallel_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
-        assert told == pytest.approx(formula, rel=0.03), strategy  # what alignment adds
+        printed = data_parallel_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
+        assert printed == pytest.approx(formula, rel=0.03), strategy  # what alignment adds
 
 
 def test_stages_send_activations_down_and_their_gradients_up(pool: Pool) -> None:

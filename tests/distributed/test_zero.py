@@ -86,8 +86,11 @@ def test_stage_1_changes_no_bit_of_weights_in_bf16(pool: Pool, name: str) -> Non
 
 
 def test_stage_2_on_two_replicas_changes_no_bit_of_one_microbatch(pool: Pool) -> None:
-    """Two numbers have one sum. With several micro-batches stage 2 adds up sums, where the others sum up what added."""
-    whole = case(2, SHARED, samples=2)
+    """Two numbers have one sum. With several micro-batches stage 2 adds up sums, where the others sum up what added.
+
+    Unclipped: stage 2 packs its buckets in another way, so the norm is added up in another order.
+    """
+    whole = replace(case(2, SHARED, samples=2), optimizer=OptimizerConfig(adam_eps=1e-5, clip_grad=0.0))
     ours, reference = run_on(pool, strategy(whole, **STAGE_2, overlap_param_gather=True)), run_on(pool, whole)
     assert [s.grad_norm for s in ours] == pytest.approx([s.grad_norm for s in reference], rel=1e-14, abs=0.0)
     assert all(torch.equal(ours[0].grads[n], grad) for n, grad in reference[0].grads.items())

@@ -112,8 +112,8 @@ def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, fl
 
 def train(trainer: Trainer, steps: int, step: Callable[..., StepMetrics]) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps, each on batches of its own; read at the end."""
-    told = [step(batches_of(trainer, seed=at), RATES) for at in range(steps)]
-    return [(m.loss.item(), m.grad_norm.item()) for m in told]
+    printed = [step(batches_of(trainer, seed=at), RATES) for at in range(steps)]
+    return [(m.loss.item(), m.grad_norm.item()) for m in printed]
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS
-from megatron.layers.build import DTYPES
+from megatron.layers.context import DTYPES
 from tests.gpu.models import batches_of, distance, gradients, trainer_of, twin_of
 
 pytestmark = pytest.mark.gpu

@@ -97,10 +97,10 @@ def test_equal_runs_are_equal_to_the_bit(device: torch.device, deterministic: No
     for _ in range(2):
         trainer = trainer_of(device, f"{dtype} --deterministic", shape)
         runs.append((train(trainer, steps, partial(train_step, trainer)), weights(trainer)))
-    (told, after), (told_again, after_again) = runs
-    assert told == told_again
+    (printed, after), (told_again, after_again) = runs
+    assert printed == told_again
     assert all(torch.equal(after[name], after_again[name]) for name in after)
-    assert told[-1][0] < told[0][0] + 1.0  # and it did not run away
+    assert printed[-1][0] < printed[0][0] + 1.0  # and it did not run away
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_recorded_steps_equal_eager_ones(device: torch.device, deterministic: No
     def run(graph: str) -> tuple[list[tuple[float, float]], Trainer]:
         trainer = trainer_of(device, flags)
         step = runner_of(trainer, graph)
-        told = [step(batches_of(trainer, count, seed), RATES) for seed, count in enumerate([2] * 8 + [1] * 6)]
+        printed = [step(batches_of(trainer, count, seed), RATES) for seed, count in enumerate([2] * 8 + [1] * 6)]
         assert step.recording is None or step.recording.recorded
-        return [(m.loss.item(), m.grad_norm.item()) for m in told], trainer
+        return [(m.loss.item(), m.grad_norm.item()) for m in printed], trainer
 
     eager, first = run("none")
     graphed, second = run(recorded)
@@ -169,8 +169,8 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     def run(name: str, more: str) -> None:
         words = f"{COMMON} {SIZES[device.type]} {SHAPES['llama']} --device {device.type} {flags} --train-iters 6 {more}"
         argv = [*words.split(), "--save", str(tmp_path / name), "--run-dir", str(tmp_path / f"{name}-run")]
-        told = start(parse(argv, {}).config)
-        assert told.status == 0, told.err
+        printed = start(parse(argv, {}).config)
+        assert printed.status == 0, printed.err
 
     run("whole", "")
     run("parts", "--exit-interval 3")

@@ -130,15 +130,15 @@ class Cluster:
     def nodes(self) -> dict[str, str]:
         """Every node's state, in Slurm's words: ``IDLE``, ``MIXED+DRAIN``, ``DOWN*+NOT_RESPONDING``, ..."""
         lines = self.login("scontrol", "show", "node", "-o").splitlines()
-        told = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines if line.startswith("NodeName=")]
-        return {node["NodeName"]: node["State"] for node in told}
+        printed = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines if line.startswith("NodeName=")]
+        return {node["NodeName"]: node["State"] for node in printed}
 
     def sbatch(self, *words: str, environ: Mapping[str, str] | None = None) -> str:
         """Submit a job into the log ``root/jobs/NUMBER.log`` of all its starts; returns its number."""
         (self.root / "jobs").mkdir(exist_ok=True)
         log = self.root / "jobs" / "%j.log"
-        told = self.login("sbatch", "--parsable", f"--output={log}", "--open-mode=append", *words, environ=environ)
-        number = told.strip().split(";")[0]
+        printed = self.login("sbatch", "--parsable", f"--output={log}", "--open-mode=append", *words, environ=environ)
+        number = printed.strip().split(";")[0]
         self.submitted[number] = self.root / "jobs" / f"{number}.log"
         return number
 

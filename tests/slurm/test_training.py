@@ -50,11 +50,11 @@ def the_time_is_nearly_up(training: Training) -> None:
     since = len(training.records())
     training.cluster.login("scancel", "--signal=USR1", "--batch", training.job)
     training.trains(since)
-    told = training.records()[since:]
-    (stop,) = [record for record in told if record.get("event") == "stop"]
-    begin = told.index(next(record for record in told if record.get("event") == "start"))
-    assert stop["iteration"] == training.saved(since + begin) == told[begin]["iteration"]
-    assert not any(record.get("event") == "error" for record in told)
+    printed = training.records()[since:]
+    (stop,) = [record for record in printed if record.get("event") == "stop"]
+    begin = printed.index(next(record for record in printed if record.get("event") == "start"))
+    assert stop["iteration"] == training.saved(since + begin) == printed[begin]["iteration"]
+    assert not any(record.get("event") == "error" for record in printed)
 
 
 def lose_a_node(training: Training, node: str) -> None:

@@ -108,8 +108,8 @@ class Training:
 
     def saved(self, until: int | None = None) -> int:
         """The step of the newest checkpoint that is told of in its first ``until`` records, or all."""
-        told = [record for record in self.records()[:until] if record.get("event") == "checkpoint"]
-        return max(int(Path(record["path"]).name.removeprefix("iter_")) for record in told)
+        printed = [record for record in self.records()[:until] if record.get("event") == "checkpoint"]
+        return max(int(Path(record["path"]).name.removeprefix("iter_")) for record in printed)
 
     def finished(self) -> Record | None:
         """What the marker of the end says; None while there is none."""

@@ -89,13 +89,13 @@ class HereJob(Job):
 
     def _attend(self) -> None:
         """Wait until all agents have ended. As soon as one fails, the others are told to end, and then made to."""
-        told = 0.0
+        printed = 0.0
         while any(agent.poll() is None for agent in self._agents):
             failed = self._given_up.is_set() or any(agent.poll() for agent in self._agents)
-            if failed and not told:
-                told = time.monotonic()
+            if failed and not printed:
+                printed = time.monotonic()
                 _send(self._agents, signal.SIGTERM)
-            if told and time.monotonic() > told + GRACE_SECONDS:
+            if printed and time.monotonic() > printed + GRACE_SECONDS:
                 self._kill_what_is_left()
             time.sleep(0.05)
 

@@ -140,8 +140,8 @@ class Job(ABC):
         self.progress.read()
         with self.log.open("rb") as file:
             file.seek(mark.offset)
-            said = file.read().decode(errors="replace")
-        return NOTICED.search(said) is not None or self.progress.told_since(moment) or self.state() != mark.state
+            message = file.read().decode(errors="replace")
+        return NOTICED.search(message) is not None or self.progress.told_since(moment) or self.state() != mark.state
 
     def until(self, holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
         """Wait until something holds; False where the run ends without it.
@@ -163,5 +163,5 @@ class Job(ABC):
         """The last lines of its log but those of steps."""
         if not self.log.exists():
             return ""
-        said = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([line for line in said if "tok/s |" not in line][-lines:])
+        message = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in message if "tok/s |" not in line][-lines:])

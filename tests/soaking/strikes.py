@@ -118,8 +118,8 @@ def fill_disk(job: HereJob, chance: random.Random) -> Strike | None:
     """The disk of the checkpoints is full until a save has failed, and for a while."""
     full, moment = job.folder / FOLDER / FULL, time.time()
     full.touch()
-    told = ("warning", "error")
-    failed = _happens(job, lambda: any(r.get("event") in told for r in job.progress.since(moment)))
+    printed = ("warning", "error")
+    failed = _happens(job, lambda: any(r.get("event") in printed for r in job.progress.since(moment)))
     longer = chance.uniform(0.0, 2.0)
     time.sleep(longer if failed else 0.0)
     full.unlink()

@@ -183,8 +183,8 @@ class Trials:
             if outcome.again is None:
                 trial.wrong.append(f"{strike.what}: the run does not go on\n{job.tail()}")
                 return
-            told = "\n".join(record.get("text", "") for record in job.progress.since(strike.moment))
-            if strike.must_say not in told:
+            printed = "\n".join(record.get("text", "") for record in job.progress.since(strike.moment))
+            if strike.must_say not in printed:
                 trial.wrong.append(f"{strike.what}: the next start says nothing of it")
             strike.afterwards()
 

@@ -77,10 +77,10 @@ def test_every_command_does_what_the_page_shows(checkout: Path) -> None:
     assert len(found) > 10
     for block in found:
         done = run(block, checkout)
-        told = f"docs/data.md:{block.line}\n{block.commands}\nstatus {done.returncode}, printed:\n{done.stdout}"
-        assert (done.returncode != 0) == block.refused, told
-        assert "Traceback" not in done.stdout, told
-        assert block.output is None or matches(block.output, done.stdout), f"{told}\nshown:\n{block.output}"
+        printed_text = f"docs/data.md:{block.line}\n{block.commands}\nstatus {done.returncode}, printed:\n{done.stdout}"
+        assert (done.returncode != 0) == block.refused, printed_text
+        assert "Traceback" not in done.stdout, printed_text
+        assert block.output is None or matches(block.output, done.stdout), f"{printed_text}\nshown:\n{block.output}"
 
 
 def test_no_command_on_the_page_is_left_out() -> None:

@@ -24,12 +24,12 @@ def table(heading: str) -> list[list[str]]:
 
 
 def test_flops_of_the_presets() -> None:
-    for preset, seq_length, *said in table("model"):
+    for preset, seq_length, *message in table("model"):
         argv = ["--preset", preset, "--seq-length", seq_length, "--mock-data", "--train-iters", "1"]
         config = parse([*argv, "--recompute-granularity", "full"], {}).config
         flops = FlopsPerToken.from_config(config)
         counts = (flops.full, flops.causal, flops.hardware, flops.megatron)
-        assert said == [f"{matmul_parameters(config.model) / 1e6:.1f}M", *(f"{count / 1e9:.3f}" for count in counts)]
+        assert message == [f"{matmul_parameters(config.model) / 1e6:.1f}M", *(f"{count / 1e9:.3f}" for count in counts)]
 
 
 def test_kernels_are_those_there_are() -> None:

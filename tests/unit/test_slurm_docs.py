@@ -29,10 +29,12 @@ def test_every_script_is_named() -> None:
 
 
 def test_words_of_the_environment_are_those_that_the_scripts_read() -> None:
-    said = set(re.findall(r"(?<![\w$-])([A-Z][A-Z_]{2,})=", TEXT)) | set(re.findall(r"`([A-Z]+_[A-Z]+)` \(\d+\)", TEXT))
-    assert len(said) > 12
+    message = set(re.findall(r"(?<![\w$-])([A-Z][A-Z_]{2,})=", TEXT)) | set(
+        re.findall(r"`([A-Z]+_[A-Z]+)` \(\d+\)", TEXT)
+    )
+    assert len(message) > 12
     read = {name for script in SCRIPTS.values() for name in re.findall(r"\$\{?([A-Z][A-Z_]+)", script)}
-    assert {name for name in said if not name.startswith(("NCCL_", "TORCH_"))} - read == FOREIGN
+    assert {name for name in message if not name.startswith(("NCCL_", "TORCH_"))} - read == FOREIGN
 
 
 @pytest.mark.parametrize("name", ["MAX_RESTARTS", "STOP_SECONDS", "BAD_NODE_HOURS"])
@@ -43,14 +45,14 @@ def test_figures_are_the_defaults(name: str) -> None:
 
 @pytest.mark.parametrize(("column", "network"), [(1, "infiniband"), (2, "ethernet")])
 def test_settings_of_the_network_are_those_of_a_job(column: int, network: str) -> None:
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     for row in table("variable"):
         names, values = (re.findall(r"`([^`]+)`", cell) for cell in (row[0], row[column]))
-        told |= zip(names, values * (len(names) // max(len(values), 1)), strict=bool(values))
+        printed |= zip(names, values * (len(names) // max(len(values), 1)), strict=bool(values))
     shown = "source slurm/lib.sh; env | grep -E '^(NCCL|GLOO|CUDA)_'"
     environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "NETWORK": network, "IFNAME": "IFNAME"}
     done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    assert told == dict(line.split("=") for line in done.stdout.split())
+    assert printed == dict(line.split("=") for line in done.stdout.split())
 
 
 def test_files_of_a_run_are_those_that_the_script_keeps() -> None:

@@ -3,8 +3,7 @@
 Machines: versions and hardware on every node, compared between nodes. File system: visibility, atomic renames and
 locks, tested through the folder alone, so that it also works where collectives fail. Layouts: a few training steps in
 several layouts, under the cluster's own backend, compared with one process; every rank writes what it computed to a
-file, and the files are compared without the collectives under test. Interruption: a rank is killed and the run
-resumed, and a checkpoint is loaded in another layout; losses must be those of an undisturbed run.
+file, and the files are compared without the collectives under test. Interruption: a rank kills itself during a step.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import json
 import math
 import os
 import platform
-import random
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +31,10 @@ from megatron.distributed.launch import destroy_distributed
 from megatron.kernels.registry import select_kernels
 from megatron.training.build import build_trainer, join_distributed
 from megatron.training.failure_report import host_name
-from megatron.training.loggers.run_folder import environment_info, git_state, read_history
+from megatron.training.loggers.run_folder import environment_info, git_state
 from megatron.training.main import run
 from megatron.training.trainer import Trainer
-from tools.cluster_check import filesystem
-from tools.cluster_check.filesystem import FileSystemProbe
-from tools.cluster_check.launcher import LaunchResult, RankLauncher
+from tools.cluster_check.filesystem import FileSystemProbe, check_file_system
 from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces, trace_steps
 
@@ -67,7 +62,7 @@ REQUIRED_EQUAL = ("python", "torch", "cuda", "nccl", "commit")
 
 
 def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
-    """Write this rank's facts to ``checks.RANK.json`` in ``folder``, without any collective."""
+    """Write this rank's facts to ``machine.RANK.json`` in ``folder``, without any collective."""
     launch, hostname = Launch.read(os.environ), host_name(os.environ)
     prober = FileSystemProbe(
         folder / "probe", launch.rank, launch.world_size, hostname, launch.local_rank == 0, seconds
@@ -83,6 +78,11 @@ def write_machine_facts(folder: Path, device: str, seconds: float) -> None:
 def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return this machine's software and hardware."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
+    name, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    try:  # those that a run selects here by default, and those it rejects
+        kernels = select_kernels(ComputeConfig().kernels, torch.device(name), dtype)[1]
+    except UserError as error:
+        kernels = [str(error)]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_gpu else []
     return {
         "python": platform.python_version(),
@@ -94,7 +94,7 @@ def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[
         "cpus": os.cpu_count(),
         "gpus": gpus,
         "packages": environment_info("", 1)["packages"],
-        "kernels": selected_kernels(torch.device("cuda" if on_gpu else "cpu")),
+        "kernels": kernels,
         "infiniband": infiniband_ports(),
         "network": network_interfaces(),
         "environment": reported_environment(environ),
@@ -102,24 +102,15 @@ def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[
     }
 
 
-def selected_kernels(device: torch.device) -> list[str]:
-    """Return the kernels that a run selects here by default, and those it rejected."""
-    try:
-        return select_kernels(
-            ComputeConfig().kernels, device, torch.bfloat16 if device.type == "cuda" else torch.float32
-        )[1]
-    except UserError as error:
-        return [str(error)]
-
-
 def reported_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables for the report: relevant to a run, and not secret."""
-    named = {
+    return {
         name: value
-        for name, value in environ.items()
-        if REPORTED_VARIABLES.fullmatch(name) and not SECRET_NAMES.search(name)
+        for name, value in sorted(environ.items())
+        if REPORTED_VARIABLES.fullmatch(name)
+        and not SECRET_NAMES.search(name)
+        and (not name.startswith("SLURM_") or name in SLURM_VARIABLES)
     }
-    return {name: v for name, v in sorted(named.items()) if not name.startswith("SLURM_") or name in SLURM_VARIABLES}
 
 
 def nvidia_driver_version(read: Callable[[], str] = Path("/proc/driver/nvidia/version").read_text) -> str | None:
@@ -165,13 +156,15 @@ def check_machines(part: CheckSection, folder: Path) -> dict[int, dict[str, Any]
         return by_rank
     nodes = {facts["host"]: facts for facts in by_rank.values() if facts["local_rank"] == 0}
     for name in COMPARED_FACTS:
-        _compare(part, name, {node: facts[name] for node, facts in nodes.items()})
+        nodes_by_value: dict[str, list[str]] = {}
+        for node, facts in nodes.items():
+            nodes_by_value.setdefault(json.dumps(facts[name]), []).append(node)
+        if len(nodes_by_value) > 1:
+            seen = "; ".join(f"{', '.join(found)}: {value}" for value, found in nodes_by_value.items())
+            part.add(f"{name} the same on all nodes", False, seen, FAILED if name in REQUIRED_EQUAL else WARNING)
     hosts = {rank: facts["host"] for rank, facts in by_rank.items()}
     files = {rank: facts["files"] for rank, facts in by_rank.items()}
-    for what, good, sentence in filesystem.file_system_checks(files, hosts):
-        part.add(what, good, sentence)
-    if all(not entry["missing"] for entry in files.values()):
-        part.add("locks", *filesystem.lock_check(files, hosts), otherwise=WARNING)
+    check_file_system(part, files, hosts)
     part.tables["Nodes"] = _nodes(nodes, hosts)
     part.tables["Software"] = _software(next(iter(nodes.values())))
     return by_rank
@@ -204,16 +197,6 @@ def fabric_rate(facts: Mapping[str, Any]) -> float:
         return 0.0
     up = [re.search(r" (\d+(?:\.\d+)?) Gb/sec", port) for port in facts["infiniband"] if port.endswith(" ACTIVE")]
     return sum(float(found[1]) for found in up if found) / 8
-
-
-def _compare(part: CheckSection, name: str, by_node: Mapping[str, Any]) -> None:
-    """Record a check only if the nodes differ."""
-    nodes_by_value: dict[str, list[str]] = {}
-    for node, value in by_node.items():
-        nodes_by_value.setdefault(json.dumps(value), []).append(node)
-    if len(nodes_by_value) > 1:
-        seen = "; ".join(f"{', '.join(nodes)}: {value}" for value, nodes in nodes_by_value.items())
-        part.add(f"{name} the same on all nodes", False, seen, FAILED if name in REQUIRED_EQUAL else WARNING)
 
 
 def _nodes(nodes: Mapping[str, dict[str, Any]], hosts: Mapping[int, str]) -> list[Sequence[str]]:
@@ -460,164 +443,24 @@ def check_devices(part: CheckSection, folder: Path, model: str, dtype: str, rank
     part.add(f"devices compute the same, {model}, {dtype}", True, "each rank alone, same model and samples")
 
 
-TRAINING_PROGRAM = "pretrain_gpt.py"
-RESUME_FORMATS = {"cpu": "", "cuda": "--bf16"}
-RESUME_TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}
-"""Allowed relative errors of losses in another layout."""
-
-
-@dataclass(frozen=True)
-class InterruptPlan:
-    """The run, and the moment at which a rank is killed."""
-
-    steps: int  # of the run
-    every: int  # steps between saves
-    killed: int  # step in which the rank is killed
-    rank: int  # the rank that is killed
-    within: int  # milliseconds after that step has started
-
-    @property
-    def last_complete_save(self) -> int:
-        """The newest step whose checkpoint was complete when the rank was killed."""
-        return (self.killed - 2) // self.every * self.every
-
-    @classmethod
-    def draw(cls, steps: int, ranks: int, seed: int) -> InterruptPlan:
-        """Draw a moment after the first save and before the last."""
-        chance, every = random.Random(seed), max(2, steps // 5)
-        return cls(
-            steps, every, chance.randint(every + 1, steps - every), chance.randrange(ranks), chance.randrange(20)
-        )
-
-
-def run_flags(folder: Path, device: str, ranks: int, plan: InterruptPlan, layout: str) -> list[str]:
-    """Return the flags of a run in a folder; it computes the same in every layout."""
-    words = f"{MODEL_FLAGS} {batch_flags(ranks)} --lr 1e-3 --lr-warmup-iters 5 --deterministic --log-interval 1"
-    words += f" --device {device}"
-    length = f"--train-iters {plan.steps} --distributed-timeout-minutes 5 {RESUME_FORMATS[device]}"
-    saves = ["--run-dir", str(folder), "--save", str(folder / "checkpoints"), "--save-interval", str(plan.every)]
-    return [*f"{words} {length} {layout}".split(), *saves]
-
-
-def killed_run_layout(ranks: int) -> str:
-    """Return the layout flags of the run that is killed."""
-    return f"{ZERO_1} {TENSOR} 2 --sequence-parallel" if ranks % 2 == 0 else ZERO_1
-
-
-def resumed_run_layout(ranks: int) -> str:
-    """Return the layout flags of the run that loads its checkpoint."""
-    return f"--pipeline-model-parallel-size 2 {STAGES}" if ranks % 2 == 0 else ""
-
-
 def kill_in_step(number: int, milliseconds: int) -> None:
     """Kill this process with SIGKILL during a step, so that other ranks notice only that it is silent."""
     original = Trainer.next_batches
 
     def next_batches(trainer: Trainer) -> Any:
         if trainer.iteration + 1 == number:
-            threading.Thread(target=_die, args=(milliseconds / 1000,), daemon=True).start()
+            timer = threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         return original(trainer)
 
     Trainer.next_batches = next_batches  # type: ignore[assignment, method-assign]  # only this process
-
-
-def _die(seconds: float) -> None:
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_until_killed(words: Sequence[str]) -> int:
     """Run one rank; rank ``words[0]`` is killed ``words[2]`` milliseconds after the start of step ``words[1]``."""
     rank, step, milliseconds = map(int, words[:3])
     parsed = parse(words[3:])
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == rank:
+    if Launch.read(os.environ).rank == rank:
         kill_in_step(step, milliseconds)
     return run(parsed.config, parsed.notes)
-
-
-@dataclass
-class InterruptTest:
-    """The runs of this part."""
-
-    launcher: RankLauncher
-    folder: Path  # contains the run folders
-    device: str  # cpu or cuda
-    ranks: int
-    plan: InterruptPlan
-    seconds: float  # time limit of each run
-
-    def undisturbed(self, part: CheckSection) -> bool:
-        """Run the reference of the other runs."""
-        words = run_flags(
-            self.folder / "undisturbed", self.device, self.ranks, self.plan, killed_run_layout(self.ranks)
-        )
-        outcome = self.launcher.run("undisturbed", [TRAINING_PROGRAM, *words, "--async-save"], self.seconds)
-        return self._ended(part, f"{self.plan.steps} steps", outcome)
-
-    def interrupted(self, part: CheckSection) -> None:
-        """Kill a rank, restart the run, and compare its losses."""
-        plan, folder = self.plan, self.folder / "killed"
-        words = run_flags(folder, self.device, self.ranks, plan, killed_run_layout(self.ranks))
-        fault = ["rank", "train", str(plan.rank), str(plan.killed), str(plan.within), *words]
-        outcome = self.launcher.run("killed", ["tools/acceptance.py", *fault], self.seconds)
-        reached = max(_losses(folder), default=0)
-        what = f"rank {plan.rank} killed in step {plan.killed}"
-        sentence = f"{outcome.ended}, with step {reached} as the last in the log"
-        died = outcome.status not in (0, None) and plan.killed - 2 <= reached < plan.steps
-        if not part.add(what, died, sentence):
-            part.log = outcome.tail()
-            return
-        outcome = self.launcher.run("resumed", [TRAINING_PROGRAM, *words], self.seconds)
-        if not self._ended(part, "started again", outcome):
-            return
-        resumed_at = _last_start(folder)
-        good = max(plan.last_complete_save, 1) <= resumed_at <= reached
-        part.add("resumed from the newest checkpoint", good, f"it continued after step {resumed_at} of {reached}")
-        self._compare(part, "losses as undisturbed", _losses(folder), range(1, plan.steps + 1), 0.0)
-
-    def elsewhere(self, part: CheckSection) -> None:
-        """Load an asynchronously saved checkpoint of the reference run in another layout."""
-        plan, folder = self.plan, self.folder / "elsewhere"
-        at = plan.steps - plan.every
-        words = run_flags(folder, self.device, self.ranks, plan, resumed_run_layout(self.ranks))
-        load = ["--load", str(self.folder / "undisturbed" / "checkpoints"), "--ckpt-step", str(at)]
-        outcome = self.launcher.run("elsewhere", [TRAINING_PROGRAM, *words, *load], self.seconds)
-        layout = resumed_run_layout(self.ranks) or "none"
-        if self._ended(part, f"step {at} loaded with {layout}", outcome):
-            steps = range(at + 1, plan.steps + 1)
-            self._compare(part, "losses as before", _losses(folder), steps, RESUME_TOLERANCE[self.device])
-
-    def _ended(self, part: CheckSection, what: str, outcome: LaunchResult) -> bool:
-        good = part.add(what, outcome.status == 0, f"{outcome.ended} after {outcome.seconds:.0f} s")
-        if not good:
-            part.log = outcome.tail()
-        return good
-
-    def _compare(self, part: CheckSection, what: str, losses: dict[int, float], steps: range, allowed: float) -> None:
-        """Check that the losses are those of the reference run."""
-        expected = _losses(self.folder / "undisturbed")
-        missing = [step for step in steps if step not in losses or step not in expected]
-        if missing:
-            part.add(what, False, f"no loss was recorded for step {missing[0]}")
-            return
-        errors = {step: abs(losses[step] - expected[step]) / abs(expected[step]) for step in steps}
-        worst = max(errors, key=lambda step: errors[step])
-        part.facts[what] = {"steps": [steps.start, steps.stop - 1], "error": errors[worst], "at step": worst}
-        good = all(error <= allowed for error in errors.values())
-        limit = f"allowed: {allowed:g}" if allowed else "they must be bitwise equal"
-        sentence = f"steps {steps.start} to {steps.stop - 1} differ by {errors[worst]:.1e} at most ({limit})"
-        part.add(what, good, "bitwise equal" if good and not errors[worst] else sentence)
-
-
-def _losses(folder: Path) -> dict[int, float]:
-    """Read the loss by step from a run's folder; empty if it has none."""
-    try:
-        return {point.iteration: point.loss for point in read_history(folder / "metrics.jsonl").train}
-    except ValueError:
-        return {}
-
-
-def _last_start(folder: Path) -> int:
-    """Read the step at which the run's last start began."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return max((line["iteration"] for line in lines if line.get("event") == "start"), default=0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.durable_files import LockState, NewFile, publish_file, try_lock
+from tools.cluster_check.report import WARNING, CheckSection
 
 PAGE_BYTES, REPLACEMENTS = 20_000, 100
 POLL = 0.02
@@ -132,31 +133,27 @@ def file_system_type(folder: Path, mounts: Callable[[], str] = Path("/proc/self/
     return max(mounts_above, default=(0, ""))[1]
 
 
-def file_system_checks(
-    results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]
-) -> list[tuple[str, bool, str]]:
-    """Judge what the ranks saw: (check, whether it passed, a sentence) for each check."""
+def check_file_system(part: CheckSection, results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> None:
+    """Judge what the ranks saw, and record the checks in ``part``."""
     missing_by_host = {hosts[rank]: entry["missing"] for rank, entry in results.items() if entry["missing"]}
     if missing_by_host:
         host, missing = next(iter(missing_by_host.items()))
         ranks = ", ".join(map(str, missing))
         sentence = f"{host} does not see files written by ranks {ranks}: give a folder that all nodes share"
-        return [("folder shared by all ranks", False, sentence)]
+        part.add("folder shared by all ranks", False, sentence)
+        return
     latest = max(entry["visible_after"] for entry in results.values())
-    checks = [("folder shared by all ranks", True, f"files of all ranks are visible to all after {latest:.1f} s")]
+    part.add("folder shared by all ranks", True, f"files of all ranks are visible to all after {latest:.1f} s")
     torn = sum(entry.get("torn", 0) for entry in results.values())
-    sentence = (
-        f"{torn} reads found a file torn or missing while it was replaced" if torn else "no read found a torn file"
-    )
-    checks.append(("rename replaces a file at once", torn == 0, sentence))
-    return checks
-
-
-def lock_check(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
-    """Judge whether locks work between nodes: (whether they do, a sentence)."""
+    found = f"{torn} reads found a file torn or missing while it was replaced" if torn else "no read found a torn file"
+    part.add("rename replaces a file at once", torn == 0, found)
     locks = {hosts[rank]: entry["lock"] for rank, entry in results.items() if "lock" in entry}
-    if LockState.UNSUPPORTED.value in locks.values():
-        return False, "the file system has no locks: only the run folder's epochs keep two runs in one folder apart"
-    if free := [host for host, lock in locks.items() if lock == LockState.ACQUIRED.value]:
-        return False, f"a lock that rank 0 holds does not reach {', '.join(free)}: mount with locks (flock, local_lock)"
-    return True, "a lock held by one node excludes the others" if len(locks) > 1 else "locks are supported"
+    free = [host for host, lock in locks.items() if lock == LockState.ACQUIRED.value]
+    unsupported = LockState.UNSUPPORTED.value in locks.values()
+    if unsupported:
+        sentence = "the file system has no locks: only the run folder's epochs keep two runs in one folder apart"
+    elif free:
+        sentence = f"a lock that rank 0 holds does not reach {', '.join(free)}: mount with locks (flock, local_lock)"
+    else:
+        sentence = "a lock held by one node excludes the others" if len(locks) > 1 else "locks are supported"
+    part.add("locks", not unsupported and not free, sentence, otherwise=WARNING)

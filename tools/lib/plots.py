@@ -16,6 +16,7 @@ from megatron.training.loggers.console import format_compact
 from megatron.training.loggers.plots import (
     FEW_POINTS,
     MUTED_COLOR,
+    label_tokens,
     open_figure,
     running_mean,
     scale_loss_axis,
@@ -60,8 +61,15 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
             tokens = [point.tokens for point in history.train]
             rates = [point.learning_rate for point in history.train]
             rate.plot(tokens, rates, color=look.color, linestyle=look.dashes, linewidth=look.width)
-        scale_loss_axis(loss, [value for history in runs.values() for value in _finite_losses(history)])
-        _label(loss, rate, list(runs.values()))
+        losses = [p.loss for history in runs.values() for p in history.train if np.isfinite(p.loss)]
+        scale_loss_axis(loss, losses + [value for history in runs.values() for _, value in _validation(history)])
+        marks = "; hollow marks: validation" if any(map(_validation, runs.values())) else ""
+        loss.set_title(f"{len(runs)} runs", loc="left", fontweight="bold")
+        loss.set_title(f"bold: training loss, smoothed{marks}", loc="right", color=MUTED_COLOR, fontsize=10)
+        loss.set_ylabel("loss per token (nats)")
+        rate.set_ylabel("learning rate")
+        scale_rate_axis(rate)
+        label_tokens(rate)
         figure.legend(
             handles=loss.get_legend_handles_labels()[0],
             loc="outside lower left",
@@ -85,15 +93,13 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     if duplicates := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
         raise ValueError(f"{duplicates[0]} is given twice: give each run once")
-    return [_short_name(path, [other for other in paths if other != path]) for path in paths]
-
-
-def _short_name(path: Path, others: Sequence[Path]) -> str:
-    for length in range(1, len(path.parts) + 1):
-        suffix = path.parts[-length:]
-        if not any(other.parts[-length:] == suffix for other in others):
-            return str(Path(*suffix))
-    return str(path)
+    names = []
+    for path in paths:
+        length = 1
+        while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
+            length += 1
+        names.append(str(Path(*path.parts[-length:])))
+    return names
 
 
 def _draw_loss(axes: Axes, name: str, history: RunHistory, look: RunStyle) -> None:
@@ -115,28 +121,11 @@ def _validation(history: RunHistory) -> list[tuple[int, float]]:
     return [(p.tokens, p.loss) for p in history.evaluations if np.isfinite(p.loss) and p.name == "validation"]
 
 
-def _finite_losses(history: RunHistory) -> list[float]:
-    return [p.loss for p in history.train if np.isfinite(p.loss)] + [loss for _, loss in _validation(history)]
-
-
-def _label(loss: Axes, rate: Axes, histories: Sequence[RunHistory]) -> None:
-    marks = "; hollow marks: validation" if any(map(_validation, histories)) else ""
-    loss.set_title(f"{len(histories)} runs", loc="left", fontweight="bold")
-    loss.set_title(f"bold: training loss, smoothed{marks}", loc="right", color=MUTED_COLOR, fontsize=10)
-    loss.set_ylabel("loss per token (nats)")
-    rate.set_ylabel("learning rate")
-    scale_rate_axis(rate)
-    rate.set_xlabel("tokens")
-    rate.xaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
-
-
 DOCUMENTS_COLOR, TOKENS_COLOR, QUANTILE_COLOR = "#2563eb", "#ea580c", "#52606d"
 BINS = 60
 NEARLY_EQUAL_RATIO = 1.2  # below this ratio of longest to shortest, only the two lengths are labelled
-QUANTILES = (
-    ("median", 0.5, "--", 0.98),
-    ("99th percentile", 0.99, ":", 0.9),
-)  # quantile of the documents, line style, height of the label
+QUANTILES = (("median", 0.5, "--", 0.98), ("99th percentile", 0.99, ":", 0.9))
+"""Label, quantile of the documents, line style, height of the label."""
 
 
 def draw_lengths(summaries: Sequence[tuple[str, DatasetSummary]], out: Path) -> None:
@@ -170,9 +159,7 @@ def _draw_panel(axes: Axes, summary: DatasetSummary, middle: float) -> None:
         _mark_quantiles(axes, summary, middle)
     axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
-    axes.set_yticks(
-        [tick for tick in axes.get_yticks() if tick <= 100], minor=False
-    )  # the space above 100% is for labels
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])  # the space above 100% is for labels
     axes.set_xscale("log")
     axes.set_ylabel("share of all (%)")
     right = f"{pluralize(summary.documents, 'documents')}, {format_compact(summary.tokens)} tokens"

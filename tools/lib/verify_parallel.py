@@ -89,8 +89,7 @@ def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
             pieces[name] = trace_pieces(spec, trainer.buckets.shards[name], tensor, first)
         return pieces
 
-    grads = trace(trainer.buckets.grads)
-    weights = trace(trainer.optimizer.main_params)
+    grads, weights = trace(trainer.buckets.grads), trace(trainer.optimizer.main_params)
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 
@@ -102,7 +101,6 @@ def trace_pieces(spec: ShardSpec, share: ParamShard, tensor: Tensor, first: bool
         share: element range that this rank updates.
         tensor: values of that range.
         first: whether this is the first of the ranks with the same range.
-
     """
     flat = tensor.detach().cpu()
     out = []
@@ -116,18 +114,33 @@ def trace_pieces(spec: ShardSpec, share: ParamShard, tensor: Tensor, first: bool
 
 def join_traces(ranks: Sequence[RankTrace]) -> StepTrace:
     """Assemble the traces of all ranks. Raise ValueError if an element is held by no rank, or counted twice."""
-    grads, weights = [r.grads for r in ranks], [r.weights for r in ranks]
-    of_grads, of_weights = in_forward_order(grads), in_forward_order(weights)
+    grads, differing_grads = _join([rank.grads for rank in ranks])
+    weights, differing_weights = _join([rank.weights for rank in ranks])
     drifted = [what for what in ("loss", "grad_norm") if len({float(getattr(r, what)).hex() for r in ranks}) > 1]
-    drifted += [f"gradient of {name}" for name in of_grads if _copies_differ(_pieces(grads, name))]
-    drifted += [f"weight {name}" for name in of_weights if _copies_differ(_pieces(weights, name))]
-    return StepTrace(
-        ranks[0].loss,
-        ranks[0].grad_norm,
-        {name: _assemble(name, _pieces(grads, name)) for name in of_grads},
-        {name: _assemble(name, _pieces(weights, name)) for name in of_weights},
-        drifted,
-    )
+    drifted += [f"gradient of {name}" for name in differing_grads]
+    drifted += [f"weight {name}" for name in differing_weights]
+    return StepTrace(ranks[0].loss, ranks[0].grad_norm, grads, weights, drifted)
+
+
+def _join(ranks: Sequence[Mapping[str, list[TracedPiece]]]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the global tensors in forward order, and the names of those with copies that differ."""
+    tensors, differing = {}, []
+    for name in in_forward_order(ranks):
+        pieces = [piece for rank in ranks for piece in rank.get(name, ())]
+        copies = {(piece.place, piece.digest) for piece in pieces}
+        if len(copies) > len({place for place, _ in copies}):
+            differing.append(name)
+        owned = [(piece.place, piece.values) for piece in pieces if piece.values is not None]
+        shape, view = pieces[0].shape, pieces[0].view
+        covered = torch.zeros(view, dtype=torch.int8)
+        values = torch.zeros(view, dtype=owned[0][1].dtype)
+        for place, part in owned:
+            covered[place.slices] += 1
+            values[place.slices] = part
+        if not bool((covered == 1).all()):
+            raise ValueError(f"the pieces of {name} do not cover each of its elements once: its spec is wrong")
+        tensors[name] = values.view(shape)
+    return tensors, differing
 
 
 def in_forward_order(ranks: Iterable[Iterable[str]]) -> list[str]:
@@ -138,30 +151,6 @@ def in_forward_order(ranks: Iterable[Iterable[str]]) -> list[str]:
         return int(rest[0]) if first == "layers" else -1 if first == "embedding" else sys.maxsize
 
     return sorted(dict.fromkeys(name for names in ranks for name in names), key=layer)
-
-
-def _pieces(ranks: Sequence[Mapping[str, list[TracedPiece]]], name: str) -> list[TracedPiece]:
-    return [held for rank in ranks for held in rank.get(name, ())]
-
-
-def _copies_differ(pieces: Sequence[TracedPiece]) -> bool:
-    digests: dict[Box, set[str]] = {}
-    for held in pieces:
-        digests.setdefault(held.place, set()).add(held.digest)
-    return any(len(copies) > 1 for copies in digests.values())
-
-
-def _assemble(name: str, pieces: Sequence[TracedPiece]) -> Tensor:
-    owned = [(held.place, held.values) for held in pieces if held.values is not None]
-    first = pieces[0]
-    covered = torch.zeros(first.view, dtype=torch.int8)
-    out = torch.zeros(first.view, dtype=owned[0][1].dtype)
-    for place, values in owned:
-        covered[place.slices] += 1
-        out[place.slices] = values
-    if not bool((covered == 1).all()):
-        raise ValueError(f"the pieces of {name} do not cover each of its elements once: its spec is wrong")
-    return out.view(first.shape)
 
 
 def compare_traces(
@@ -179,9 +168,8 @@ def compare_traces(
         gradient_floor: lower bound of a reference gradient's norm, as a share of the norm of all gradients.
         lr: learning rate; lower bound of a reference weight's root mean square.
 
-    Returns:
-        One entry per quantity. Raises ValueError if the models have different parameters.
-
+    Raises:
+        ValueError: if the models have different parameters.
     """
     unmatched = sorted(got.grads.keys() ^ reference.grads.keys())
     if unmatched:

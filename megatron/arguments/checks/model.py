@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
 from megatron.config.batch import get_num_microbatches, rampup_stages
-from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
+from megatron.config.errors import Problem, divisors, flag_fixes, format_bytes, nearest, nearest_multiples
 from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
@@ -21,7 +21,7 @@ from megatron.distributed.layout import Layout
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
-from megatron.planner.memory import bucket_shapes, data_parallel_traffic, format_binary
+from megatron.planner.memory import bucket_shapes, data_parallel_traffic
 
 
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -461,7 +461,7 @@ def _zero2_traffic_note(config: RunConfig, world_size: int) -> Iterator[str]:
     if ours > theirs:
         yield (
             f"optim_grads: each of {count} micro-batches is reduced separately, so a rank sends "
-            f"{format_binary(ours)} in a step; with optim {format_binary(theirs)}"
+            f"{format_bytes(ours)} in a step; with optim {format_bytes(theirs)}"
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -26,21 +27,26 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.convert.errors import abbreviate, raise_if_any
 from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weight_map import build_on_meta
-from megatron.convert.huggingface.weights import WeightSource, open_weights, read_in_blocks
+from megatron.convert.huggingface.weights import (
+    WeightSource,
+    abbreviate,
+    build_on_meta,
+    open_weights,
+    raise_if_any,
+    read_in_blocks,
+)
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.rotary import RotaryEmbedding
-
-LoadParameter = Callable[[str], Tensor]
 
 
 class LazyWeightLoader:
     """Loads the parameters of each module before its forward pass and releases them after it."""
 
-    def __init__(self, model: nn.Module, load: LoadParameter, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, load: Callable[[str], Tensor], aliases: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Register forward hooks on all modules of ``model``.
 
         Args:
@@ -48,21 +54,17 @@ class LazyWeightLoader:
             load: returns the value of a parameter by its dotted name.
             aliases: tied parameter -> name of the parameter to load instead.
         """
-        self.model, self._load, self._aliases = model, load, aliases or {}
+        self._load, self._aliases = load, aliases
         self._meta: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters to restore, of loaded modules
         self._prefixes: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 self._prefixes[module] = f"{name}." if name else ""
-                module.register_forward_pre_hook(self._before)
-                module.register_forward_hook(self._after)
+                module.register_forward_pre_hook(lambda module, inputs: self.load(module))
+                module.register_forward_hook(lambda module, inputs, output: self.release(module))
 
     def load(self, module: nn.Module) -> None:
-        """Load a module's own parameters until :meth:`release`.
-
-        Raises:
-            ValueError: when the shape of a value is not that of the parameter.
-        """
+        """Load a module's own parameters until :meth:`release`."""
         self._meta[module] = dict(module.named_parameters(recurse=False))
         for name, parameter in self._meta[module].items():
             full = self._prefixes[module] + name
@@ -75,12 +77,6 @@ class LazyWeightLoader:
         """Put a module's meta parameters back."""
         for name, parameter in self._meta.pop(module).items():
             setattr(module, name, parameter)
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        self.load(module)
-
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.release(module)
 
 
 TOLERANCE = 1e-5
@@ -227,18 +223,20 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
 @torch.no_grad()
 def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
-    """Run transformers' model on the files of ``folder``, in fp32.
-
-    Raises:
-        MismatchError: when the files lack tensors, or have tensors that transformers does not use.
-    """
+    """Run transformers' model on the files of ``folder``, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config)
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
-    angles = _fill_rotary(model)
+    angles = None
+    for name, module in model.named_modules():
+        if hasattr(module, "inv_freq"):  # computed, not stored: replace it by one that is not on the meta device
+            rotary = type(module)(model.config)
+            model.set_submodule(name, rotary)
+            angles = _angles(rotary.inv_freq, rotary.attention_scaling)
+            break
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
     weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
     LazyWeightLoader(model, weights.load, tied)
@@ -300,16 +298,6 @@ class _TransformersWeights:
             raise MismatchError(f"transformers does not use these tensors of {self._folder}: {abbreviate(unused)}")
 
 
-def _fill_rotary(model: nn.Module) -> Tensor | None:
-    """Replace transformers' rotary module on the meta device by a real one, and return its angles."""
-    for name, module in model.named_modules():
-        if hasattr(module, "inv_freq"):
-            rotary = type(module)(model.config)
-            model.set_submodule(name, rotary)
-            return _angles(rotary.inv_freq, rotary.attention_scaling)
-    return None
-
-
 def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
     """Return the logarithms of the frequencies and of the factor of cosine and sine, so that all count equally."""
     return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
@@ -366,10 +354,6 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
     Returns:
         The files to export: ``files``, with another ``tokenizer_class`` where only that one gives the same ids.
-
-    Raises:
-        MismatchError: naming the first sample text that gets other ids with either class.
-        CheckpointError: when the ``tokenizers`` library cannot read the file.
     """
     if TOKENIZER_JSON not in files:
         return dict(files)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig, TrainingConfig
 from megatron.convert.huggingface.families import (
     FieldValues,
     JsonObject,
@@ -89,12 +92,27 @@ def read_model_values(folder: Path) -> FieldValues:
     return model_config_values(read_config(folder), str(folder / CONFIG_FILE))
 
 
-def read_model_type(config: JsonObject, where: str) -> str:
-    """Return the model type of a config.json, a key of `model_families`.
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the architecture from a folder's config.json.
 
     Raises:
-        UserError: when the model type is not supported.
+        UserError: when there is no config.json, or its options are unsupported or contradict each other.
     """
+    model = ModelConfig(**read_model_values(folder))
+    check_model_config(folder / CONFIG_FILE, model)
+    return model
+
+
+def check_model_config(where: object, model: ModelConfig) -> None:
+    """Raise UserError with all contradictions between the options of a model that was read from ``where``."""
+    run = RunConfig(model=model, training=TrainingConfig(seq_length=model.max_position_embeddings or 1))
+    found = [p for p in find_problems(run, 1) if p.code == "E600" or p.code.startswith("E1")]
+    if found:
+        raise UserError([replace(problem, sentence=f"{where}: {problem.sentence}", fixes=()) for problem in found])
+
+
+def read_model_type(config: JsonObject, where: str) -> str:
+    """Return the model type of a config.json, a key of `model_families`."""
     kind, families = str(config.get("model_type")), model_families()
     if kind not in families:
         sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(families)}"

@@ -2,7 +2,7 @@
 
 A `ModelFamily` is one record used in both directions: the keys of config.json that correspond to one of our fields,
 keys with fixed values, functions for the rest, which of our options the family can express, and where each of our
-tensors is stored. `weight_map` and `config` apply the records. `model_families` returns the built-in ones and those
+tensors is stored. `weights` and `config` apply the records. `model_families` returns the built-in ones and those
 that plugins register.
 
 A row of the weights names one of our tensors and the axes of its view, and the Hugging Face tensors that it consists
@@ -31,6 +31,9 @@ FieldValues = dict[str, Any]
 
 WeightRow = tuple[str, str, tuple[tuple[str, str], ...]]
 """Our name, axes of our view, (name, axes) of each Hugging Face tensor. ``{i}`` is the layer, ``{e}`` the expert."""
+
+Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
+"""Option -> whether a family can express a model's value of it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class ModelFamily:
     read: Callable[[JsonObject], FieldValues]
     # further keys of config.json for a model that the family can express
     write: Callable[[ModelConfig], FieldValues]
-    # option -> whether the family can express the model's value of it
-    can: Mapping[str, Callable[[ModelConfig], bool]]
+    # what the family can express
+    can: Capabilities
     # where its tensors are stored
     weights: WeightTable
     # transformers' default of tie_word_embeddings
@@ -77,15 +80,11 @@ class ModelFamily:
 
 
 class UnsupportedConfigError(ValueError):
-    """A value in config.json that is not supported."""
+    """A value in config.json that is not supported. Raised by all functions here that read one."""
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
-    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed.
-
-    Raises:
-        UnsupportedConfigError: when the value has another type.
-    """
+    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed."""
     value = config.get(key.theirs, key.default)
     fractional = isinstance(key.default, float)
     if value is None and (key.default is None or key.optional):
@@ -96,15 +95,28 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
 
 
 def read_bool(config: JsonObject, name: str, default: bool) -> bool:
-    """Return the boolean value of a key.
-
-    Raises:
-        UnsupportedConfigError: when the value is not a boolean.
-    """
+    """Return the boolean value of a key."""
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
     return value
+
+
+def _weight(ours: str, axes: str, *theirs: tuple[str, str]) -> WeightRow:
+    """Return the row of a module's weight; names are those of modules."""
+    return f"{ours}.weight", axes, tuple((f"{name}.weight", their_axes) for name, their_axes in theirs)
+
+
+def _weight_and_bias(ours: str, axes: str, *theirs: tuple[str, str]) -> tuple[WeightRow, WeightRow]:
+    """Return the rows of a weight and of its bias, which has the same axes without the weight's inputs, our last."""
+    *outputs, inputs = axes.split()
+    if not outputs:  # a norm's
+        outputs, inputs = [inputs], ""
+    biases = tuple(
+        (f"{name}.bias", ", ".join(dimension for dimension in their_axes.split(", ") if dimension != inputs))
+        for name, their_axes in theirs
+    )
+    return _weight(ours, axes, *theirs), (f"{ours}.bias", " ".join(outputs), biases)
 
 
 # ---- Rotary embeddings ----
@@ -139,9 +151,6 @@ def read_rope(config: JsonObject) -> FieldValues:
     """Return the fields of `ModelConfig` for the rotary embedding of a config.json.
 
     Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
-
-    Raises:
-        UnsupportedConfigError: when the rope type or a value of it is not supported.
     """
     rope = _rope_parameters(config)
     theta = read_number(_THETA, config | rope)
@@ -230,36 +239,18 @@ def _read_gpt2(config: JsonObject) -> FieldValues:
     return values | {"ffn_hidden_size": None} if four_times else values
 
 
-def _write_gpt2(model: ModelConfig) -> FieldValues:
-    return {
-        "activation_function": next(theirs for theirs, ours in _GELUS.items() if ours == model.activation),
-        "embd_pdrop": model.hidden_dropout,
-    }
-
-
 _GPT2_ROWS: tuple[WeightRow, ...] = (
-    ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),
-    ("embedding.position_embeddings.weight", "t h", (("transformer.wpe.weight", "t, h"),)),
-    ("layers.{i}.input_layernorm.weight", "h", (("transformer.h.{i}.ln_1.weight", "h"),)),
-    ("layers.{i}.input_layernorm.bias", "h", (("transformer.h.{i}.ln_1.bias", "h"),)),
-    ("layers.{i}.self_attention.linear_qkv.weight", "g x d h", (("transformer.h.{i}.attn.c_attn.weight", "h, x g d"),)),
-    ("layers.{i}.self_attention.linear_qkv.bias", "g x d", (("transformer.h.{i}.attn.c_attn.bias", "x g d"),)),
-    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("transformer.h.{i}.attn.c_proj.weight", "o, h"),)),
-    ("layers.{i}.self_attention.linear_proj.bias", "h", (("transformer.h.{i}.attn.c_proj.bias", "h"),)),
-    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("transformer.h.{i}.ln_2.weight", "h"),)),
-    ("layers.{i}.pre_mlp_layernorm.bias", "h", (("transformer.h.{i}.ln_2.bias", "h"),)),
-    ("layers.{i}.mlp.linear_fc1.weight", "f h", (("transformer.h.{i}.mlp.c_fc.weight", "h, f"),)),
-    ("layers.{i}.mlp.linear_fc1.bias", "f", (("transformer.h.{i}.mlp.c_fc.bias", "f"),)),
-    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("transformer.h.{i}.mlp.c_proj.weight", "f, h"),)),
-    ("layers.{i}.mlp.linear_fc2.bias", "h", (("transformer.h.{i}.mlp.c_proj.bias", "h"),)),
-    ("final_layernorm.weight", "h", (("transformer.ln_f.weight", "h"),)),
-    ("final_layernorm.bias", "h", (("transformer.ln_f.bias", "h"),)),
-    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+    _weight("embedding.word_embeddings", "v h", ("transformer.wte", "v, h")),
+    _weight("embedding.position_embeddings", "t h", ("transformer.wpe", "t, h")),
+    *_weight_and_bias("layers.{i}.input_layernorm", "h", ("transformer.h.{i}.ln_1", "h")),
+    *_weight_and_bias("layers.{i}.self_attention.linear_qkv", "g x d h", ("transformer.h.{i}.attn.c_attn", "h, x g d")),
+    *_weight_and_bias("layers.{i}.self_attention.linear_proj", "h o", ("transformer.h.{i}.attn.c_proj", "o, h")),
+    *_weight_and_bias("layers.{i}.pre_mlp_layernorm", "h", ("transformer.h.{i}.ln_2", "h")),
+    *_weight_and_bias("layers.{i}.mlp.linear_fc1", "f h", ("transformer.h.{i}.mlp.c_fc", "h, f")),
+    *_weight_and_bias("layers.{i}.mlp.linear_fc2", "h f", ("transformer.h.{i}.mlp.c_proj", "f, h")),
+    *_weight_and_bias("final_layernorm", "h", ("transformer.ln_f", "h")),
+    _weight("output_layer", "v h", ("lm_head", "v, h")),
 )
-_GPT2_WEIGHTS = WeightTable(
-    _GPT2_ROWS, prefix="transformer.", buffers=(r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias")
-)
-
 _GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
     keys=(
@@ -281,7 +272,10 @@ _GPT2 = ModelFamily(
     },
     reads=("activation_function", "embd_pdrop"),
     read=_read_gpt2,
-    write=_write_gpt2,
+    write=lambda model: {
+        "activation_function": next(theirs for theirs, ours in _GELUS.items() if ours == model.activation),
+        "embd_pdrop": model.hidden_dropout,
+    },
     can={
         "position_embedding_type": lambda m: m.position_embedding_type == "learned_absolute",
         "normalization": lambda m: m.normalization == "LayerNorm",
@@ -293,7 +287,9 @@ _GPT2 = ModelFamily(
         "window_size": lambda m: m.window_size is None,
         "num_experts": lambda m: m.num_experts is None,
     },
-    weights=_GPT2_WEIGHTS,
+    weights=WeightTable(
+        _GPT2_ROWS, prefix="transformer.", buffers=(r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias")
+    ),
     tied_by_default=True,
 )
 
@@ -328,67 +324,44 @@ def _read_decoder(config: JsonObject) -> FieldValues:
     return shared | defaults | {"num_experts": None} | read_rope(config)
 
 
-_DECODER: dict[str, Callable[[ModelConfig], bool]] = {
+_DECODER: Capabilities = {
     "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
     "rotary_percent": lambda m: m.rotary_percent == 1.0,
     "rotary_interleaved": lambda m: not m.rotary_interleaved,
     "normalization": lambda m: m.normalization == "RMSNorm",
     "activation": lambda m: m.activation == "swiglu",
 }
-_NO_BIAS: dict[str, Callable[[ModelConfig], bool]] = {
+_NO_BIAS: Capabilities = {
     "add_bias_linear": lambda m: not m.add_bias_linear,
     "add_qkv_bias": lambda m: not m.qkv_bias,
 }
-_NO_QK_NORM: dict[str, Callable[[ModelConfig], bool]] = {"qk_layernorm": lambda m: not m.qk_layernorm}
-_NO_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {"num_experts": lambda m: m.num_experts is None}
+_NO_QK_NORM: Capabilities = {"qk_layernorm": lambda m: not m.qk_layernorm}
+_NO_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is None}
 _SILU = {"hidden_act": ("silu", "swish")}
 
 _LLAMA_ROWS: tuple[WeightRow, ...] = (
-    ("embedding.word_embeddings.weight", "v h", (("model.embed_tokens.weight", "v, h"),)),
-    ("layers.{i}.input_layernorm.weight", "h", (("model.layers.{i}.input_layernorm.weight", "h"),)),
-    (
-        "layers.{i}.self_attention.linear_qkv.weight",
+    _weight("embedding.word_embeddings", "v h", ("model.embed_tokens", "v, h")),
+    _weight("layers.{i}.input_layernorm", "h", ("model.layers.{i}.input_layernorm", "h")),
+    *_weight_and_bias(
+        "layers.{i}.self_attention.linear_qkv",
         "g x d h",
-        (
-            ("model.layers.{i}.self_attn.q_proj.weight", "g x[:-2] d, h"),
-            ("model.layers.{i}.self_attn.k_proj.weight", "g x[-2:-1] d, h"),
-            ("model.layers.{i}.self_attn.v_proj.weight", "g x[-1:] d, h"),
-        ),
+        ("model.layers.{i}.self_attn.q_proj", "g x[:-2] d, h"),
+        ("model.layers.{i}.self_attn.k_proj", "g x[-2:-1] d, h"),
+        ("model.layers.{i}.self_attn.v_proj", "g x[-1:] d, h"),
     ),
-    (
-        "layers.{i}.self_attention.linear_qkv.bias",
-        "g x d",
-        (
-            ("model.layers.{i}.self_attn.q_proj.bias", "g x[:-2] d"),
-            ("model.layers.{i}.self_attn.k_proj.bias", "g x[-2:-1] d"),
-            ("model.layers.{i}.self_attn.v_proj.bias", "g x[-1:] d"),
-        ),
-    ),
-    ("layers.{i}.self_attention.q_layernorm.weight", "d", (("model.layers.{i}.self_attn.q_norm.weight", "d"),)),
-    ("layers.{i}.self_attention.k_layernorm.weight", "d", (("model.layers.{i}.self_attn.k_norm.weight", "d"),)),
-    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("model.layers.{i}.self_attn.o_proj.weight", "h, o"),)),
-    ("layers.{i}.self_attention.linear_proj.bias", "h", (("model.layers.{i}.self_attn.o_proj.bias", "h"),)),
-    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("model.layers.{i}.post_attention_layernorm.weight", "h"),)),
-    (
-        "layers.{i}.mlp.linear_fc1.weight",
+    _weight("layers.{i}.self_attention.q_layernorm", "d", ("model.layers.{i}.self_attn.q_norm", "d")),
+    _weight("layers.{i}.self_attention.k_layernorm", "d", ("model.layers.{i}.self_attn.k_norm", "d")),
+    *_weight_and_bias("layers.{i}.self_attention.linear_proj", "h o", ("model.layers.{i}.self_attn.o_proj", "h, o")),
+    _weight("layers.{i}.pre_mlp_layernorm", "h", ("model.layers.{i}.post_attention_layernorm", "h")),
+    *_weight_and_bias(
+        "layers.{i}.mlp.linear_fc1",
         "p f h",
-        (
-            ("model.layers.{i}.mlp.gate_proj.weight", "p[:1] f, h"),
-            ("model.layers.{i}.mlp.up_proj.weight", "p[1:] f, h"),
-        ),
+        ("model.layers.{i}.mlp.gate_proj", "p[:1] f, h"),
+        ("model.layers.{i}.mlp.up_proj", "p[1:] f, h"),
     ),
-    (
-        "layers.{i}.mlp.linear_fc1.bias",
-        "p f",
-        (
-            ("model.layers.{i}.mlp.gate_proj.bias", "p[:1] f"),
-            ("model.layers.{i}.mlp.up_proj.bias", "p[1:] f"),
-        ),
-    ),
-    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("model.layers.{i}.mlp.down_proj.weight", "h, f"),)),
-    ("layers.{i}.mlp.linear_fc2.bias", "h", (("model.layers.{i}.mlp.down_proj.bias", "h"),)),
-    ("final_layernorm.weight", "h", (("model.norm.weight", "h"),)),
-    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+    *_weight_and_bias("layers.{i}.mlp.linear_fc2", "h f", ("model.layers.{i}.mlp.down_proj", "h, f")),
+    _weight("final_layernorm", "h", ("model.norm", "h")),
+    _weight("output_layer", "v h", ("lm_head", "v, h")),
 )
 _ROTARY = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
 _LLAMA_WEIGHTS = WeightTable(_LLAMA_ROWS, "model.", _ROTARY)
@@ -403,17 +376,17 @@ def _read_llama(config: JsonObject) -> FieldValues:
     return _read_decoder(config) | {"add_bias_linear": attention}
 
 
-def _write_llama(model: ModelConfig) -> FieldValues:
-    return write_rope(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-
-
 _LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     keys=_llama_keys(),
     fixed=_SILU,
     reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
     read=_read_llama,
-    write=_write_llama,
+    write=lambda model: {
+        **write_rope(model),
+        "attention_bias": model.add_bias_linear,
+        "mlp_bias": model.add_bias_linear,
+    },
     can={
         **_DECODER,
         **_NO_QK_NORM,
@@ -429,21 +402,13 @@ _LLAMA = ModelFamily(
 _WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
 
 
-def _read_mistral(config: JsonObject) -> FieldValues:
-    return _read_decoder(config) | {"window_size": read_number(_WINDOW, config)}
-
-
-def _write_mistral(model: ModelConfig) -> FieldValues:
-    return write_rope(model) | {"sliding_window": model.window_size}
-
-
 _MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
     keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
     fixed=_SILU,
     reads=(*ROPE_KEYS, "sliding_window"),
-    read=_read_mistral,
-    write=_write_mistral,
+    read=lambda config: _read_decoder(config) | {"window_size": read_number(_WINDOW, config)},
+    write=lambda model: write_rope(model) | {"sliding_window": model.window_size},
     can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
     weights=_LLAMA_WEIGHTS,
 )
@@ -465,22 +430,13 @@ def _read_qwen_window(config: JsonObject) -> FieldValues:
     return {"window_size": window if kinds == {"sliding_attention"} else None}
 
 
-def _write_qwen_window(model: ModelConfig) -> FieldValues:
-    windowed = model.window_size is not None
-    first_full = 0 if windowed else model.num_layers
-    return {"use_sliding_window": windowed, "sliding_window": model.window_size, "max_window_layers": first_full}
-
-
-def _read_qwen2(config: JsonObject) -> FieldValues:
-    return _read_decoder(config) | _read_qwen_window(config) | {"add_qkv_bias": True}
-
-
-def _read_qwen3(config: JsonObject) -> FieldValues:
-    return _read_decoder(config) | _read_qwen_window(config) | {"qk_layernorm": True}
-
-
 def _write_qwen(model: ModelConfig) -> FieldValues:
-    return write_rope(model) | _write_qwen_window(model)
+    windowed = model.window_size is not None
+    return write_rope(model) | {
+        "use_sliding_window": windowed,
+        "sliding_window": model.window_size,
+        "max_window_layers": 0 if windowed else model.num_layers,  # the first layers, without a window
+    }
 
 
 _QWEN2 = ModelFamily(
@@ -488,7 +444,7 @@ _QWEN2 = ModelFamily(
     keys=_llama_keys(ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768),
     fixed=_SILU,
     reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-    read=_read_qwen2,
+    read=lambda config: _read_decoder(config) | _read_qwen_window(config) | {"add_qkv_bias": True},
     write=_write_qwen,
     can={
         **_DECODER,
@@ -511,7 +467,7 @@ _QWEN3 = ModelFamily(
     ),
     fixed={**_SILU, "attention_bias": (False,)},
     reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-    read=_read_qwen3,
+    read=lambda config: _read_decoder(config) | _read_qwen_window(config) | {"qk_layernorm": True},
     write=_write_qwen,
     can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
     weights=_LLAMA_WEIGHTS,
@@ -524,7 +480,7 @@ _TRAINING = ("output_router_logits", "router_aux_loss_coef")
 differs from ours (one loss over all layers) and is off by default."""
 
 _NO_SHARED_EXPERT: FieldValues = {"moe_shared_expert_intermediate_size": None}
-_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
+_EXPERTS: Capabilities = {
     "num_experts": lambda m: m.num_experts is not None,
     "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
 }
@@ -533,21 +489,15 @@ _EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
 def _expert_weights(module: str, gate: str, up: str, down: str) -> WeightTable:
     """Return Llama's rows and those of the router and the experts in ``module``, with these names of their matrices."""
     at = f"model.layers.{{i}}.{module}"
-    rows: tuple[WeightRow, ...] = (
-        ("layers.{i}.mlp.router.weight", "e h", ((f"{at}.gate.weight", "e, h"),)),
-        (
-            "layers.{i}.mlp.experts.linear_fc1.weight",
+    rows = (
+        _weight("layers.{i}.mlp.router", "e h", (f"{at}.gate", "e, h")),
+        _weight(
+            "layers.{i}.mlp.experts.linear_fc1",
             "e p f h",
-            (
-                (f"{at}.experts.{{e}}.{gate}.weight", "e[{e}] p[:1] f, h"),
-                (f"{at}.experts.{{e}}.{up}.weight", "e[{e}] p[1:] f, h"),
-            ),
+            (f"{at}.experts.{{e}}.{gate}", "e[{e}] p[:1] f, h"),
+            (f"{at}.experts.{{e}}.{up}", "e[{e}] p[1:] f, h"),
         ),
-        (
-            "layers.{i}.mlp.experts.linear_fc2.weight",
-            "e h f",
-            ((f"{at}.experts.{{e}}.{down}.weight", "e[{e}] h, f"),),
-        ),
+        _weight("layers.{i}.mlp.experts.linear_fc2", "e h f", (f"{at}.experts.{{e}}.{down}", "e[{e}] h, f")),
     )
     return WeightTable((*_LLAMA_ROWS, *rows), "model.", _ROTARY)
 
@@ -559,10 +509,6 @@ def _read_mixtral(config: JsonObject) -> FieldValues:
     own = {key.ours: read_number(key, config) for key in _MIXTRAL_KEYS}
     experts = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
     return _read_decoder({"rope_theta": 1e6} | config) | own | experts | _NO_SHARED_EXPERT
-
-
-def _write_mixtral(model: ModelConfig) -> FieldValues:
-    return _write_mistral(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}
 
 
 _MIXTRAL = ModelFamily(
@@ -579,7 +525,12 @@ _MIXTRAL = ModelFamily(
     fixed={**_SILU, "router_jitter_noise": (0.0,)},
     reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
     read=_read_mixtral,
-    write=_write_mixtral,
+    write=lambda model: {
+        **write_rope(model),
+        "sliding_window": model.window_size,
+        "num_local_experts": model.num_experts,
+        "intermediate_size": model.expert_ffn,
+    },
     can={
         **_DECODER,
         **_NO_BIAS,
@@ -609,12 +560,6 @@ def _read_qwen3_moe(config: JsonObject) -> FieldValues:
     return _read_decoder(config) | experts | others | _NO_SHARED_EXPERT
 
 
-def _write_qwen3_moe(model: ModelConfig) -> FieldValues:
-    window = {"use_sliding_window": model.window_size is not None, "sliding_window": model.window_size}
-    experts = {"num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_pre_softmax}
-    return write_rope(model) | window | experts
-
-
 _QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     keys=(
@@ -632,7 +577,13 @@ _QWEN3_MOE = ModelFamily(
     fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
     read=_read_qwen3_moe,
-    write=_write_qwen3_moe,
+    write=lambda model: {
+        **write_rope(model),
+        "use_sliding_window": model.window_size is not None,
+        "sliding_window": model.window_size,
+        "num_experts": model.num_experts,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    },
     can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
     weights=_expert_weights("mlp", "gate_proj", "up_proj", "down_proj"),
 )

@@ -1,14 +1,16 @@
 """Weights of a Hugging Face folder by our parameter names, and loading a rank's weights from any such source.
 
-`HuggingFaceWeights` maps the safetensors files and reads any box of any of our tensors without the rest. A checkpoint
-implements the same interface, `WeightSource`, so `fill_weights` initialises a rank from either.
+`map_tensors` applies the weight tables of `families`. `HuggingFaceWeights` maps the safetensors files and reads any box
+of any of our tensors without the rest. A checkpoint implements the same interface, `WeightSource`, so `fill_weights`
+initialises a rank from either.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -20,14 +22,20 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import intersect, relative_box, split_box
+from megatron.checkpoint.object_store import Location
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.model import ModelConfig
-from megatron.convert.errors import abbreviate, check_model_config, raise_if_any
-from megatron.convert.huggingface.config import CONFIG_FILE, model_config_values, read_config, read_model_type
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import TrainingConfig
+from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
 from megatron.convert.huggingface.families import WeightTable, model_families
-from megatron.convert.huggingface.weight_map import TensorMapping, build_on_meta, map_tensors
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
+from megatron.layers.context import BuildContext
+from megatron.model.gpt import GPTChunk, build_gpt
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
@@ -35,16 +43,105 @@ HEAD_WEIGHT = "lm_head.weight"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture from a folder's config.json.
+MAX_NAMES = 8
+"""Names listed in a message before the rest is counted."""
+
+
+def raise_if_any(where: Location, findings: Mapping[str, Collection[str]], *fixes: str) -> None:
+    """Raise CheckpointError, ``WHERE lacks: a, b; it holds: c``, if any finding has names.
+
+    Args:
+        where: file or folder.
+        findings: predicate, such as ``lacks``, -> names it applies to.
+        fixes: appended to the message.
+    """
+    found = [f"{predicate}: {abbreviate(sorted(names))}" for predicate, names in findings.items() if names]
+    if found:
+        raise CheckpointError(f"{where} {'; it '.join(found)}", *fixes)
+
+
+def abbreviate(names: Collection[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(list(names)[:MAX_NAMES]) + more
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """One Hugging Face tensor as a part of one of ours."""
+
+    ours: str  # name of our tensor
+    name: str  # in the Hugging Face model
+    shape: tuple[int, ...]  # as stored
+    order: tuple[int, ...]  # its axes, as dimensions of our view
+    box: Box  # the part of our view that it fills
+
+    def arrange(self, theirs: Tensor) -> Tensor:
+        """Return a stored tensor ``[*shape]`` as our box ``[*box.size]``, without copying."""
+        unfolded = theirs.view([self.box.size[axis] for axis in self.order])
+        return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
+
+    def restore(self, ours: Tensor) -> Tensor:
+        """Return our box ``[*box.size]`` as a tensor to store ``[*shape]``, copied if the order of axes differs."""
+        return ours.permute(self.order).reshape(self.shape)
+
+
+def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[TensorMapping, ...]]:
+    """Return the Hugging Face tensors of which each of our tensors consists.
+
+    Args:
+        kind: key of `model_families`.
+        specs: specs of our tensors; only their shapes matter.
 
     Raises:
-        UserError: when there is no config.json, or its options are unsupported or contradict each other.
+        KeyError: naming our tensors that the family lacks.
     """
-    where = folder / CONFIG_FILE
-    model = ModelConfig(**model_config_values(read_config(folder), str(where)))
-    check_model_config(where, model)
-    return model
+    rows = {ours: (axes, theirs) for ours, axes, theirs in model_families()[kind].weights.rows}
+    layers = {name: re.match(r"layers\.(\d+)\.", name) for name in specs}
+    patterns = {name: name.replace(m[0], "layers.{i}.", 1) if m else name for name, m in layers.items()}
+    missing = [name for name, pattern in patterns.items() if pattern not in rows]
+    if missing:
+        raise KeyError(", ".join(missing))
+    found: dict[str, tuple[TensorMapping, ...]] = {}
+    for name, spec in specs.items():
+        axes, theirs = rows[patterns[name]]
+        sizes = dict(zip(axes.split(), spec.view))
+        match = layers[name]
+        mappings = []
+        for pattern, their_axes in theirs:
+            their = pattern.replace("{i}", match[1]) if match else pattern
+            for expert in range(sizes["e"]) if "{e}" in their else (0,):
+                e = str(expert)
+                mappings.append(_map_tensor(name, their.replace("{e}", e), their_axes.replace("{e}", e), sizes))
+        found[name] = tuple(mappings)
+    return found
+
+
+def _map_tensor(ours: str, name: str, their_axes: str, sizes: Mapping[str, int]) -> TensorMapping:
+    """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``; ``sizes`` are those of our axes, in their order."""
+    box = {axis: (0, size) for axis, size in sizes.items()}  # start and size
+    order, shape = [], []
+    for dimension in their_axes.split(","):
+        length = 1
+        for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
+            if first and not colon:
+                part = slice(int(first), int(first) + 1)
+            else:
+                part = slice(int(first) if first else None, int(stop) if stop else None)
+            start, end, _ = part.indices(sizes[axis])
+            box[axis] = (start, end - start)
+            order.append(list(sizes).index(axis))
+            length *= end - start
+        shape.append(length)
+    starts, extents = zip(*box.values())
+    return TensorMapping(ours, name, tuple(shape), tuple(order), Box(starts, extents))
+
+
+def build_on_meta(model: ModelConfig, training: TrainingConfig | None = None) -> GPTChunk:
+    """Build the complete model on the meta device, as on a single rank; no memory is allocated."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    context = BuildContext(mesh, GradAccumulator(), device=torch.device("meta"))
+    return build_gpt(model, training or TrainingConfig(), context)
 
 
 class HuggingFaceWeights:
@@ -61,29 +158,28 @@ class HuggingFaceWeights:
             CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
             DamagedCheckpointError: when a file cannot be read.
         """
-        self.folder = Path(folder)
+        self.folder = folder
         self.specs = build_on_meta(model).specs  # of all tensors, by our names
-        kind = read_model_type(read_config(self.folder), str(self.folder / CONFIG_FILE))
+        kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         try:
-            self._slots = map_tensors(kind, self.specs)
+            mappings = map_tensors(kind, self.specs)
         except KeyError as error:
-            raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
-        self._files = open_weights(self.folder)
+            raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
+        self._files = open_weights(folder)
         table = model_families()[kind].weights
         # a model saved without its head has no prefix
-        self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        self._mappings = {
+            ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
+            for ours, found in mappings.items()
+        }
         self._check(table)
         # the narrowest dtype that holds all tensors as they are stored
-        self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.names))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Our names of all tensors."""
-        return tuple(self.specs)
+        self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes of one of our tensors that each lie in one stored tensor."""
-        return tuple(slot.box for slot in self._slots[name])
+        return tuple(mapping.box for mapping in self._mappings[name])
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box``, of shape ``box.size``, as stored.
@@ -91,45 +187,37 @@ class HuggingFaceWeights:
         The result may share memory with the mapped file and must not be modified.
 
         Args:
-            name: one of ``names``.
+            name: key of ``specs``.
             view: view of the tensor's spec, in which the box is given.
             box: elements to read.
-
-        Raises:
-            ValueError: when ``view`` is not that of the tensor.
         """
         if view != self.specs[name].view:
             raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
-        parts = [(slot, part) for slot in self._slots[name] if (part := intersect(slot.box, box))]
+        parts = [(mapping, part) for mapping in self._mappings[name] if (part := intersect(mapping.box, box))]
         if len(parts) == 1:
             return self._read_part(*parts[0])
         out = torch.empty(box.size, dtype=self.dtype_of(name))
-        for slot, part in parts:
-            out[relative_box(part, box).slices] = self._read_part(slot, part)
+        for mapping, part in parts:
+            out[relative_box(part, box).slices] = self._read_part(mapping, part)
         return out
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that one of our tensors is stored with."""
-        keys = (self._key(slot.name) for slot in self._slots[name])
-        return reduce(torch.promote_types, (self._files[key].dtype(key) for key in keys))
+        return reduce(torch.promote_types, (self._files[part.name].dtype(part.name) for part in self._mappings[name]))
 
-    def _read_part(self, slot: TensorMapping, box: Box) -> Tensor:
-        key = self._key(slot.name)
-        return slot.arrange(self._files[key].tensor(key))[relative_box(box, slot.box).slices]
-
-    def _key(self, name: str) -> str:
-        """Return the key in the files for a name of the table."""
-        return name.removeprefix(self._prefix)
+    def _read_part(self, mapping: TensorMapping, box: Box) -> Tensor:
+        theirs = self._files[mapping.name].tensor(mapping.name)
+        return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
 
     def _check(self, table: WeightTable) -> None:
-        expected = {self._key(slot.name): slot.shape for found in self._slots.values() for slot in found}
+        expected = {mapping.name: mapping.shape for found in self._mappings.values() for mapping in found}
         unused = {
             key
             for key in self._files.keys() - expected.keys()
             if not any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
         }
         # A tied output layer may be stored too, if it equals the embedding.
-        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding(table) else []
+        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding() else []
         unused.discard(HEAD_WEIGHT)
         shapes, dtypes = [], []
         for key in expected.keys() & self._files.keys():
@@ -147,9 +235,9 @@ class HuggingFaceWeights:
         }
         raise_if_any(self.folder, findings)
 
-    def _head_equals_embedding(self, table: WeightTable) -> bool:
+    def _head_equals_embedding(self) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
-        embedding = self._key(next(their[0][0] for ours, _, their in table.rows if "word_embeddings" in ours))
+        embedding = self._mappings["embedding.word_embeddings.weight"][0].name
         if embedding not in self._files:
             return False
         head, words = (self._files[key].tensor(key) for key in (HEAD_WEIGHT, embedding))

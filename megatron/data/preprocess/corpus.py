@@ -3,7 +3,8 @@
 `find_text_files` expands files, patterns and folders, and rejects what would be read twice. A file of JSON lines holds
 one document per line; any other file is one document. Compressed files are decompressed as streams.
 `split_into_blocks` cuts files into blocks of whole lines, or of plain files, that a worker encodes at once; the block
-size changes neither the documents nor their order. `BadDocumentError` describes an invalid document and how to fix it.
+size changes neither the documents nor their order. `read_block` yields the documents of a block, and a `BadDocument`
+for each invalid one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from megatron.data.errors import DataError
 
@@ -36,14 +37,6 @@ class DamagedStreamError(Exception):
     """The rest of a compressed file cannot be read, for the reason in the message."""
 
 
-class _Decompressor(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
 def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
@@ -52,34 +45,29 @@ def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
         DataError: if the required library is missing.
     """
     suffix = file.suffix.lower()
-    new_decompressor, errors = _library(suffix)
+    new_decompressor, error_type = _library(suffix)
     current = new_decompressor()
     at_start = True  # nothing of the current stream has been read
     try:
         while data := stream.read(READ_BYTES_OF_SUFFIX[suffix]):
             while data := data.lstrip(PADDING) if at_start else data:
-                yield from _pieces(current, data)
+                if suffix in (".bz2", ".xz"):
+                    yield current.decompress(data, MAX_PIECE_BYTES)
+                    while not current.needs_input and not current.eof:
+                        yield current.decompress(b"", MAX_PIECE_BYTES)
+                else:
+                    yield current.decompress(data)
                 data, at_start = current.unused_data, current.eof
                 if current.eof:
                     current = new_decompressor()
-    except errors as error:
+    except error_type as error:
         raise DamagedStreamError(f"is not valid {suffix} from here on: {error}") from error
     if not at_start:
         raise DamagedStreamError(f"ends in the middle of a {suffix} stream")
 
 
-def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:
-    """Decompress ``data`` up to the end of the current stream."""
-    if not isinstance(current, bz2.BZ2Decompressor | lzma.LZMADecompressor):
-        yield current.decompress(data)
-        return
-    yield current.decompress(data, MAX_PIECE_BYTES)
-    while not current.needs_input and not current.eof:
-        yield current.decompress(b"", MAX_PIECE_BYTES)
-
-
-def _library(suffix: str) -> tuple[Callable[[], _Decompressor], type[Exception] | tuple[type[Exception], ...]]:
-    """Return a factory of decompressors, and the errors they raise."""
+def _library(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """Return a factory of decompressors, and the error they raise."""
     if suffix == ".gz":
         return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
     if suffix == ".bz2":
@@ -90,8 +78,7 @@ def _library(suffix: str) -> tuple[Callable[[], _Decompressor], type[Exception] 
         import zstandard
     except ImportError as error:
         raise DataError("zstandard is needed for .zst files", "pip install zstandard") from error
-    library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    return library.decompressobj, zstandard.ZstdError
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
 
 
 UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -108,16 +95,30 @@ ESCAPED_NUL = b"\\u0000"  # as escaped in JSON
 FIX_LINE = "fix or remove this line"
 
 
-class BadDocumentError(Exception):
-    """Problem of a document, without the name of its file and line."""
+class BadDocumentError(DataError):
+    """Problem of a document, without the name of its file and line: `seen` is a sentence without its subject."""
 
-    def __init__(self, seen: str, *fixes: str) -> None:
-        super().__init__(seen)
-        self.seen = seen  # a sentence without its subject, such as " is not JSON"
-        self.fixes = fixes
 
-    def of(self, source: str, *more_fixes: str) -> DataError:
-        """Return the error with ``source`` (file and line) as the subject of the sentence."""
+class TextDocument(NamedTuple):
+    """Document as read from a file."""
+
+    texts: tuple[str | bytes, ...]  # its text under each requested key; UTF-8 bytes for a plain file
+    place: tuple[Path, int]  # file, and line within the block or file from 1 on; line 0 for a plain file
+    num_bytes: int  # bytes of decompressed input, without the line end
+
+
+class BadDocument(NamedTuple):
+    """Invalid document of a block."""
+
+    file: Path
+    line: int  # from 1 on, within the block; 0 for a plain file
+    seen: str  # a sentence without its subject
+    fixes: tuple[str, ...]
+    num_bytes: int = 0
+
+    def of(self, lines_before: int, *more_fixes: str) -> DataError:
+        """Return the error, with the line number in the file after ``lines_before`` lines in earlier blocks."""
+        source = f"{self.file}:{lines_before + self.line}" if self.line else str(self.file)
         return DataError(source + self.seen, *self.fixes, *more_fixes)
 
 
@@ -199,17 +200,11 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def read_plain_text(file: Path) -> bytes:
-    """Return the content of a plain file; its encoding is not checked.
-
-    Raises:
-        BadDocumentError: if it is UTF-16, contains NUL, or is compressed and damaged.
-    """
+def _read_plain_text(file: Path, check_utf8: bool) -> bytes:
+    """Return the content of a plain file; raise BadDocumentError if it is damaged, or not text."""
     try:
         with open(file, "rb") as stream:
-            content = (
-                b"".join(decompress(file, stream)) if file.suffix.lower() in COMPRESSION_SUFFIXES else stream.read()
-            )
+            content = b"".join(decompress(file, stream)) if compression_suffix(file) else stream.read()
     except DamagedStreamError as error:
         raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
     if content.startswith(UTF_16_BOMS):
@@ -217,26 +212,13 @@ def read_plain_text(file: Path) -> bytes:
     if b"\0" in content:
         seen = f" is not text: byte {content.index(0):,} is NUL"
         raise BadDocumentError(seen, "remove this file", _exclude(file))
-    return content
-
-
-def encoding_error(file: Path, error: UnicodeDecodeError) -> BadDocumentError:
-    """Return the error of a plain file that is not UTF-8."""
-    seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
-    return BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file))
-
-
-def check_utf8(content: bytes, file: Path) -> None:
-    """Raise BadDocumentError if a plain file is not UTF-8."""
     try:
-        content.decode()
+        if check_utf8:
+            content.decode()
     except UnicodeDecodeError as error:
-        raise encoding_error(file, error) from error
-
-
-def no_document_error(file: Path) -> BadDocumentError:
-    """Return the error of a JSON-lines file without documents."""
-    return BadDocumentError(" has no documents", "remove this file", _exclude(file))
+        seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
+        raise BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file)) from error
+    return content
 
 
 def _exclude(file: Path) -> str:
@@ -245,7 +227,7 @@ def _exclude(file: Path) -> str:
 
 def _recode(file: Path, encoding: str) -> tuple[str, ...]:
     """Return the command that converts a file to UTF-8."""
-    if file.suffix.lower() in COMPRESSION_SUFFIXES:
+    if compression_suffix(file):
         return (f"decompress it and convert it from {encoding} with iconv",)
     name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
     return (f"iconv -f {encoding} -t UTF-8 {name} > {new}",)
@@ -264,14 +246,10 @@ class LineBlock(NamedTuple):
     stored: int  # bytes they take in the file, compressed if it is
     first: bool  # whether the file begins with them
     last: bool  # whether the file ends with them
-    trouble: str = ""  # why the rest of the file cannot be read; empty if it can
+    damage: str = ""  # why the rest of the file cannot be read; empty if it can
 
     def read(self) -> bytes:
-        """Return the lines.
-
-        Raises:
-            DataError: if the file has become shorter.
-        """
+        """Return the lines; raise DataError if the file has become shorter."""
         if isinstance(self.content, bytes):
             return self.content
         with open(self.file, "rb") as stream:
@@ -314,11 +292,7 @@ def block_bytes_of(block: Block) -> int:
 
 
 def split_into_blocks(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
-
-    Raises:
-        OSError: if a file cannot be read.
-    """
+    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block."""
     plain: list[Path] = []
     size = 0
     for file in files:
@@ -336,10 +310,9 @@ def split_into_blocks(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> 
 
 def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
     """Yield the blocks of one JSON-lines file, at least one."""
-    return _cut_compressed(file, block_bytes) if compression_suffix(file) else _cut_stored(file, block_bytes)
-
-
-def _cut_stored(file: Path, block_bytes: int) -> Iterator[LineBlock]:
+    if compression_suffix(file):
+        yield from _cut_compressed(file, block_bytes)
+        return
     start, size = 0, file.stat().st_size
     with open(file, "rb") as stream:
         while True:
@@ -352,14 +325,11 @@ def _cut_stored(file: Path, block_bytes: int) -> Iterator[LineBlock]:
 
 def _end_of_line(stream: IO[bytes], position: int, size: int) -> int:
     """Return the first position from ``position`` on that follows a line end, or the end of the file."""
-    position -= 1
-    while position < size:
-        stream.seek(position)
-        data = stream.read(SEARCH_BYTES)
-        if not data:
-            break
-        if (found := data.find(b"\n")) >= 0:
-            return position + found + 1
+    stream.seek(position - 1)
+    while position <= size and (data := stream.read(SEARCH_BYTES)):
+        found = data.find(b"\n")
+        if found >= 0:
+            return position + found
         position += len(data)
     return size
 
@@ -368,7 +338,7 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     pieces: list[bytes] = []
     size = 0  # of the pieces
     block_start = 0  # in the compressed file
-    first, trouble = True, ""
+    first, damage = True, ""
     with open(file, "rb") as stream:
         try:
             for piece in decompress(file, stream):
@@ -382,16 +352,16 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
                     block_start = stream.tell()
                     first = False
         except DamagedStreamError as error:
-            trouble = str(error)
+            damage = str(error)
         stored = file.stat().st_size - block_start
     content = b"".join(pieces)
-    if trouble:
+    if damage:
         content = content[: content.rfind(b"\n") + 1]
-    yield LineBlock(file, content, stored, first, last=True, trouble=trouble)
+    yield LineBlock(file, content, stored, first, last=True, damage=damage)
 
 
-PLAIN_TEXT_SUFFIXES = (".txt",)
 SKIP_BAD_FLAG = "--on-bad-line skip"
+MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 UNSUPPORTED_COMPRESSIONS = {
     ".zstd": "mv {0} {1}.zst",
@@ -402,38 +372,17 @@ UNSUPPORTED_COMPRESSIONS = {
 """Suffixes of unsupported compressions, and the command that decompresses such a file."""
 
 
-class TextDocument(NamedTuple):
-    """Document as read from a file."""
-
-    texts: tuple[str | bytes, ...]  # its text under each requested key; UTF-8 bytes for a plain file
-    source: str  # ``file`` or ``file:line``, for messages
-    num_bytes: int  # bytes of decompressed input, without the line end
-
-
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
-    read = parser.add_argument_group("input")
-    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
-    read.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)"
-    )
-    read.add_argument(
-        "--suffix",
-        nargs="+",
-        default=[*JSON_LINES_SUFFIXES, *PLAIN_TEXT_SUFFIXES],
-        metavar=".EXT",
-        help="files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
-        "(.jsonl .json .ndjson .txt)",
-    )
-    read.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder"
-    )
-    read.add_argument(
-        "--on-bad-line",
-        choices=("fail", "skip"),
-        default="fail",
-        help="at an invalid document: stop (fail), or report it, count it and continue",
-    )
+    add = parser.add_argument_group("input").add_argument
+    folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
+    suffixes = [*JSON_LINES_SUFFIXES, ".txt"]
+    bad_lines = "at an invalid document: stop (fail), or report it, count it and continue"
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)")
+    add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
+    add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
+    add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
 
 
 def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
@@ -441,78 +390,68 @@ def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: C
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
     by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern.
-
-    Raises:
-        DataError: if an input matches no file, a format is not supported, or documents would be read twice because a
-            file is given twice or lies beside a compressed copy of itself.
+    existing file name is never treated as a pattern. Inputs that match no file, unsupported formats, and documents that
+    would be read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
-        found = _walk(Path(name), tuple(suffixes), exclude) if os.path.isdir(name) else _expand(name)
+        if os.path.isdir(name):
+            found = _walk(Path(name), suffixes, exclude)
+        elif os.path.isfile(name):
+            found = [Path(name)]
+        else:
+            found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+            _refuse_copies(found)
         if not found:
             raise _no_files(name, suffixes)
         files += found
+    seen: dict[str, Path] = {}
     for file in files:
         _check_format(file)
-    _refuse_repeats(files)
+        other = seen.setdefault(os.path.realpath(file), file)
+        if other is not file:
+            why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
+            fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
+            raise DataError(f"--input: {why}: its documents would be read twice", fix)
     return files
 
 
-def _expand(name: str) -> list[Path]:
-    """Return the file of this name, or those that match it as a pattern."""
-    if os.path.isfile(name):
-        return [Path(name)]
-    found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
-    _refuse_copies(found)
-    return found
-
-
 def _no_files(name: str, suffixes: Collection[str]) -> DataError:
-    if os.path.isdir(name):
-        why = f"no file below it ends in {' or '.join(suffixes)}"
-    elif os.path.exists(name):
+    if os.path.exists(name) and not os.path.isdir(name):
         why = "it is a pipe or a device, and the input is read more than once"
         return DataError(f"--input {name}: {why}", "write it to a file: cat ... > FILE.jsonl")
-    else:
-        why = "there is no such file"
+    why = f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
     return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
 
 
 def _check_format(file: Path) -> None:
     suffix = file.suffix.lower()
+    failure = f"{file}: {file.suffix} files are not supported"
     if suffix in UNSUPPORTED_FORMATS:
-        fix = "write its documents as lines of a .jsonl file"
-        raise DataError(f"{file}: {file.suffix} files are not supported", fix)
+        raise DataError(failure, "write its documents as lines of a .jsonl file")
     if suffix in UNSUPPORTED_COMPRESSIONS:
-        unpack = UNSUPPORTED_COMPRESSIONS[suffix].format(shlex.quote(str(file)), shlex.quote(str(file.with_suffix(""))))
-        raise DataError(f"{file}: {file.suffix} files are not supported", unpack)
+        name, unpacked = shlex.quote(str(file)), shlex.quote(str(file.with_suffix("")))
+        raise DataError(failure, UNSUPPORTED_COMPRESSIONS[suffix].format(name, unpacked))
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> list[Path]:
+def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
+    wanted = tuple(suffix.lower() for suffix in suffixes)
     found = []
     for path, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name not in exclude]
         files = [Path(path, name) for name in names if name not in exclude]
-        found += [file for file in files if _ends_in(file, suffixes) and file.is_file()]
-    found = _without_links(found)
-    _refuse_copies(found)
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+        found += [file for file in files if _ends_in(file, wanted) and file.is_file()]
+    unique: dict[str, Path] = {}  # each file once, preferably under a name that is not a link
+    for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
+        unique.setdefault(os.path.realpath(file), file)
+    _refuse_copies(unique.values())
+    return sorted(unique.values(), key=lambda file: file.relative_to(folder).as_posix())
 
 
-def _without_links(files: Collection[Path]) -> list[Path]:
-    """Keep each file once, preferably under a name that is not a link."""
-    names: dict[str, Path] = {}
-    for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
-        names.setdefault(os.path.realpath(file), file)
-    return [*names.values()]
-
-
-def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
-    wanted = tuple(suffix.lower() for suffix in suffixes)
+def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
     names = [file.name.lower(), uncompressed_name(file).lower()]
     if file.suffix.lower() in UNSUPPORTED_COMPRESSIONS:
         names.append(file.stem.lower())
@@ -529,24 +468,96 @@ def _refuse_copies(files: Collection[Path]) -> None:
             raise DataError(why, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
 
 
-def _refuse_repeats(files: Collection[Path]) -> None:
-    """Raise DataError for a file given twice, under any names."""
-    seen: dict[str, Path] = {}
-    for file in files:
-        other = seen.setdefault(os.path.realpath(file), file)
-        if other is not file:
-            why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
-            fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
-            raise DataError(f"--input: {why}: its documents would be read twice", fix)
+def check_single_key(file: Path, keys: Sequence[str]) -> None:
+    """Raise DataError if several keys are requested of a plain file."""
+    if len(keys) > 1 and not is_json_lines(file):
+        raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")
+
+
+class BadDocumentReport:
+    """Handle errors of documents: raise them, or count them and report the first `MAX_REPORTED`."""
+
+    def __init__(self, skip: bool, message: Callable[[str], None]) -> None:
+        self._skip = skip
+        self._message = message
+        self.count = 0
+
+    def add(self, error: DataError) -> None:
+        """Raise the error, or count and report it."""
+        if not self._skip:
+            raise error
+        self.count += 1
+        if self.count <= MAX_REPORTED:
+            self._message(f"passed over: {error.seen}")
+        if self.count == MAX_REPORTED:
+            self._message("passed over: further ones are only counted")
+
+
+def load_block(block: Block) -> tuple[Block, int]:
+    """Return the block with its lines in memory, and the number of line ends; plain files are not read."""
+    if isinstance(block, FileBlock):
+        return block, 0
+    content = block.read()
+    return block._replace(content=content), content.count(b"\n")
+
+
+def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> Iterator[TextDocument | BadDocument]:
+    """Yield the documents of a block: one per line (except blank lines) or plain file, and an error for each bad one.
+
+    Args:
+        block: to read.
+        keys: JSON keys of the texts.
+        any_bytes: whether a plain file may be other than UTF-8.
+    """
+    if isinstance(block, FileBlock):
+        for file in block.files:
+            try:
+                content = _read_plain_text(file, check_utf8=not any_bytes)
+                yield TextDocument((content,), (file, 0), len(content))
+            except BadDocumentError as bad:
+                yield BadDocument(file, 0, bad.seen, bad.fixes, file.stat().st_size)
+        return
+    file = block.file
+    lines = split_lines(block.read())
+    for number, line in enumerate(lines, 1):
+        if line and not line.isspace():
+            try:
+                yield TextDocument(parse_line(line, keys, file), (file, number), len(line))
+            except BadDocumentError as bad:
+                yield BadDocument(file, number, bad.seen, bad.fixes, len(line))
+    if block.damage:
+        yield BadDocument(file, len(lines) + 1, f" {block.damage}", ("copy the file again",))
+
+
+class FilePosition:
+    """Lines and documents of the current JSON-lines file in the blocks before the current one."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self._documents = 0
+
+    def start(self, block: Block) -> None:
+        """Begin a block."""
+        if isinstance(block, LineBlock) and block.first:
+            self.lines = self._documents = 0
+
+    def finish(self, block: Block, lines: int, documents: int) -> DataError | None:
+        """Count the lines and documents (including bad ones) of a block; return the error of a file without any."""
+        self.lines += lines
+        self._documents += documents
+        if isinstance(block, LineBlock) and block.last and not self._documents:
+            fixes = ("remove this file", _exclude(block.file), SKIP_BAD_FLAG)
+            return DataError(f"{block.file} has no documents", *fixes)
+        return None
 
 
 def read_documents(
-    file: Path, keys: Sequence[str], on_bad: Callable[[DataError], None] | None = None
+    files: Sequence[Path], keys: Sequence[str], on_bad: Callable[[DataError], None] | None = None
 ) -> Iterator[TextDocument]:
-    """Yield the documents of a file: one per line of a JSON-lines file (except blank lines), else one.
+    """Yield the documents of files.
 
     Args:
-        file: to read.
+        files: to read, in this order.
         keys: JSON keys of the texts.
         on_bad: called with the error of each invalid document, which is skipped. By default the error is raised.
 
@@ -554,46 +565,25 @@ def read_documents(
         DataError: if a line is not a JSON object with text under each of ``keys``, the file has no document, or it is
             damaged, binary or not UTF-8. Also if a plain file is read with several keys.
     """
-    documents = _documents_of_lines if is_json_lines(file) else _document_of_plain
-    for document in documents(file, keys):
-        if isinstance(document, TextDocument):
-            yield document
-        elif on_bad is None:
-            raise document
-        else:
-            on_bad(document)
+    for file in files:
+        check_single_key(file, keys)
+    position = FilePosition()
 
+    def report(error: DataError) -> None:
+        if on_bad is None:
+            raise error
+        on_bad(error)
 
-def _documents_of_lines(file: Path, keys: Sequence[str]) -> Iterator[TextDocument | DataError]:
-    """Yield each document, or its error."""
-    number = documents = 0
-    for block in split_lines_file(file):
-        for line in split_lines(block.read()):
-            number += 1
-            if line and not line.isspace():
-                documents += 1
-                try:
-                    yield TextDocument(parse_line(line, keys, file), f"{file}:{number}", len(line))
-                except BadDocumentError as bad:
-                    yield bad.of(f"{file}:{number}", SKIP_BAD_FLAG)
-        if block.trouble:
-            yield DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again", SKIP_BAD_FLAG)
-            return
-    if not documents:
-        yield no_document_error(file).of(str(file), SKIP_BAD_FLAG)
-
-
-def _document_of_plain(file: Path, keys: Sequence[str]) -> Iterator[TextDocument | DataError]:
-    check_single_key(file, keys)
-    try:
-        text = read_plain_text(file)
-        check_utf8(text, file)
-        yield TextDocument((text,), str(file), len(text))
-    except BadDocumentError as bad:
-        yield bad.of(str(file), SKIP_BAD_FLAG)
-
-
-def check_single_key(file: Path, keys: Sequence[str]) -> None:
-    """Raise DataError if several keys are requested of a plain file."""
-    if len(keys) > 1:
-        raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")
+    for unread in split_into_blocks(files):
+        position.start(unread)
+        documents = 0
+        block, lines = load_block(unread)
+        for document in read_block(block, keys):
+            documents += 1
+            if isinstance(document, TextDocument):
+                yield document
+            else:
+                report(document.of(position.lines, SKIP_BAD_FLAG))
+        error = position.finish(block, lines, documents)
+        if error is not None:
+            report(error)

@@ -1,6 +1,6 @@
-"""Interface of a tokenizer, and what all tokenizers share.
+"""Base classes of tokenizers, and what all of them share.
 
-`Tokenizer` is the protocol the rest of the project uses; `EncodedBatch` holds the concatenated ids of several texts.
+`Tokenizer` is the interface the rest of the project uses; `EncodedBatch` holds the concatenated ids of several texts.
 `LibraryTokenizer` is the base class of tokenizers that call a library: it checks that texts are Unicode, converts the
 library's exceptions to ValueError and concatenates the ids. The file also reads tokenizer files and downloads them
 from the Hugging Face hub.
@@ -12,12 +12,12 @@ import multiprocessing
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ RUST_PANIC = "PanicException"  # of Rust libraries: not an `Exception`, and a se
 
 
 @contextmanager
-def convert_library_errors(error_of: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert any exception of a library to ``error_of(first line of its message)``.
+def convert_library_errors(error: type[Exception], failure: str, *fixes: str) -> Iterator[None]:
+    """Convert any exception of a library to ``error(f"{failure}: {first line of its message}", *fixes)``.
 
     MemoryError, Ctrl-C and the exceptions of signal handlers pass through unchanged.
     """
@@ -38,15 +38,11 @@ def convert_library_errors(error_of: Callable[[str], Exception]) -> Iterator[Non
         yield
     except MemoryError:
         raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != RUST_PANIC:
+    except BaseException as cause:
+        if not isinstance(cause, Exception) and type(cause).__name__ != RUST_PANIC:
             raise
-        raise error_of((str(error) or type(error).__name__).partition("\n")[0]) from error
-
-
-def encode_error(library: str) -> Callable[[str], ValueError]:
-    """Return an ``error_of`` for `convert_library_errors` that names the library."""
-    return lambda message: ValueError(f"{library} cannot encode this text: {message}")
+        message = (str(cause) or type(cause).__name__).partition("\n")[0]
+        raise error(f"{failure}: {message}", *fixes) from cause
 
 
 class EncodedBatch(NamedTuple):
@@ -56,56 +52,50 @@ class EncodedBatch(NamedTuple):
     lengths: NDArray[np.int64]  # ``[n]``, number of ids of each text
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Text to ids ``0 .. vocab_size - 1`` and back."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
+    library: str  # package whose code turns text into ids
+    vocab_size: int
+    eod: int  # id that ends a document
+    pad: int | None = None  # id that pads a sample, possibly equal to `eod`
+    special_ids: Mapping[str, int] = {}  # ids of the special tokens, by their spelling
+    files: Mapping[str, bytes] = {}  # contents of the files it was built from, by name
+    settings: Mapping[str, Any] = {}  # besides files and vocabulary size, as plain JSON values
 
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
+    @abstractmethod
+    def _identity(self) -> tuple[str, ...]:
+        """Return what determines the mapping from ids to text. `settings` are not part of it."""
 
-    @property
-    def pad(self) -> int | None:
-        """Id that pads a sample, possibly equal to `eod`; None if there is none."""
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by their spelling."""
-
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Digest of the mapping from ids to text; equal digests mean equal ids. `settings` are not part of it."""
+        """Digest of the mapping from ids to text; equal digests mean equal ids."""
+        return fingerprint(*self._identity())
 
     @property
     def legacy_fingerprints(self) -> tuple[str, ...]:
         """Digests that earlier versions recorded for the same files."""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """Contents of the files it was built from, by name."""
-
-    @property
-    def library(self) -> str:
-        """Package whose code turns text into ids."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Settings besides files and vocabulary size, as plain JSON values."""
+        return ()
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Return the ids ``[n]`` of a text; bytes must be UTF-8."""
+        """Return the ids ``[n]`` of a text; bytes must be UTF-8; raise ValueError if the text cannot be encoded."""
+        return self.encode_batch([text]).ids
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
-        """Return the ids of several texts, encoded in parallel if the library has threads."""
+        """Return the ids of several texts, on as many threads as the library uses (one in a worker process).
 
+        Raises:
+            ValueError: if a text cannot be encoded.
+        """
+
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids."""
+        """Return the text of the ids, including special tokens; unknown ids are skipped."""
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return files, by name, from which ``transformers`` builds a tokenizer with equal ids; empty if impossible."""
+        return {}
 
 
 def legacy_fingerprints(*facts: str) -> tuple[str, ...]:
@@ -114,45 +104,29 @@ def legacy_fingerprints(*facts: str) -> tuple[str, ...]:
 
 
 def unicode_text(text: str | bytes) -> str:
-    """Return the text as a string.
-
-    Raises:
-        UnicodeError: if bytes are not UTF-8 or the text has an unpaired surrogate.
-    """
+    """Return the text as a string; raise UnicodeError if bytes are not UTF-8 or the text has an unpaired surrogate."""
     if isinstance(text, bytes):
         return text.decode()
     text.encode()  # raises for an unpaired surrogate
     return text
 
 
-def batch_from_lists(lists: Sequence[Sequence[int]]) -> EncodedBatch:
-    """Concatenate lists of ids."""
-    lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
-    return EncodedBatch(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
-
-
-class LibraryTokenizer(ABC):
+class LibraryTokenizer(Tokenizer):
     """Base class of tokenizers that encode by calling ``library``."""
 
-    library: str
-
-    def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Return the ids of a text.
-
-        Raises:
-            ValueError: if it is not Unicode text or the library cannot encode it.
-        """
-        return self.encode_batch([text]).ids
+    @property
+    def legacy_fingerprints(self) -> tuple[str, ...]:
+        """Digests of the same facts, without and with the setting ``parse_special_tokens``."""
+        return legacy_fingerprints(*self._identity())
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
-        """Return the ids of several texts, on as many threads as the library uses (one in a worker process).
-
-        Raises:
-            ValueError: if one is not Unicode text or the library cannot encode it.
-        """
+        """Return the ids of several texts."""
         characters = [unicode_text(text) for text in texts]
-        with convert_library_errors(encode_error(self.library)):
-            return batch_from_lists(self.ids_of(characters))
+        with convert_library_errors(ValueError, f"{self.library} cannot encode this text"):
+            lists = self.ids_of(characters)
+            lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+            ids = np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum()))
+        return EncodedBatch(ids, lengths)
 
     @abstractmethod
     def ids_of(self, texts: list[str]) -> Sequence[Sequence[int]]:
@@ -171,11 +145,7 @@ def num_encoder_threads() -> int:
 
 
 def read_tokenizer_file(path: Path, *fixes: str) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        DataError: if it cannot be read; the error suggests ``fixes``.
-    """
+    """Return the content of a file; raise DataError with ``fixes`` if it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -194,23 +164,19 @@ def download_from_hub(name: str, files: tuple[str, ...]) -> Path:
     """Return a local folder with the given files of ``org/name``, downloaded unless cached.
 
     The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
-
-    Raises:
-        DataError: if the files cannot be obtained.
     """
+    failure = f"{name} is not a local folder, and"
     try:
         import huggingface_hub
     except ImportError as error:
-        raise DataError(
-            f"{name} is not a local folder, and huggingface_hub is not installed", "pip install huggingface_hub"
-        ) from error
+        raise DataError(f"{failure} huggingface_hub is not installed", "pip install huggingface_hub") from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # many classes: of the hub, the network and the disk
         wanted = " ".join(f"--include '{file}'" for file in files)
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"{name} is not a local folder, and downloading it from the hub failed: {first[0]}",
+            f"{failure} downloading it from the hub failed: {first[0]}",
             f"where there is a network: hf download {name} {wanted} --local-dir DIR, then --tokenizer-model DIR",
             "HF_TOKEN=... for a gated model",
         ) from error

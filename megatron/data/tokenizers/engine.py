@@ -67,70 +67,65 @@ class EncodeEngine:
     encode_batch: EncodeBatch  # same ids as ``Tokenizer.encode_batch``. Bytes must be UTF-8, which is not checked.
 
 
-class _NotFastError(Exception):
+class _GigatokenError(Exception):
     """gigatoken cannot be used, for the reason in the message."""
 
 
-def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto") -> EncodeEngine:
+def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], engine: str = "auto") -> EncodeEngine:
     """Choose the engine for a corpus that begins with ``sample``.
 
     Args:
         tokenizer: defines the expected ids.
         sample: first texts of the corpus; about 1 MB makes a meaningful comparison.
-        wish: one of `ENGINES`.
-
-    Raises:
-        DataError: if ``wish`` is unknown, or is ``gigatoken`` and that cannot be used.
+        engine: one of `ENGINES`.
     """
-    if wish not in ENGINES:
-        raise DataError(f"there is no engine '{wish}'", *(f"--engine {name}" for name in ENGINES))
-    if wish == OWN_LIBRARY:
+    if engine not in ENGINES:
+        raise DataError(f"there is no engine '{engine}'", *(f"--engine {name}" for name in ENGINES))
+    if engine == OWN_LIBRARY:
         return _own_library(tokenizer, "requested")
     try:
         file = _tokenizer_json(tokenizer)
         encode_batch = _load_gigatoken(tokenizer, file)
         added = [token["content"] for token in file.get("added_tokens") or ()]
         _compare(tokenizer, encode_batch, [*EDGE_CASE_TEXTS, *_texts_around(added), *sample])
-    except _NotFastError as error:
-        if wish == GIGATOKEN:
+    except _GigatokenError as error:
+        if engine == GIGATOKEN:
             raise DataError(str(error), "--engine auto", "--engine hf") from error
         return _own_library(tokenizer, str(error))
     proof = format_bytes(sum(len(text.encode()) for text in sample))
     reason = f"its ids equal those of {tokenizer.library} on the first {proof} and on {len(EDGE_CASE_TEXTS)} edge cases"
-    return EncodeEngine(_with_version(GIGATOKEN), reason, encode_batch)
+    return _gigatoken(encode_batch, reason)
 
 
 def build_engine(tokenizer: Tokenizer, name: str) -> EncodeEngine:
-    """Build the engine of this name, which `choose_engine` returned in another process.
-
-    Raises:
-        DataError: if it cannot be built here.
-    """
+    """Build the engine of this name, which `choose_engine` returned in another process."""
+    reason = "chosen by the main process"
     if name.split()[0] != GIGATOKEN:
-        return _own_library(tokenizer, "chosen by the main process")
+        return _own_library(tokenizer, reason)
     try:
         encode_batch = _load_gigatoken(tokenizer, _tokenizer_json(tokenizer))
-    except _NotFastError as error:
+    except _GigatokenError as error:
         raise DataError(str(error), "--engine hf") from error
-    return EncodeEngine(_with_version(GIGATOKEN), "chosen by the main process", encode_batch)
+    return _gigatoken(encode_batch, reason)
 
 
 def _own_library(tokenizer: Tokenizer, reason: str) -> EncodeEngine:
-    name = _with_version(tokenizer.library) if tokenizer.files else type(tokenizer).__name__
+    library = tokenizer.library
+    name = f"{library} {version(library)}" if tokenizer.files else type(tokenizer).__name__
     return EncodeEngine(name, reason, tokenizer.encode_batch)
 
 
-def _with_version(library: str) -> str:
-    return f"{library} {version(library)}"
+def _gigatoken(encode_batch: EncodeBatch, reason: str) -> EncodeEngine:
+    return EncodeEngine(f"{GIGATOKEN} {version(GIGATOKEN)}", reason, encode_batch)
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the parsed ``tokenizer.json`` of a tokenizer."""
     if not tokenizer.files:
-        raise _NotFastError("this tokenizer needs no library")
+        raise _GigatokenError("this tokenizer needs no library")
     content = tokenizer.hugging_face_files().get(TOKENIZER_JSON)
     if content is None:
-        raise _NotFastError("gigatoken needs a tokenizer.json, and this tokenizer has none")
+        raise _GigatokenError("gigatoken needs a tokenizer.json, and this tokenizer has none")
     return dict(json.loads(content))
 
 
@@ -140,11 +135,11 @@ def _load_gigatoken(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatc
         import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
         import gigatoken
     except ImportError:
-        raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
+        raise _GigatokenError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):
         file = _without_special_tokens(file)
     _refuse_added_tokens(file)
-    with convert_library_errors(lambda message: _NotFastError(f"gigatoken cannot read this tokenizer: {message}")):
+    with convert_library_errors(_GigatokenError, "gigatoken cannot read this tokenizer"):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return lambda texts: _encode_batch(fast, texts)
 
@@ -163,7 +158,7 @@ def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
             seen = "in the normalized text"
         else:
             continue
-        raise _NotFastError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
+        raise _GigatokenError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
@@ -176,9 +171,7 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
     if not all(isinstance(text, bytes) for text in texts):
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
-        with convert_library_errors(
-            lambda why: DataError(f"gigatoken cannot encode these texts: {why}", f"--engine {OWN_LIBRARY}")
-        ):
+        with convert_library_errors(DataError, "gigatoken cannot encode these texts", f"--engine {OWN_LIBRARY}"):
             return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:
@@ -192,21 +185,16 @@ def _from_ragged(layout: Any) -> EncodedBatch:
 
 
 def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
-    """Raise _NotFastError unless gigatoken gives the tokenizer's own ids for all texts."""
+    """Raise _GigatokenError unless gigatoken gives the tokenizer's own ids for all texts."""
     try:
         own, fast = tokenizer.encode_batch(texts), encode_batch(texts)
     except ValueError as error:
-        raise _NotFastError(str(error).partition("\n")[0]) from error
+        raise _GigatokenError(str(error).partition("\n")[0]) from error
     if np.array_equal(own.ids, fast.ids) and np.array_equal(own.lengths, fast.lengths):
         return
-    pairs = zip(texts, _split(own), _split(fast))
-    different = next(text for text, own_ids, fast_ids in pairs if not np.array_equal(own_ids, fast_ids))
-    raise _NotFastError(f"gigatoken and {tokenizer.library} give different ids, first for {_shorten(different)}")
-
-
-def _split(encoded: EncodedBatch) -> list[NDArray[Any]]:
-    """Split concatenated ids into those of each text."""
-    return np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]
+    own_ids, fast_ids = (np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1] for encoded in (own, fast))
+    different = next(text for text, one, other in zip(texts, own_ids, fast_ids) if not np.array_equal(one, other))
+    raise _GigatokenError(f"gigatoken and {tokenizer.library} give different ids, first for {_shorten(different)}")
 
 
 def _texts_around(tokens: Sequence[str]) -> list[str]:

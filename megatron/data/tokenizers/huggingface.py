@@ -10,37 +10,34 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import (
     EncodedBatch,
     LibraryTokenizer,
+    Tokenizer,
     download_from_hub,
     is_hub_name,
     legacy_fingerprints,
     read_tokenizer_file,
 )
 
-TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"  # SentencePiece model in a Hugging Face folder
 END_OF_DOCUMENT = "<|endoftext|>"
 NO_EXPORT_NOTE = (
     "no tokenizer.json gives the same ids as this tokenizer: a model trained with it is exported without one"
 )
-DEFAULT_EOD_TOKENS = (END_OF_DOCUMENT, "</s>")  # end-of-document tokens tried if the files have no eos_token
+DEFAULT_EOD_TOKENS = (END_OF_DOCUMENT, "</s>")  # tried if the files name no eos_token
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -68,20 +65,44 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
         """Initialize from file contents; ``path`` is used in messages."""
         self.files = files
-        self._tokenizer = _parse(files[TOKENIZER_JSON], path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
+        except Exception as error:  # the library raises no other class
+            seen = f"{path}: not a tokenizer.json that the library can read: {error}"
+            raise DataError(seen, "copy it again") from error
+        if getattr(self._tokenizer.model, "dropout", None):
+            seen = f"{path} drops merges at random (BPE dropout): its ids are not reproducible"
+            raise DataError(seen, 'set "dropout" to null')
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not parse_special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
-        self.eod = _eod_id(files, ids, path)
+        try:
+            eod, named = find_eod_id(files, ids), find_special_token(files, "eos_token")
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        if eod is None:
+            seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
+            fix = f'"eos_token": "..." in {TOKENIZER_CONFIG} beside {TOKENIZER_JSON}'
+            raise DataError(f"{seen}, which ends a document", fix)
+        self.eod = eod
         self.pad = ids.get(find_special_token(files, "pad_token") or "")
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: number for number, token in sorted(added.items()) if token.special}
-        self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
+        self.settings = {"parse_special_tokens": True} if parse_special_tokens else {}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of everything that affects ids, however the file spells it."""
-        return fingerprint(canonical_json(self._tokenizer))
+    def _identity(self) -> tuple[str, ...]:
+        """Return as JSON the parts of the tokenizer that affect ids, in a canonical form.
+
+        Templates, decoders, truncation and padding do not affect ids. Null, ``false`` and ``""`` mean the default and
+        are left out, because later versions of the library may write defaults that this one does not.
+        """
+        parts = json.loads(self._tokenizer.to_str())
+        kept = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        for token in kept["added_tokens"] if kept["normalizer"] is None else ():
+            token["normalized"] = False  # no effect without a normalizer
+        return (json.dumps(_without_defaults(kept), sort_keys=True),)
 
     @property
     def legacy_fingerprints(self) -> tuple[str, ...]:
@@ -107,19 +128,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return dict(self.files)
 
 
-def canonical_json(tokenizer: tokenizers.Tokenizer) -> str:
-    """Return as JSON the parts of a tokenizer that affect ids, in a canonical form.
-
-    Templates, decoders, truncation and padding do not affect ids. Null, ``false`` and ``""`` mean the default and are
-    left out, because later versions of the library may write defaults that this one does not.
-    """
-    parts = json.loads(tokenizer.to_str())
-    kept = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    for token in kept["added_tokens"] if kept["normalizer"] is None else ():
-        token["normalized"] = False  # no effect without a normalizer
-    return json.dumps(_without_defaults(kept), sort_keys=True)
-
-
 def _without_defaults(value: Any) -> Any:
     """Remove default values, and ``trim_offsets``, which only affects offsets, from all objects."""
     if isinstance(value, list):
@@ -130,30 +138,11 @@ def _without_defaults(value: Any) -> Any:
     return {name: item for name, item in kept.items() if item is not None and item is not False and item != ""}
 
 
-def _eod_id(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
-    try:
-        end, named = find_eod_id(files, ids), find_special_token(files, "eos_token")
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    if end is not None:
-        return end
-    seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
-    raise DataError(
-        f"{seen}, which ends a document", f'"eos_token": "..." in {TOKENIZER_CONFIG} beside {TOKENIZER_JSON}'
-    )
-
-
 def resolve_tokenizer_path(path: str | Path) -> Path:
-    """Return ``path``, or the local folder that a hub name was downloaded to.
-
-    Raises:
-        DataError: if it cannot be downloaded.
-    """
-    return (
-        download_from_hub(str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
-        if is_hub_name(str(path))
-        else Path(path)
-    )
+    """Return ``path``, or the local folder that a hub name was downloaded to."""
+    if is_hub_name(str(path)):
+        return download_from_hub(str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
+    return Path(path)
 
 
 def _read_files(path: Path) -> dict[str, bytes]:
@@ -169,20 +158,6 @@ def _read_files(path: Path) -> dict[str, bytes]:
     files = {TOKENIZER_JSON: read_tokenizer_file(main)}
     beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
     return files | {name: read_tokenizer_file(file) for name, file in beside.items() if file.is_file()}
-
-
-def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises no other class
-        raise DataError(f"{path}: not a tokenizer.json that the library can read: {error}", "copy it again") from error
-    if getattr(tokenizer.model, "dropout", None):
-        raise DataError(
-            f"{path} drops merges at random (BPE dropout): its ids are not reproducible", 'set "dropout" to null'
-        )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:
@@ -204,11 +179,7 @@ def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | Non
 
 
 def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
-    """Return the token that the files define for a ``role`` such as ``eos_token``, or None.
-
-    Raises:
-        DataError: if a file is not JSON or its entry is not a token.
-    """
+    """Return the token that the files define for a ``role`` such as ``eos_token``, or None."""
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
         try:
             token = json.loads(files.get(name, b"{}")).get(role)
@@ -222,12 +193,65 @@ def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
     return None
 
 
+def bpe_merges(tokens: Sequence[AnyStr]) -> list[tuple[AnyStr, AnyStr]]:
+    """Return the merges of a BPE that forms tokens in this order: all splits of each token into two others."""
+    known = frozenset(tokens)
+    merges = []
+    for token in tokens:
+        splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(left, right) for left, right in splits if left in known and right in known]
+    return merges
+
+
+def bpe_tokenizer_files(
+    added_tokens: Iterable[tuple[int, str, bool]],
+    normalizer: Mapping[str, Any] | None,
+    pre_tokenizer: Mapping[str, Any] | None,
+    decoder: Mapping[str, Any],
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """Return the files, by name, for ``transformers.AutoTokenizer`` of a BPE model.
+
+    Args:
+        added_tokens: id, spelling, and whether it is special, of each token matched before the model.
+        normalizer, pre_tokenizer, decoder: parts of ``tokenizer.json``.
+        model: vocabulary, merges and settings.
+        config: content of ``tokenizer_config.json`` besides the class.
+    """
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    bpe = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": text, **matching, "special": special} for number, text, special in added_tokens
+        ],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {**bpe, **model},
+    }
+    return _with_config(json.dumps(tokenizer, ensure_ascii=False), config)
+
+
 def make_tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
     """Return the files, by name, for ``transformers.AutoTokenizer``, with `END_OF_DOCUMENT` as ``eos_token``."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
-    settings: dict[str, Any] = {**config, "clean_up_tokenization_spaces": False}
-    content = tokenizer.to_str(pretty=True) + "\n"
-    return {TOKENIZER_JSON: content.encode(), TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    config = {"eos_token": END_OF_DOCUMENT, "clean_up_tokenization_spaces": False}
+    return _with_config(tokenizer.to_str(pretty=True) + "\n", config)
+
+
+def _with_config(content: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    return {TOKENIZER_JSON: content.encode(), TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
@@ -242,10 +266,9 @@ def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
 
 
 def bytes_to_unicode() -> list[str]:
-    """Return the printable character for each of the 256 bytes in a byte-level vocabulary.
+    """Return the printable character for each of the 256 bytes in a byte-level vocabulary, as in GPT-2.
 
-    Source: GPT-2's ``bytes_to_unicode``. Printable Latin-1 characters stand for themselves; the others are mapped to
-    U+0100 and following.
+    Printable Latin-1 characters stand for themselves; the others are mapped to U+0100 and following.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -258,9 +281,6 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     tokenizer = byte_level_bpe(models.BPE(vocabulary, []), words=False)
     tokenizer.add_special_tokens([END_OF_DOCUMENT])
     return tokenizer
-
-
-VOCAB_AND_MERGES_FLAGS = "--vocab-file vocab.json --merge-file merges.txt"
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
@@ -276,11 +296,14 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         Raises:
             DataError: if a file is missing, damaged or swapped with the other, or lacks a byte or ``<|endoftext|>``.
         """
-        first, second = (read_tokenizer_file(path, VOCAB_AND_MERGES_FLAGS).lstrip()[:1] for path in (vocab, merges))
-        if first != b"{" and second == b"{":
+        flags = "--vocab-file vocab.json --merge-file merges.txt"
+        vocab_content = read_tokenizer_file(vocab, flags)
+        merges_content = read_tokenizer_file(merges, flags)
+        if merges_content.lstrip().startswith(b"{") and not vocab_content.lstrip().startswith(b"{"):
             fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
             raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
-        vocabulary, pairs = _read_vocabulary(vocab), _read_merges(merges)
+        vocabulary = _parse_vocabulary(vocab_content, vocab)
+        pairs = _parse_merges(merges_content, merges)
         try:
             tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
         except Exception as error:  # the library raises no other class
@@ -291,8 +314,7 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         return new
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
-    content = read_tokenizer_file(path, "--vocab-file vocab.json")
+def _parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
     try:
         vocabulary = json.loads(content)
     except ValueError as error:
@@ -310,49 +332,38 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _read_merges(path: Path) -> list[tuple[str, str]]:
+def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
     """Return the merges in order of priority; a first line ``#version`` is skipped."""
-    content = read_tokenizer_file(path, "--merge-file merges.txt")
     try:
         lines = content.decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error.reason}", "--merge-file merges.txt") from error
-    start = 1 if lines[0].startswith("#version") else 0
     pairs = []
-    for number, line in enumerate(lines[start:], 1 + start):
+    for number, line in enumerate(lines, 1):
         words = line.split(" ")
+        if number == 1 and line.startswith("#version"):
+            continue
         if len(words) == 2:
             pairs.append((words[0], words[1]))
         elif line:
-            raise DataError(
-                f"{path}:{number} is not two tokens separated by a space: '{line[:40]}'", "download it again"
-            )
+            seen = f"{path}:{number} is not two tokens separated by a space: '{line[:40]}'"
+            raise DataError(seen, "download it again")
     return pairs
 
 
 MAX_DIGITS = 100  # digits of a number; int() rejects strings of thousands of digits
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokenizer whose ids are the UTF-8 bytes of the text; 256 ends a document. Any bytes can be encoded."""
 
+    library = "numpy"
     vocab_size = 257
     eod = 256
-    pad = None
     special_ids: Mapping[str, int] = {END_OF_DOCUMENT: 256}
-    files: Mapping[str, bytes] = {}
-    settings: Mapping[str, Any] = {}
-    legacy_fingerprints: tuple[str, ...] = ()
-    library = "numpy"
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the fixed mapping."""
-        return fingerprint("0..255 are bytes", f"256 is {END_OF_DOCUMENT}")
-
-    def encode(self, text: str | bytes) -> NDArray[np.uint8]:
-        """Return one id per byte."""
-        return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
+    def _identity(self) -> tuple[str, ...]:
+        return "0..255 are bytes", f"256 is {END_OF_DOCUMENT}"
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
         """Return one id per byte of each text."""
@@ -370,50 +381,32 @@ class ByteTokenizer:
         return make_tokenizer_files(byte_tokenizer())
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Tokenizer of text that consists of space-separated decimal ids; the last id ends a document."""
 
-    pad = None
-    special_ids: Mapping[str, int] = {}
-    files: Mapping[str, bytes] = {}
-    settings: Mapping[str, Any] = {}
-    legacy_fingerprints: tuple[str, ...] = ()
     library = "numpy"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the vocabulary size."""
-        return fingerprint("decimal ids", str(self.vocab_size))
+    def _identity(self) -> tuple[str, ...]:
+        return "decimal ids", str(self.vocab_size)
 
     def encode(self, text: str | bytes) -> NDArray[np.int64]:
-        """Return the numbers in the text.
-
-        Raises:
-            DataError: if a word is not an id of the vocabulary.
-        """
-        words = text.split()
-        wrong = next((w for w in words if not self._is_id(w)), None)
-        if wrong is not None:
-            shown = wrong.decode(errors="replace") if isinstance(wrong, bytes) else wrong
-            raise DataError(
-                f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'",
-                "--tokenizer-type ByteTokenizer",
-            )
-        return np.array([int(w) for w in words], dtype=np.int64)
-
-    def _is_id(self, word: str | bytes) -> bool:
-        return word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS and int(word) < self.vocab_size
+        """Return the numbers in the text; raise DataError if a word is not an id of the vocabulary."""
+        ids = []
+        for word in text.split():
+            is_number = word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS
+            if not is_number or int(word) >= self.vocab_size:
+                shown = word.decode(errors="replace") if isinstance(word, bytes) else word
+                seen = f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'"
+                raise DataError(seen, "--tokenizer-type ByteTokenizer")
+            ids.append(int(word))
+        return np.array(ids, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
-        """Return the numbers in each text.
-
-        Raises:
-            DataError: if a word is not an id of the vocabulary.
-        """
+        """Return the numbers in each text; raise DataError if a word is not an id of the vocabulary."""
         arrays = [self.encode(text) for text in texts]
         lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
         return EncodedBatch(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths)
@@ -421,7 +414,3 @@ class NullTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as decimal numbers."""
         return " ".join(str(i) for i in ids)
-
-    def hugging_face_files(self) -> dict[str, bytes]:
-        """Return no files: the text behind the ids is unknown."""
-        return {}

@@ -1,8 +1,9 @@
 """Tokenizers stored as a SentencePiece ``.model`` file.
 
-The first part parses and edits the file, a protocol buffer (source: ``sentencepiece_model.proto``), without a protobuf
-library. `SentencePieceTokenizer` changes the types of special pieces there, so that their spelling stays text. The
-last part converts a model to a ``tokenizer.json``, for ``transformers`` and gigatoken.
+The first part parses and edits the file, a protocol buffer (source: ``sentencepiece_model.proto``). It does so by hand,
+because the parsers that sentencepiece and transformers bring register the same name and cannot be imported together.
+`SentencePieceTokenizer` changes the types of special pieces there, so that their spelling stays text. The last part
+converts a model to a ``tokenizer.json``, for ``transformers`` and gigatoken.
 
 Only models for which the ids are equal for every text are converted. The format differs from SentencePiece:
 
@@ -15,31 +16,22 @@ Only models for which the ids are equal for every text are converted. The format
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import (
-    LibraryTokenizer,
-    legacy_fingerprints,
-    num_encoder_threads,
-    read_tokenizer_file,
-)
-from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
+from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
+from megatron.data.tokenizers.huggingface import bpe_merges, bpe_tokenizer_files
 
 PIECES_FIELD, TRAINER_FIELD, NORMALIZER_FIELD = 1, 2, 3  # fields of ModelProto
 PIECE_TEXT_FIELD, PIECE_SCORE_FIELD, PIECE_TYPE_FIELD = 1, 2, 3  # fields of SentencePiece
 MODEL_TYPE_FIELD, SPACE_AS_SUFFIX_FIELD, BYTE_FALLBACK_FIELD = 3, 24, 35  # fields of TrainerSpec
 CHARSMAP_FIELD, DUMMY_PREFIX_FIELD, SQUEEZE_SPACES_FIELD, ESCAPE_SPACES_FIELD = 2, 3, 4, 5  # fields of NormalizerSpec
-
-VARINT_WIRE_TYPE, BYTES_WIRE_TYPE = 0, 2  # wire types
+VARINT_TYPE, FIXED64_TYPE, BYTES_TYPE, FIXED32_TYPE = 0, 1, 2, 5  # wire types
 
 
 class PieceType(IntEnum):
@@ -62,8 +54,7 @@ class SegmentationAlgorithm(IntEnum):
     CHAR = 4
 
 
-@dataclass(frozen=True)
-class VocabularyPiece:
+class VocabularyPiece(NamedTuple):
     """Vocabulary entry; its id is its position."""
 
     text: str
@@ -71,8 +62,7 @@ class VocabularyPiece:
     kind: PieceType
 
 
-@dataclass(frozen=True)
-class SentencePieceModel:
+class SentencePieceModel(NamedTuple):
     """Parts of a model that determine the ids of a text."""
 
     pieces: tuple[VocabularyPiece, ...]  # by id
@@ -86,26 +76,27 @@ class SentencePieceModel:
 
 
 def parse_model(content: bytes) -> SentencePieceModel:
-    """Parse a model file.
-
-    Raises:
-        DataError: if ``content`` is not a SentencePiece model.
-    """
+    """Parse a model file; raise DataError if ``content`` is not a SentencePiece model."""
+    pieces = []
+    nested = {TRAINER_FIELD: b"", NORMALIZER_FIELD: b""}
     try:
-        pieces = tuple(_piece(value) for field, _, value in _fields(content) if field == PIECES_FIELD)
-        trainer, normalizer = _message(content, TRAINER_FIELD), _message(content, NORMALIZER_FIELD)
-        algorithm = SegmentationAlgorithm(int(trainer.get(MODEL_TYPE_FIELD, SegmentationAlgorithm.UNIGRAM)))
-    except (IndexError, ValueError, TypeError, struct.error) as error:
+        for field, _, value in _fields(content):
+            if field == PIECES_FIELD:
+                pieces.append(_parse_piece(value))
+            elif field in nested:
+                nested[field] += value
+        trainer, normalizer = ({field: value for field, _, value in _fields(part)} for part in nested.values())
+        algorithm = SegmentationAlgorithm(trainer.get(MODEL_TYPE_FIELD, SegmentationAlgorithm.UNIGRAM))
+    except (IndexError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise DataError(f"this is not a SentencePiece model: {error}", "--tokenizer-model FILE.model") from error
     if not pieces:
         raise DataError("this is not a SentencePiece model: it has no pieces", "--tokenizer-model FILE.model")
-    charsmap = normalizer.get(CHARSMAP_FIELD, b"")
     return SentencePieceModel(
-        pieces,
+        tuple(pieces),
         algorithm,
         byte_fallback=bool(trainer.get(BYTE_FALLBACK_FIELD, False)),
         space_as_suffix=bool(trainer.get(SPACE_AS_SUFFIX_FIELD, False)),
-        charsmap=charsmap if isinstance(charsmap, bytes) else b"",
+        charsmap=normalizer.get(CHARSMAP_FIELD, b""),
         dummy_prefix=bool(normalizer.get(DUMMY_PREFIX_FIELD, True)),
         squeeze_spaces=bool(normalizer.get(SQUEEZE_SPACES_FIELD, True)),
         escape_spaces=bool(normalizer.get(ESCAPE_SPACES_FIELD, True)),
@@ -116,55 +107,42 @@ def with_piece_types(content: bytes, kind_of: Callable[[VocabularyPiece], PieceT
     """Return the file's ``content`` with the piece types of ``kind_of`` and nothing else changed."""
     written = []
     for field, raw, value in _fields(content):
-        if field == PIECES_FIELD and isinstance(value, bytes):
-            piece = _piece(value)
-            if kind_of(piece) is not piece.kind:
-                value += bytes(
-                    (PIECE_TYPE_FIELD << 3 | VARINT_WIRE_TYPE, kind_of(piece))
-                )  # the last value of a repeated field wins
-                raw = bytes((PIECES_FIELD << 3 | BYTES_WIRE_TYPE,)) + _varint(len(value)) + value
+        if field == PIECES_FIELD:
+            piece = _parse_piece(value)
+            kind = kind_of(piece)
+            if kind is not piece.kind:
+                value += bytes((PIECE_TYPE_FIELD << 3 | VARINT_TYPE, kind))  # the last value of a field counts
+                raw = bytes((PIECES_FIELD << 3 | BYTES_TYPE,)) + _varint(len(value)) + value
         written.append(raw)
     return b"".join(written)
 
 
-def _piece(message: bytes | int) -> VocabularyPiece:
-    if isinstance(message, int):
-        raise ValueError("a piece is a number")
+def _parse_piece(message: bytes) -> VocabularyPiece:
     fields = {field: value for field, _, value in _fields(message)}
-    text, score, kind = (
-        fields.get(PIECE_TEXT_FIELD, b""),
-        fields.get(PIECE_SCORE_FIELD, bytes(4)),
-        fields.get(PIECE_TYPE_FIELD, PieceType.NORMAL),
-    )
-    if isinstance(text, int) or isinstance(score, int) or isinstance(kind, bytes):
-        raise ValueError("a piece is not a text, a score and a kind")
-    return VocabularyPiece(text.decode(), struct.unpack("<f", score)[0], PieceType(kind))
+    (score,) = struct.unpack("<f", fields.get(PIECE_SCORE_FIELD, bytes(4)))
+    kind = PieceType(fields.get(PIECE_TYPE_FIELD, PieceType.NORMAL))
+    return VocabularyPiece(fields.get(PIECE_TEXT_FIELD, b"").decode(), score, kind)
 
 
-def _message(content: bytes, wanted: int) -> dict[int, bytes | int]:
-    """Return the fields of a nested message."""
-    parts = [value for field, _, value in _fields(content) if field == wanted and isinstance(value, bytes)]
-    return {field: value for field, _, value in _fields(b"".join(parts))}
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes | int]]:
-    """Yield each field of a message: number, raw bytes including the key, and value."""
+def _fields(message: bytes) -> Iterator[tuple[int, bytes, Any]]:
+    """Yield each field of a message: number, raw bytes including the key, and value (a number or bytes)."""
     position = 0
     while position < len(message):
         start = position
         key, position = _read_varint(message, position)
-        value: bytes | int
         wire_type = key & 7
-        if wire_type == VARINT_WIRE_TYPE:
+        value: int | bytes
+        if wire_type == VARINT_TYPE:
             value, position = _read_varint(message, position)
-        elif wire_type in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(wire_type, 0)
-            if wire_type == BYTES_WIRE_TYPE:
+        else:
+            if wire_type == BYTES_TYPE:
                 size, position = _read_varint(message, position)
+            elif wire_type in (FIXED32_TYPE, FIXED64_TYPE):
+                size = 4 if wire_type == FIXED32_TYPE else 8
+            else:
+                raise ValueError(f"the field at byte {start:,} has unknown wire type {wire_type}")
             value = message[position : position + size]
             position += size
-        else:
-            raise ValueError(f"the field at byte {start:,} has unknown wire type {wire_type}")
         if position > len(message):
             raise ValueError(f"it ends inside the field that begins at byte {start:,}")
         yield key >> 3, message[start:position], value
@@ -200,36 +178,47 @@ def sentencepiece_to_hugging_face(
     """
     if not _is_convertible(model, special):
         return {}
-    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": piece.text, **matching, "special": piece.text in special}
-            for number, piece in enumerate(model.pieces)
-            if piece.kind in (PieceType.CONTROL, PieceType.USER_DEFINED)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": list(_normalizers(model))},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": list(_decoders(model))},
-        "model": _bpe(model),
+    normalizers: list[dict[str, Any]] = []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": ESCAPED_SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if model.squeeze_spaces:
+        normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if model.dummy_prefix:
+        normalizers.append({"type": "Prepend", "prepend": ESCAPED_SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": ESCAPED_SPACE})
+    symbols = [
+        (number, piece.text, piece.text in special)
+        for number, piece in enumerate(model.pieces)
+        if piece.kind in (PieceType.CONTROL, PieceType.USER_DEFINED)
+    ]
+    scores = {piece.text: piece.score for piece in model.pieces if piece.kind is PieceType.NORMAL}
+    bpe = {
+        "unk_token": next(piece.text for piece in model.pieces if piece.kind is PieceType.UNKNOWN),
+        "fuse_unk": True,
+        "byte_fallback": model.byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece.text: number for number, piece in enumerate(model.pieces)},
+        "merges": bpe_merges(sorted(scores, key=lambda piece: -scores[piece])),  # SentencePiece's: best score first
     }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
-    return {
-        TOKENIZER_JSON: json.dumps(tokenizer, ensure_ascii=False).encode(),
-        TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
-    }
+    return bpe_tokenizer_files(
+        added_tokens=symbols,
+        normalizer={"type": "Sequence", "normalizers": normalizers},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoders},
+        model=bpe,
+        config={"clean_up_tokenization_spaces": False, **roles},
+    )
 
 
 def _is_convertible(model: SentencePieceModel, special: Mapping[str, int]) -> bool:
-    if (
-        model.algorithm is not SegmentationAlgorithm.BPE
-        or model.charsmap
-        or model.space_as_suffix
-        or not model.escape_spaces
-    ):
+    if model.algorithm is not SegmentationAlgorithm.BPE:
+        return False
+    if model.charsmap or model.space_as_suffix or not model.escape_spaces:
         return False
     kinds = {piece.kind for piece in model.pieces if piece.text not in special}
     if PieceType.UNUSED in kinds or (PieceType.USER_DEFINED in kinds and (model.dummy_prefix or model.squeeze_spaces)):
@@ -240,54 +229,8 @@ def _is_convertible(model: SentencePieceModel, special: Mapping[str, int]) -> bo
     return len(set(scores)) == len(scores) and letters.issuperset("".join(piece.text for piece in words))
 
 
-def _normalizers(model: SentencePieceModel) -> Iterator[dict[str, Any]]:
-    if model.squeeze_spaces:
-        yield {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""}
-        yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
-    if model.dummy_prefix:
-        yield {"type": "Prepend", "prepend": ESCAPED_SPACE}
-    yield {"type": "Replace", "pattern": {"String": " "}, "content": ESCAPED_SPACE}
-
-
-def _decoders(model: SentencePieceModel) -> Iterator[dict[str, Any]]:
-    yield {"type": "Replace", "pattern": {"String": ESCAPED_SPACE}, "content": " "}
-    yield {"type": "ByteFallback"}
-    yield {"type": "Fuse"}
-    if model.dummy_prefix:
-        yield {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-
-
-def _bpe(model: SentencePieceModel) -> dict[str, Any]:
-    unknown = next(piece.text for piece in model.pieces if piece.kind is PieceType.UNKNOWN)
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": model.byte_fallback,
-        "ignore_merges": False,
-        "vocab": {piece.text: number for number, piece in enumerate(model.pieces)},
-        "merges": _merges(model),
-    }
-
-
-def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Return all splits of each piece into two others, best score first: the order of SentencePiece's merges."""
-    scores = {piece.text: piece.score for piece in model.pieces if piece.kind is PieceType.NORMAL}
-    found = []
-    for piece, score in scores.items():
-        for split in range(1, len(piece)):
-            left, right = piece[:split], piece[split:]
-            if left in scores and right in scores:
-                found.append((-score, left, right))
-    found.sort(key=lambda merge: merge[0])
-    return [(left, right) for _, left, right in found]
-
-
 MODEL_FILE = "tokenizer.model"
-MARK_PATTERN = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+MARK_PATTERN = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # user-defined symbols that are treated as control symbols
 
 
 class SentencePieceTokenizer(LibraryTokenizer):
@@ -320,8 +263,8 @@ class SentencePieceTokenizer(LibraryTokenizer):
         return new
 
     def _load(self, content: bytes, file: Path, parse_special_tokens: bool) -> None:
-        self.files: Mapping[str, bytes] = {MODEL_FILE: content}
-        self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
+        self.files = {MODEL_FILE: content}
+        self.settings = {"parse_special_tokens": True} if parse_special_tokens else {}
         try:
             self._model = parse_model(content)
         except DataError as error:
@@ -332,23 +275,17 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self.eod = original.eos_id()
         if self.eod < 0:
             raise DataError(f"{file} has no end-of-sentence piece, which ends a document", "train it with an eos_id")
-        self.pad, self._bos_id, self._unk_id = (
-            number if number >= 0 else None for number in (original.pad_id(), original.bos_id(), original.unk_id())
-        )
-        self.special_ids = {piece.text: number for number, piece in enumerate(pieces) if is_special_piece(piece)}
-        self._decoder = _processor(with_piece_types(content, _matched), file)
-        kind_of = _matched if parse_special_tokens else _not_matched
-        self._processor = _processor(with_piece_types(content, kind_of), file)
+        self.pad = original.pad_id() if original.pad_id() >= 0 else None
+        self._roles = {"eos_token": self.eod, "bos_token": original.bos_id(), "unk_token": original.unk_id()}
+        self._roles["pad_token"] = original.pad_id()
+        self.special_ids = {piece.text: number for number, piece in enumerate(pieces) if _is_special(piece)}
+        # Pieces of type USER_DEFINED are matched in text and decoded; those of type CONTROL are not.
+        matched = _processor_with(content, file, PieceType.USER_DEFINED)
+        self._decoder = matched
+        self._processor = matched if parse_special_tokens else _processor_with(content, file, PieceType.CONTROL)
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the file."""
-        return fingerprint(hashlib.sha256(self.files[MODEL_FILE]).hexdigest())
-
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the file, without and with the setting."""
-        return legacy_fingerprints(hashlib.sha256(self.files[MODEL_FILE]).hexdigest())
+    def _identity(self) -> tuple[str, ...]:
+        return (hashlib.sha256(self.files[MODEL_FILE]).hexdigest(),)
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on all cores unless in a worker process."""
@@ -366,10 +303,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         """
         if self.settings and (self._model.dummy_prefix or self._model.squeeze_spaces):
             return {}
-        roles = {"eos_token": self._model.pieces[self.eod].text}
-        for role, number in (("bos_token", self._bos_id), ("unk_token", self._unk_id), ("pad_token", self.pad)):
-            if number is not None:
-                roles[role] = self._model.pieces[number].text
+        roles = {role: self._model.pieces[number].text for role, number in self._roles.items() if number >= 0}
         return sentencepiece_to_hugging_face(self._model, self.special_ids, roles)
 
 
@@ -381,21 +315,16 @@ class Llama2Tokenizer(SentencePieceTokenizer):
     """Megatron-LM's other name for `SentencePieceTokenizer`."""
 
 
-def is_special_piece(piece: VocabularyPiece) -> bool:
+def _is_special(piece: VocabularyPiece) -> bool:
     """Return True if the spelling of a piece in a text stays text rather than becoming its id."""
-    return piece.kind is PieceType.CONTROL or (
-        piece.kind is PieceType.USER_DEFINED and bool(MARK_PATTERN.fullmatch(piece.text))
-    )
+    is_mark = piece.kind is PieceType.USER_DEFINED and MARK_PATTERN.fullmatch(piece.text)
+    return piece.kind is PieceType.CONTROL or bool(is_mark)
 
 
-def _not_matched(piece: VocabularyPiece) -> PieceType:
-    """Return the type under which special pieces are not matched in text."""
-    return PieceType.CONTROL if is_special_piece(piece) else piece.kind
-
-
-def _matched(piece: VocabularyPiece) -> PieceType:
-    """Return the type under which special pieces are matched in text, and decoded."""
-    return PieceType.USER_DEFINED if is_special_piece(piece) else piece.kind
+def _processor_with(content: bytes, file: Path, special_kind: PieceType) -> Any:
+    """Return the library's tokenizer with special pieces of type ``special_kind``."""
+    changed = with_piece_types(content, lambda piece: special_kind if _is_special(piece) else piece.kind)
+    return _processor(changed, file)
 
 
 def _processor(content: bytes, file: Path) -> Any:

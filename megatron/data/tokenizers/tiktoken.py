@@ -7,24 +7,16 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import (
-    LibraryTokenizer,
-    legacy_fingerprints,
-    num_encoder_threads,
-    read_tokenizer_file,
-)
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, TOKENIZER_CONFIG, TOKENIZER_JSON, bytes_to_unicode
+from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, bpe_merges, bpe_tokenizer_files, bytes_to_unicode
 
 
 def tiktoken_to_hugging_face(
@@ -45,51 +37,23 @@ def tiktoken_to_hugging_face(
         return {}
     words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": token, **matching, "special": True}
-            for token, number in sorted(special.items(), key=lambda item: item[1])
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
-            "vocab": {**special, **vocabulary},
-            "merges": [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
-        },
+    spelling = {number: token for token, number in special.items()}
+    merges = bpe_merges(sorted(ranks, key=lambda token: ranks[token]))  # tiktoken's: the pair of lowest rank
+    bpe = {
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
+        "vocab": {**special, **vocabulary},
+        "merges": [(spelled[left], spelled[right]) for left, right in merges],
     }
-    named = {number: token for token, number in special.items()}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": named[end],
-        "clean_up_tokenization_spaces": False,
-    }
-    return {
-        TOKENIZER_JSON: json.dumps(tokenizer, ensure_ascii=False).encode(),
-        TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
-    }
-
-
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all splits of each token into two others, by rank: tiktoken merges the pair of lowest rank."""
-    found = []
-    for token in sorted(ranks, key=lambda token: ranks[token]):
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        found += [(left, right) for left, right in cuts if left in ranks and right in ranks]
-    return found
+    return bpe_tokenizer_files(
+        added_tokens=[(number, token, True) for number, token in sorted(spelling.items())],
+        normalizer=None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, byte_level]},
+        decoder=byte_level,
+        model=bpe,
+        config={"eos_token": spelling[end], "clean_up_tokenization_spaces": False},
+    )
 
 
 RANKS_SUFFIX, JSON_SUFFIX = ".tiktoken", ".json"
@@ -176,44 +140,44 @@ class TikTokenizer(LibraryTokenizer):
         Raises:
             DataError: if the file is missing or damaged, or the sizes do not fit it.
         """
-        file = _find_file(Path(path))
+        file = Path(path)
+        if file.is_dir():
+            found = [entry for entry in sorted(file.iterdir()) if entry.suffix in (RANKS_SUFFIX, JSON_SUFFIX)]
+            if len(found) != 1:
+                seen = f"{path} holds {len(found)} files ending in {RANKS_SUFFIX} or {JSON_SUFFIX}, not one"
+                raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS_SUFFIX}")
+            file = found[0]
         content = read_tokenizer_file(file, f"--tokenizer-model FILE{RANKS_SUFFIX}")
-        self.files: Mapping[str, bytes] = {
-            file.name if file.suffix == JSON_SUFFIX else file.stem + RANKS_SUFFIX: content
-        }
-        self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
+        self.files = {file.name if file.suffix == JSON_SUFFIX else file.stem + RANKS_SUFFIX: content}
+        self.settings = {"parse_special_tokens": True} if parse_special_tokens else {}
         encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS_SUFFIX and pattern is None else None
         if encoding is None:
             pattern = _pattern(pattern, file)
             layout = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
             self.settings = {**self.settings, **layout}
-            ranks = _ranks(content, file)
-            ranks, encoding = _special_tokens_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
+            ranks = _parse_ranks(content, file)
+            self._ranks, special_ids = _special_tokens_first(ranks, num_special_tokens, vocab_size, file)
+            encoding = TiktokenEncoding(PATTERNS[pattern], special_ids)
         else:
             if num_special_tokens != DEFAULT_NUM_SPECIAL_TOKENS:
                 seen = f"the number of special tokens of {file.stem} is fixed, so {num_special_tokens} cannot be used"
                 raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
-            ranks = _ranks(content, file)
-        self._ranks, self._pattern, self.special_ids = ranks, encoding.pattern, encoding.special_ids
-        self._known = frozenset(ranks.values()) | frozenset(self.special_ids.values())
+            self._ranks = _parse_ranks(content, file)
+        self._pattern = encoding.pattern
+        self.special_ids = encoding.special_ids
+        self._known = frozenset(self._ranks.values()) | frozenset(self.special_ids.values())
         self.vocab_size = 1 + max(self._known)
         self.eod = self.special_ids.get(END_OF_DOCUMENT, self.special_ids.get("</s>", -1))
         self.pad = self.special_ids.get("<pad>")
-        self._encoding = _import_tiktoken(file).Encoding(
-            file.stem, pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
+        self._encoding = tiktoken.Encoding(
+            file.stem, pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special_ids)
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the ranks, the pattern and the special tokens."""
-        return fingerprint(*self._facts())
-
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the same facts, without and with the setting."""
-        return legacy_fingerprints(*self._facts())
-
-    def _facts(self) -> tuple[str, ...]:
+    def _identity(self) -> tuple[str, ...]:
         table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
         return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
 
@@ -236,16 +200,6 @@ class TikTokenizer(LibraryTokenizer):
         return tiktoken_to_hugging_face(self._ranks, self._pattern, self.special_ids, self.eod)
 
 
-def _find_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (RANKS_SUFFIX, JSON_SUFFIX)]
-    if len(files) != 1:
-        seen = f"{path} holds {len(files)} files ending in {RANKS_SUFFIX} or {JSON_SUFFIX}, not one"
-        raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS_SUFFIX}")
-    return files[0]
-
-
 def _pattern(pattern: str | None, file: Path) -> str:
     if pattern is None and file.suffix == JSON_SUFFIX:
         return "v2"
@@ -256,13 +210,26 @@ def _pattern(pattern: str | None, file: Path) -> str:
     return pattern
 
 
-def _ranks(content: bytes, file: Path) -> dict[bytes, int]:
-    """Parse byte sequences and their ranks.
-
-    Raises:
-        DataError: if an entry is malformed or a duplicate, or a byte is missing.
-    """
-    pairs = _json_ranks(content, file) if file.suffix == JSON_SUFFIX else _line_ranks(content, file)
+def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
+    """Parse byte sequences and their ranks."""
+    pairs: list[tuple[bytes, int]] = []
+    if file.suffix == JSON_SUFFIX:
+        try:
+            for entry in json.loads(content):
+                pairs.append((base64.b64decode(entry["token_bytes"], validate=True), entry["rank"]))
+        except (ValueError, TypeError, KeyError) as error:
+            seen = f'{file} is not a list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
+            raise DataError(seen, f"--tokenizer-model FILE{RANKS_SUFFIX}") from error
+        if [rank for _, rank in pairs] != list(range(len(pairs))):
+            raise DataError(f"the ranks of {file} are not 0, 1, 2 and so on", "copy it again")
+    else:
+        for number, line in enumerate(content.splitlines(), 1):
+            try:
+                token, rank = line.split()
+                pairs.append((base64.b64decode(token, validate=True), int(rank)))
+            except ValueError as error:  # also of base64
+                seen = f"{file}:{number} is not a base64 token and its rank: {line[:40]!r}"
+                raise DataError(seen, "copy it again") from error
     ranks = dict(pairs)
     if len(ranks) < len(pairs) or len(set(ranks.values())) < len(pairs):
         raise DataError(f"{file} has a duplicate token or rank", "copy it again")
@@ -272,34 +239,10 @@ def _ranks(content: bytes, file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _line_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
-    pairs = []
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            token, rank = line.split()
-            pairs.append((base64.b64decode(token, validate=True), int(rank)))
-        except ValueError as error:  # also of base64
-            seen = f"{file}:{number} is not a base64 token and its rank: {line[:40]!r}"
-            raise DataError(seen, "copy it again") from error
-    return pairs
-
-
-def _json_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
-    try:
-        entries = json.loads(content)
-        pairs = [(base64.b64decode(entry["token_bytes"], validate=True), entry["rank"]) for entry in entries]
-    except (ValueError, TypeError, KeyError, binascii.Error) as error:
-        seen = f'{file} is not a list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
-        raise DataError(seen, f"--tokenizer-model FILE{RANKS_SUFFIX}") from error
-    if [rank for _, rank in pairs] != list(range(len(pairs))):
-        raise DataError(f"the ranks of {file} are not 0, 1, 2 and so on", "copy it again")
-    return pairs
-
-
 def _special_tokens_first(
-    ranks: dict[bytes, int], pattern: str, num_special_tokens: int, vocab_size: int | None, file: Path
-) -> tuple[dict[bytes, int], TiktokenEncoding]:
-    """Shift ranks behind the special tokens and keep ``vocab_size`` ids in all."""
+    ranks: dict[bytes, int], num_special_tokens: int, vocab_size: int | None, file: Path
+) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Shift ranks behind the special tokens, keep ``vocab_size`` ids in all, and add the ids of the special tokens."""
     if num_special_tokens < len(NAMED_SPECIAL_TOKENS):
         seen = f"{num_special_tokens} special tokens are too few for {' '.join(NAMED_SPECIAL_TOKENS)}"
         raise DataError(seen, "--tiktoken-num-special-tokens 1000")
@@ -315,16 +258,6 @@ def _special_tokens_first(
         seen = f"{file} and {num_special_tokens} special tokens make {full_size:,} ids, not {size:,}"
         raise DataError(seen, f"--vocab-size {full_size}", "leave out --vocab-size")
     kept = {token: num_special_tokens + rank for token, rank in ranks.items() if num_special_tokens + rank < size}
-    names = [
-        *NAMED_SPECIAL_TOKENS,
-        *(f"<SPECIAL_{number}>" for number in range(len(NAMED_SPECIAL_TOKENS), num_special_tokens)),
-    ]
-    return kept, TiktokenEncoding(pattern, {name: number for number, name in enumerate(names)})
-
-
-def _import_tiktoken(file: Path) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
-    return tiktoken
+    fillers = (f"<SPECIAL_{number}>" for number in range(len(NAMED_SPECIAL_TOKENS), num_special_tokens))
+    special_ids = {name: number for number, name in enumerate((*NAMED_SPECIAL_TOKENS, *fillers))}
+    return kept, special_ids

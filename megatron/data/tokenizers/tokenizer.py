@@ -43,22 +43,11 @@ class TokenizerOptions:
 
     @classmethod
     def of(cls, data: DataConfig, vocab_size: int | None) -> TokenizerOptions:
-        """Return the tokenizer settings of a run's configuration.
-
-        Raises:
-            DataError: if the configuration has no tokenizer type.
-        """
+        """Return the tokenizer settings of a run's configuration; raise DataError if it has no tokenizer type."""
         if data.tokenizer_type is None:
             raise DataError("the tokenizer of the data is not specified", "--tokenizer-type TYPE")
-        return cls(
-            data.tokenizer_type,
-            data.tokenizer_model,
-            data.vocab_file,
-            data.merge_file,
-            vocab_size,
-            data.tiktoken_pattern,
-            data.tiktoken_num_special_tokens,
-        )
+        shared = {field.name: getattr(data, field.name) for field in fields(cls) if hasattr(data, field.name)}
+        return cls(**{**shared, "vocab_size": vocab_size})
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TokenizerOptions:
@@ -72,12 +61,10 @@ class TokenizerOptions:
         return replace(self, tokenizer_model=str(resolve_tokenizer_path(self.tokenizer_model)))
 
 
-def _hugging_face(choice: TokenizerOptions) -> Tokenizer:
-    if choice.tokenizer_model is None:
-        raise DataError("HuggingFaceTokenizer needs --tokenizer-model", "--tokenizer-model DIR_OR_tokenizer.json")
-    tokenizer = HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+def _hugging_face(model: str, options: TokenizerOptions) -> Tokenizer:
+    tokenizer = HuggingFaceTokenizer(model, options.parse_special_tokens)
     # A unigram model may have the spelling of a special token as an ordinary piece; text cannot be kept apart then.
-    found = [] if choice.parse_special_tokens else tokenizer.special_tokens_found_in_text()
+    found = [] if options.parse_special_tokens else tokenizer.special_tokens_found_in_text()
     if found:
         number = tokenizer.special_ids[found[0]]
         seen = f"this tokenizer encodes '{found[0]}' in plain text as the special token {number}"
@@ -86,119 +73,101 @@ def _hugging_face(choice: TokenizerOptions) -> Tokenizer:
     return tokenizer
 
 
-def _gpt2(choice: TokenizerOptions) -> Tokenizer:
+def _gpt2(model: str, options: TokenizerOptions) -> Tokenizer:
+    vocab, merges = options.vocab_file, options.merge_file
     files = "--vocab-file vocab.json --merge-file merges.txt"
-    if choice.tokenizer_model is not None:
-        if choice.vocab_file is not None or choice.merge_file is not None:
+    if model:
+        if vocab is not None or merges is not None:
             raise DataError("GPT2BPETokenizer takes either two files or a tokenizer.json, not both", files)
-        return GPT2BPETokenizer(choice.tokenizer_model, choice.parse_special_tokens)
-    if choice.vocab_file is None or choice.merge_file is None:
+        return GPT2BPETokenizer(model, options.parse_special_tokens)
+    if vocab is None or merges is None:
         raise DataError("GPT2BPETokenizer needs two files", files)
-    return GPT2BPETokenizer.from_vocabulary(
-        Path(choice.vocab_file), Path(choice.merge_file), choice.parse_special_tokens
-    )
+    return GPT2BPETokenizer.from_vocabulary(Path(vocab), Path(merges), options.parse_special_tokens)
 
 
-def _sentencepiece(cls: type[SentencePieceTokenizer]) -> Callable[[TokenizerOptions], Tokenizer]:
-    def build(choice: TokenizerOptions) -> Tokenizer:
-        if choice.tokenizer_model is None:
-            raise DataError(f"{cls.__name__} needs --tokenizer-model", "--tokenizer-model FILE.model")
-        return cls(choice.tokenizer_model, choice.parse_special_tokens)
-
-    return build
+def _sentencepiece(cls: type[SentencePieceTokenizer]) -> Callable[[str, TokenizerOptions], Tokenizer]:
+    return lambda model, options: cls(model, options.parse_special_tokens)
 
 
-def _tiktoken(choice: TokenizerOptions) -> Tokenizer:
-    if choice.tokenizer_model is None:
-        raise DataError("TikTokenizer needs --tokenizer-model", "--tokenizer-model FILE.tiktoken")
-    return TikTokenizer(
-        choice.tokenizer_model,
-        choice.tiktoken_pattern,
-        choice.tiktoken_num_special_tokens,
-        choice.vocab_size,
-        choice.parse_special_tokens,
-    )
+def _tiktoken(model: str, options: TokenizerOptions) -> Tokenizer:
+    number = options.tiktoken_num_special_tokens
+    return TikTokenizer(model, options.tiktoken_pattern, number, options.vocab_size, options.parse_special_tokens)
 
 
-def _null(choice: TokenizerOptions) -> Tokenizer:
-    if choice.vocab_size is None or choice.vocab_size < 1:
+def _null(model: str, options: TokenizerOptions) -> Tokenizer:
+    if options.vocab_size is None or options.vocab_size < 1:
         raise DataError("NullTokenizer needs --vocab-size", "--vocab-size 50257")
-    return NullTokenizer(choice.vocab_size)
+    return NullTokenizer(options.vocab_size)
 
 
 class TokenizerType(NamedTuple):
     """How tokenizers of a type are built."""
 
-    build: Callable[[TokenizerOptions], Tokenizer]
-    options: tuple[str, ...]  # settings used besides name and size; any other is refused
+    build: Callable[[str, TokenizerOptions], Tokenizer]  # called with ``tokenizer_model`` and all settings
+    settings: tuple[str, ...] = ()  # used besides type and size; any other is refused
+    required_model: str = ""  # placeholder of a required ``tokenizer_model``
 
 
 _FILE = ("tokenizer_model", "parse_special_tokens")
 _TYPES = {
-    "HuggingFaceTokenizer": TokenizerType(_hugging_face, _FILE),
+    "HuggingFaceTokenizer": TokenizerType(_hugging_face, _FILE, "DIR_OR_tokenizer.json"),
     "GPT2BPETokenizer": TokenizerType(_gpt2, (*_FILE, "vocab_file", "merge_file")),
-    "SentencePieceTokenizer": TokenizerType(_sentencepiece(SentencePieceTokenizer), _FILE),
-    "GPTSentencePieceTokenizer": TokenizerType(_sentencepiece(GPTSentencePieceTokenizer), _FILE),
-    "Llama2Tokenizer": TokenizerType(_sentencepiece(Llama2Tokenizer), _FILE),
-    "TikTokenizer": TokenizerType(_tiktoken, (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens")),
-    "ByteTokenizer": TokenizerType(lambda choice: ByteTokenizer(), ()),
-    "NullTokenizer": TokenizerType(_null, ()),
+    "SentencePieceTokenizer": TokenizerType(_sentencepiece(SentencePieceTokenizer), _FILE, "FILE.model"),
+    "GPTSentencePieceTokenizer": TokenizerType(_sentencepiece(GPTSentencePieceTokenizer), _FILE, "FILE.model"),
+    "Llama2Tokenizer": TokenizerType(_sentencepiece(Llama2Tokenizer), _FILE, "FILE.model"),
+    "TikTokenizer": TokenizerType(
+        _tiktoken, (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens"), "FILE.tiktoken"
+    ),
+    "ByteTokenizer": TokenizerType(lambda model, options: ByteTokenizer()),
+    "NullTokenizer": TokenizerType(_null),
 }
 TOKENIZER_TYPES = tuple(_TYPES)
 
 
-def build_tokenizer(choice: TokenizerOptions) -> Tokenizer:
-    """Build the tokenizer of a choice.
-
-    Raises:
-        DataError: if the type is unknown, a setting is missing or unused by this type, a file is missing or damaged, or
-            the vocabulary size differs from ``tokenizer.vocab_size``.
-    """
-    if choice.tokenizer_type not in _TYPES:
-        raise _unknown_type(choice.tokenizer_type)
-    kind = _TYPES[choice.tokenizer_type]
-    used = {"tokenizer_type", "vocab_size", *kind.options}
-    for field in fields(choice):
-        if field.name not in used and getattr(choice, field.name) != field.default:
+def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
+    """Build a tokenizer; a setting that its type does not use, or another vocabulary size than its own, is an error."""
+    name = options.tokenizer_type
+    if name not in _TYPES:
+        unsupported = f"Megatron-LM's {name} is not supported: it {UNSUPPORTED_TOKENIZER_TYPES.get(name)}"
+        seen = unsupported if name in UNSUPPORTED_TOKENIZER_TYPES else f"there is no {name}"
+        raise DataError(
+            f"{seen}; tokenizers for text: {', '.join(TOKENIZER_TYPES[:-1])}; ids made by another tool are read by "
+            "NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
+            "--tokenizer-type ByteTokenizer",
+            "--tokenizer-type NullTokenizer --vocab-size N",
+            "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
+        )
+    kind = _TYPES[name]
+    for field in fields(options):
+        used = field.name in ("tokenizer_type", "vocab_size", *kind.settings)
+        if not used and getattr(options, field.name) != field.default:
             flag = f"--{field.name.replace('_', '-')}"
-            raise DataError(f"{choice.tokenizer_type} does not use {flag}", f"leave out {flag}")
-    tokenizer = kind.build(choice)
-    if choice.vocab_size not in (None, tokenizer.vocab_size):
-        seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
+            raise DataError(f"{name} does not use {flag}", f"leave out {flag}")
+    if kind.required_model and options.tokenizer_model is None:
+        raise DataError(f"{name} needs --tokenizer-model", f"--tokenizer-model {kind.required_model}")
+    tokenizer = kind.build(options.tokenizer_model or "", options)
+    if options.vocab_size not in (None, tokenizer.vocab_size):
+        seen = f"{name} has {tokenizer.vocab_size} ids, not {options.vocab_size}"
         raise DataError(seen, "leave out --vocab-size")
     return tokenizer
 
 
-def _unknown_type(tokenizer_type: str) -> DataError:
-    if tokenizer_type in UNSUPPORTED_TOKENIZER_TYPES:
-        seen = f"Megatron-LM's {tokenizer_type} is not supported: it {UNSUPPORTED_TOKENIZER_TYPES[tokenizer_type]}"
-    else:
-        seen = f"there is no {tokenizer_type}"
-    return DataError(
-        f"{seen}; tokenizers for text: {', '.join(TOKENIZER_TYPES[:-1])}; ids made by another tool are read by "
-        "NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
-        "--tokenizer-type ByteTokenizer",
-        "--tokenizer-type NullTokenizer --vocab-size N",
-        "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
-    )
-
-
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the tokenizer flags of a data tool; read them with `TokenizerOptions.from_args`."""
-    tokens = parser.add_argument_group("tokenizer")
+    add = parser.add_argument_group("tokenizer").add_argument
     types = f"tokenizer class: {' or '.join(TOKENIZER_TYPES)}"
-    tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)
     model = "folder, file, or name of a model on the Hugging Face hub"
-    tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
-    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
-    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
     number = "ids that TikTokenizer reserves for special tokens before those of its file (1000)"
-    tokens.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
     literal = "encode special tokens spelled out in text as their ids; by default they stay text"
-    tokens.add_argument("--parse-special-tokens", action="store_true", help=literal)
+    add("--tokenizer-type", required=required, metavar="TYPE", help=types)
+    add("--tokenizer-model", metavar="PATH", help=model)
+    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
+    add("--parse-special-tokens", action="store_true", help=literal)
 
 
 RECORD_SUFFIX = "tokens.json"  # <prefix>.tokens.json describes the tokenizer of <prefix>.bin
@@ -248,22 +217,14 @@ class TokenizerRecord:
 
     def matches_type(self, tokenizer_type: str) -> bool:
         """Return True if ``tokenizer_type`` is this type or an equivalent one."""
-        return tokenizer_type in (self.tokenizer_type, canonical_type(self.tokenizer_type)) or (
-            canonical_type(tokenizer_type) == canonical_type(self.tokenizer_type) == "SentencePieceTokenizer"
-        )
-
-
-def canonical_type(tokenizer_type: str) -> str:
-    """Return the canonical name of equivalent types."""
-    return CANONICAL_TYPES.get(tokenizer_type, tokenizer_type)
+        canonical = CANONICAL_TYPES.get(self.tokenizer_type, self.tokenizer_type)
+        if canonical == "SentencePieceTokenizer":
+            tokenizer_type = CANONICAL_TYPES.get(tokenizer_type, tokenizer_type)
+        return tokenizer_type in (self.tokenizer_type, canonical)
 
 
 def have_same_ids(one: str | Path, other: str | Path) -> bool:
-    """Return True if two datasets both have a record and an id means the same text in both.
-
-    Raises:
-        DataError: if a record is invalid.
-    """
+    """Return True if two datasets both have a record and an id means the same text in both."""
     a, b = read_tokenizer_record(one), read_tokenizer_record(other)
     if a is None or b is None or (a.vocab_size, a.eod) != (b.vocab_size, b.eod):
         return False
@@ -274,11 +235,7 @@ def have_same_ids(one: str | Path, other: str | Path) -> bool:
 
 
 def was_written_with(prefix: str | Path, tokenizer: Tokenizer) -> bool:
-    """Return True if a dataset has a record and ``tokenizer`` gives the ids it was written with.
-
-    Raises:
-        DataError: if the record is invalid.
-    """
+    """Return True if a dataset has a record and ``tokenizer`` gives the ids it was written with."""
     record = read_tokenizer_record(prefix)
     if record is None or (record.vocab_size, record.eod) != (tokenizer.vocab_size, tokenizer.eod):
         return False
@@ -296,11 +253,7 @@ def _current_fingerprint(prefix: str | Path) -> str | None:
 
 
 def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None) -> TokenizerRecord | None:
-    """Read the record of a dataset; return None if there is none, as for a dataset of Megatron-LM.
-
-    Raises:
-        DataError: if the record is invalid or names another type than ``tokenizer_type``.
-    """
+    """Read the record of a dataset and check its type; return None if there is none, as for one of Megatron-LM."""
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     try:
         record = TokenizerRecord(**json.loads(path.read_bytes()))
@@ -325,7 +278,17 @@ def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = Non
     record = read_tokenizer_record(prefix, tokenizer_type)
     if record is None:
         return None
-    tokenizer = _rebuild(record, Path(f"{prefix}.{FILES_SUFFIX}"), Path(f"{prefix}.{RECORD_SUFFIX}"))
+    folder, settings = Path(f"{prefix}.{FILES_SUFFIX}"), record.settings or {}
+    model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
+    size = record.vocab_size if record.tokenizer_type in ("NullTokenizer", "TikTokenizer") else None
+    try:
+        if record.tokenizer_type == "HuggingFaceTokenizer":
+            # Not through build_tokenizer, which refuses some tokenizers that older data were written with.
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder, **settings)
+        else:
+            tokenizer = build_tokenizer(TokenizerOptions(record.tokenizer_type, model, vocab_size=size, **settings))
+    except TypeError as error:
+        raise DataError(f"{prefix}.{RECORD_SUFFIX}: {error}", REWRITE_FIX) from error
     current = TokenizerRecord.of(tokenizer)
     if record.fingerprint in tokenizer.legacy_fingerprints:
         current = replace(current, fingerprint=record.fingerprint)
@@ -334,20 +297,6 @@ def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = Non
     if current != record:
         raise DataError(f"{prefix}.{RECORD_SUFFIX} records {record}, but that tokenizer is now {current}", REWRITE_FIX)
     return tokenizer
-
-
-def _rebuild(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
-    needs_size = record.tokenizer_type in ("NullTokenizer", "TikTokenizer")
-    model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
-    size = record.vocab_size if needs_size else None
-    try:
-        if record.tokenizer_type == "HuggingFaceTokenizer":
-            # Not through build_tokenizer, which refuses some tokenizers that older data were written with.
-            return HuggingFaceTokenizer(folder, **(record.settings or {}))
-        choice = TokenizerOptions(record.tokenizer_type, model, vocab_size=size, **(record.settings or {}))
-    except TypeError as error:
-        raise DataError(f"{path}: {error}", REWRITE_FIX) from error
-    return build_tokenizer(choice)
 
 
 def hugging_face_files_of(prefix: str | Path) -> dict[str, bytes]:

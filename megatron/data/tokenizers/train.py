@@ -13,16 +13,15 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import models, trainers
 
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError, pluralize
-from megatron.data.preprocess.corpus import TextDocument, read_documents
+from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.encode import ProgressSender
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
@@ -49,6 +48,8 @@ class TrainedTokenizer:
     text_bytes: int  # UTF-8 bytes of all texts
     sample_bytes: int  # UTF-8 bytes of the first texts, up to `SAMPLE_BYTES`, encoded to measure the compression
     sample_tokens: int  # ids of the sample
+    bad: int = 0  # number of documents skipped
+    notes: tuple[str, ...] = ()  # lines to print
 
 
 class TrainingTexts:
@@ -56,30 +57,30 @@ class TrainingTexts:
 
     def __init__(self, documents: Iterable[TextDocument]) -> None:
         self._documents = documents
-        self.documents = 0
-        self.text_bytes = 0  # in UTF-8
+        self._count = 0  # of documents
+        self._text_bytes = 0  # in UTF-8
         self.sample: list[str] = []  # the first texts, up to `SAMPLE_BYTES`
-        self.sample_bytes = 0
+        self._sample_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the texts.
-
-        Raises:
-            DataError: at the end, if all were empty.
-        """
+        """Yield the texts; raise DataError at the end, if all were empty."""
         for document in self._documents:
-            self.documents += 1
+            self._count += 1
             for text in document.texts:
                 if isinstance(text, bytes):
                     text = text.decode()
                 size = len(text.encode())
-                self.text_bytes += size
-                if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
+                self._text_bytes += size
+                if self._sample_bytes + size <= SAMPLE_BYTES or not self.sample:
                     self.sample.append(text)
-                    self.sample_bytes += size
+                    self._sample_bytes += size
                 yield text
-        if not self.text_bytes:
-            raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
+        if not self._text_bytes:
+            raise DataError(f"the documents of the input are all empty ({self._count:,})", "another --input")
+
+    def trained(self, files: Mapping[str, bytes], entries: int, sample_tokens: int) -> TrainedTokenizer:
+        """Return a tokenizer trained on these texts, with their statistics."""
+        return TrainedTokenizer(files, entries, self._count, self._text_bytes, self._sample_bytes, sample_tokens)
 
 
 def check_trained_size(vocab_size: int, is_bpe: bool) -> None:
@@ -98,12 +99,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files of a tokenizer into a new folder, atomically.
-
-    Raises:
-        DataError: if the folder exists and is not empty.
-        OSError: if it cannot be written.
-    """
+    """Write the files of a tokenizer into a new folder, atomically; raise DataError if it exists and is not empty."""
     check_output_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.part")
@@ -117,32 +113,24 @@ def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-MIN_PAIR_FREQUENCY = 2  # minimum frequency of a merge
-
-
 def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedTokenizer:
     """Train a tokenizer of at most ``vocab_size`` entries: the 256 bytes, `END_OF_DOCUMENT` and frequent merges.
 
     The result depends on the texts but not on their order. It is smaller if the text has no more pairs to merge.
-
-    Raises:
-        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_trained_size(vocab_size, is_bpe=True)
     tokenizer = byte_level_bpe(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=MIN_PAIR_FREQUENCY,
+        min_frequency=2,
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=bytes_to_unicode(),
         show_progress=False,
     )
     texts = TrainingTexts(documents)
     tokenizer.train_from_iterator(iter(texts), trainer)
-    encoded = tokenizer.encode_batch_fast(texts.sample)
-    tokens = sum(len(one.ids) for one in encoded)
-    files, entries = make_tokenizer_files(tokenizer), tokenizer.get_vocab_size()
-    return TrainedTokenizer(files, entries, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+    tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts.sample))
+    return texts.trained(make_tokenizer_files(tokenizer), tokenizer.get_vocab_size(), tokens)
 
 
 MODEL_TYPES = ("bpe", "unigram")
@@ -160,13 +148,20 @@ class SentenceSample:
         generator = random.Random(0)
         reservoir: list[tuple[int, str]] = []
         self.seen = 0
-        for line in _lines(texts):
+        for line in _sentences(texts):
             if self.seen < most:
                 reservoir.append((self.seen, line))
             elif (place := generator.randrange(self.seen + 1)) < most:
                 reservoir[place] = (self.seen, line)
             self.seen += 1
         self.kept = [line for _, line in sorted(reservoir)]  # in the order of the text
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), MAX_SENTENCE_CHARS):
+                yield line[start : start + MAX_SENTENCE_CHARS]
 
 
 def train_sentencepiece(
@@ -185,9 +180,6 @@ def train_sentencepiece(
 
     Returns:
         The tokenizer, and the lines it was trained on.
-
-    Raises:
-        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_trained_size(vocab_size, is_bpe=False)
     texts = TrainingTexts(documents)
@@ -196,22 +188,17 @@ def train_sentencepiece(
     tokenizer = SentencePieceTokenizer.of(content, Path(MODEL_FILE))
     tokens = tokenizer.encode_batch(texts.sample).ids.size
     files = {MODEL_FILE: content, **tokenizer.hugging_face_files()}
-    trained = TrainedTokenizer(
-        files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens
-    )
-    return trained, sentences
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        for line in text.split("\n"):
-            yield from (line[start : start + MAX_SENTENCE_CHARS] for start in range(0, len(line), MAX_SENTENCE_CHARS))
+    return texts.trained(files, tokenizer.vocab_size, tokens), sentences
 
 
 def _run_trainer(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise DataError("sentencepiece is needed for --type sentencepiece", "pip install sentencepiece") from error
     file = io.BytesIO()
     try:
-        _import_sentencepiece().SentencePieceTrainer.train(
+        sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=file,
             model_type=model_type,
@@ -235,15 +222,6 @@ def _run_trainer(sentences: list[str], vocab_size: int, model_type: str) -> byte
     return file.getvalue()
 
 
-def _import_sentencepiece() -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise DataError("sentencepiece is needed for --type sentencepiece", "pip install sentencepiece") from error
-    return sentencepiece
-
-
-MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 PROGRESS_SECONDS = 0.2
 
 
@@ -259,59 +237,33 @@ class TokenizerTrainingOptions:
     skip_bad: bool = False  # skip invalid documents instead of failing
 
 
-@dataclass(frozen=True)
-class TokenizerTrainingResult:
-    """Result of the training of a tokenizer."""
-
-    tokenizer: TrainedTokenizer
-    bad: int  # number of documents skipped
-    notes: tuple[str, ...]  # lines to print
-
-
-def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TokenizerTrainingResult:
-    """Train a tokenizer.
-
-    Raises:
-        DataError: if the documents do not suffice, or one is invalid and ``skip_bad`` is off.
-        OSError: if a file cannot be read.
-    """
-    documents = _CorpusReader(plan, progress)
+def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TrainedTokenizer:
+    """Train a tokenizer."""
+    bad = BadDocumentReport(plan.skip_bad, progress.message)
+    documents = _read_corpus(plan, progress, bad)
     if plan.model_type is None:
-        return TokenizerTrainingResult(train_bpe(documents, plan.vocab_size), documents.bad, ())
+        return replace(train_bpe(documents, plan.vocab_size), bad=bad.count)
     tokenizer, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.max_sentences)
     kept = len(sentences.kept)
     sample = "all of them" if kept == sentences.seen else f"a sample of {kept:,} (--input-sentence-size)"
     notes = [f"lines: {sentences.seen:,}, trained on {sample}"]
     if TOKENIZER_JSON not in tokenizer.files:
         notes.append(NO_EXPORT_NOTE)
-    return TokenizerTrainingResult(tokenizer, documents.bad, tuple(notes))
+    return replace(tokenizer, bad=bad.count, notes=tuple(notes))
 
 
-class _CorpusReader:
-    """Iterator over the documents of a plan that reports progress."""
-
-    def __init__(self, plan: TokenizerTrainingOptions, progress: ProgressSender) -> None:
-        self._plan = plan
-        self._progress = progress
-        self.bad = 0  # documents skipped
-
-    def __iter__(self) -> Iterator[TextDocument]:
-        documents = num_bytes = 0
-        last_report = 0.0
-        on_bad = self._skip if self._plan.skip_bad else None
-        for file in self._plan.files:
-            for document in read_documents(file, self._plan.keys, on_bad):
-                documents, num_bytes = documents + 1, num_bytes + document.num_bytes
-                if time.monotonic() - last_report >= PROGRESS_SECONDS:
-                    last_report = time.monotonic()
-                    self._progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
-                yield document
-        corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
-        self._progress.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
-
-    def _skip(self, error: DataError) -> None:
-        self.bad += 1
-        if self.bad <= MAX_REPORTED:
-            self._progress.message(f"passed over: {error.seen}")
-        if self.bad == MAX_REPORTED:
-            self._progress.message("passed over: further ones are only counted")
+def _read_corpus(
+    plan: TokenizerTrainingOptions, progress: ProgressSender, bad: BadDocumentReport
+) -> Iterator[TextDocument]:
+    """Yield the documents of a plan and report progress."""
+    documents = num_bytes = 0
+    last_report = 0.0
+    for document in read_documents(plan.files, plan.keys, bad.add):
+        documents += 1
+        num_bytes += document.num_bytes
+        if time.monotonic() - last_report >= PROGRESS_SECONDS:
+            last_report = time.monotonic()
+            progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
+        yield document
+    corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
+    progress.set_stage(f"training {plan.vocab_size:,} entries on {corpus}")

@@ -1,17 +1,18 @@
 """Checks of a run's health: per-layer metrics, the first non-finite value, and equality of all copies of the weights.
 
-`watch_next_step` observes one step with forward hooks and reports gradient norms, updates, activations, attention
-logits and expert load per layer; the numbers are the same in every parallel layout. `explain_nonfinite` runs a failed
-step again and names the first NaN or infinity. `check_weight_copies` compares weights and main parameters bitwise
-between ranks.
+`HealthMonitor` observes one step with forward hooks and reports gradient norms, updates, activations, attention logits
+and expert load per layer; the numbers are the same in every parallel layout. `explain_nonfinite` runs a failed step
+again and names the first NaN or infinity. `check_weight_copies` compares weights and main parameters bitwise between
+ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,106 +41,72 @@ before it, and of its change; squares and elements of the layer's output. An out
 tensor-parallel ranks is counted on each of them, which leaves the mean unchanged; parameters are counted once."""
 
 
-@dataclass(frozen=True)
-class HealthRecord:
-    """Metrics of one step by quantity and layer: ``embedding``, ``layers.0``..., ``head``.
-
-    Quantities are ``grad-norm`` (before clipping), ``zeros-share`` (of the gradient's elements), ``params-norm`` (after
-    the step), ``update-ratio`` (norm of the update over the norm of the weights before it), ``activation-rms`` (of the
-    layer's output), ``attention-logit`` (the largest) and, with experts, ``expert-load`` (tokens of the busiest expert
-    over the mean of all experts).
-    """
-
-    layers: Mapping[str, Mapping[str, float]]  # by quantity and layer
-    totals: Mapping[str, float]  # over all layers, by metric name
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics named ``health/<quantity>/<layer>``, and totals by Megatron-LM's names where it has them."""
-        named = {f"health/{kind}/{layer}": x for kind, layers in self.layers.items() for layer, x in layers.items()}
-        return {**self.totals, **named}
-
-
-@dataclass
 class HealthMonitor:
-    """Observes one step with forward hooks. Created by :func:`watch_next_step`, finished by :meth:`report`."""
+    """Observes one step with forward hooks. Create it before the step, and call :meth:`report` after it."""
 
-    trainer: Trainer
-    rows: dict[str, int]  # row of each layer in the tensors below
-    before: dict[str, Tensor]  # main parameters before the step, in host memory
-    sums: Tensor  # fp64 [layers, 8], of this rank
-    logits: Tensor  # fp64 [layers], largest attention logit on this rank
-    chosen: Tensor  # fp64 [layers, experts], tokens of this rank routed to each expert
-    _seen: dict[tuple[str, int], MicroBatch] = field(default_factory=dict)
-    _handles: list[Any] = field(default_factory=list)
-    _chunk_batch: MicroBatch = field(init=False)
+    def __init__(self, trainer: Trainer) -> None:
+        """Register the hooks, and copy the weights to host memory, which is the only wait for the device."""
+        model = trainer.config.model
+        layers = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
+        self.trainer = trainer
+        self.rows = {layer: row for row, layer in enumerate(layers)}  # of the tensors below, which are of this rank
+        self.sums = torch.zeros(len(layers), COLUMNS, dtype=torch.float64, device=trainer.device)
+        self.logits = self.sums.new_full((len(layers),), -torch.inf)  # largest attention logit
+        self.chosen = self.sums.new_zeros(len(layers), model.num_experts or 0)  # tokens routed to each expert
+        main_params = trainer.optimizer.main_params
+        self._before = {name: param.detach().to("cpu", copy=True) for name, param in main_params.items()}
+        self._seen: dict[tuple[nn.Module, int], MicroBatch] = {}
+        self._handles = []
+        for chunk in trainer.chunks.values():
+            self._handles.append(chunk.register_forward_pre_hook(self._enter_chunk))
+            for name, module in chunk.named_modules():
+                if isinstance(module, CoreAttention):
+                    hook = partial(self._see_attention, layer_name(name))
+                elif isinstance(module, Router):
+                    hook = partial(self._see_router, layer_name(name))
+                elif name in self.rows:
+                    hook = partial(self._see_output, name)
+                else:
+                    continue
+                self._handles.append(module.register_forward_hook(hook))
 
-    def begin(self) -> None:
-        """Register forward hooks on the embedding, the blocks, the attention cores and the routers."""
-        for chunk in self.trainer.chunks.values():
-            self._handles.append(chunk.register_forward_pre_hook(self._set_chunk_batch))
-        for name, module in (named for chunk in self.trainer.chunks.values() for named in chunk.named_modules()):
-            if isinstance(module, CoreAttention):
-                self._handles.append(module.register_forward_hook(self._attention_hook(layer_name(name))))
-            elif isinstance(module, Router):
-                self._handles.append(module.register_forward_hook(self._router_hook(layer_name(name))))
-            elif name in self.rows:
-                self._handles.append(module.register_forward_hook(self._output_hook(name)))
+    def _enter_chunk(self, chunk: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Keep the micro-batch for the embedding's hook; the embedding receives only its tokens."""
+        self._chunk_batch = inputs[1]
 
-    def _attention_hook(self, layer: str) -> Any:
-        def hook(module: CoreAttention, inputs: tuple[Any, ...], output: Tensor) -> None:
-            q_SBND, k_SBGD, _, context = inputs
-            if self._is_first_forward(f"attention of {layer}", context.batch):
-                row = self.rows[layer]
-                logit = largest_logit(q_SBND, k_SBGD, module.config.window_size, context.batch.documents)
-                self.logits[row] = torch.maximum(self.logits[row], logit)
+    def _see_attention(self, layer: str, module: CoreAttention, inputs: tuple[Any, ...], output: Tensor) -> None:
+        q_SBND, k_SBGD, _, context = inputs
+        if self._is_first_forward(module, context.batch):
+            row = self.rows[layer]
+            logit = largest_logit(q_SBND, k_SBGD, module.config.window_size, context.batch.documents)
+            self.logits[row] = torch.maximum(self.logits[row], logit)
 
-        return hook
+    def _see_router(self, layer: str, module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
+        x_SBH, batch = inputs
+        if self._is_first_forward(module, batch):
+            counts_T = counted_samples(batch).repeat(x_SBH.shape[0]) > 0
+            chosen = output.experts[counts_T].flatten()
+            self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
 
-    def _router_hook(self, layer: str) -> Any:
-        def hook(module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
-            x_SBH, batch = inputs
-            if self._is_first_forward(f"router of {layer}", batch):
-                counts_T = counted_samples(batch).repeat(x_SBH.shape[0]) > 0
-                chosen = output.experts[counts_T].flatten()
-                self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
-
-        return hook
-
-    def _output_hook(self, layer: str) -> Any:
-        def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if layer == EMBEDDING:  # never recomputed
-                x_SBH, batch = output, self._chunk_batch
-            else:
-                x_SBH, batch = output[0], inputs[1].batch
-                if not self._is_first_forward(layer, batch):
-                    return
+    def _see_output(self, layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        x_SBH, batch = (output, self._chunk_batch) if layer == EMBEDDING else (output[0], inputs[1].batch)
+        if self._is_first_forward(module, batch):
             counts_B = counted_samples(batch)
             counted_SBH = x_SBH.detach().where(counts_B.view(1, -1, 1) > 0, 0.0)
             self.sums[self.rows[layer], OUTPUT] += square_sum(counted_SBH)
             self.sums[self.rows[layer], OUTPUT_ELEMENTS] += counts_B.sum() * (x_SBH.numel() // x_SBH.shape[1])
 
-        return hook
-
-    def _set_chunk_batch(self, chunk: Any, inputs: tuple[Any, ...]) -> None:
-        """Keep the micro-batch for the embedding's hook; the embedding receives only its tokens."""
-        self._chunk_batch = inputs[1]
-
-    def _is_first_forward(self, what: str, batch: MicroBatch) -> bool:
+    def _is_first_forward(self, module: nn.Module, batch: MicroBatch) -> bool:
         """Return False if the forward pass recomputes activations of the micro-batch."""
-        key = what, id(batch)
+        key = module, id(batch)
         if key in self._seen:
             return False
         self._seen[key] = batch  # keep it alive, so that its id is not reused
         return True
 
     @torch.no_grad()
-    def report(self, metrics: StepMetrics) -> HealthRecord:
-        """Remove the hooks and return the record of the step. Collective over all ranks.
-
-        Args:
-            metrics: results of the step.
-
-        """
+    def report(self, metrics: StepMetrics) -> dict[str, float]:
+        """Remove the hooks and return the metrics of the step, as :func:`summarize_health`. Collective."""
         while self._handles:
             self._handles.pop().remove()
         trainer = self.trainer
@@ -149,11 +116,7 @@ class HealthMonitor:
         sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
         finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
         logits = comm.all_reduce(finite_or_inf, world, op="max")
-        layers, totals = summarize_health(list(self.rows), sums, logits, metrics)
-        if chosen.numel():
-            busiest = (chosen.amax(1) / chosen.mean(1))[1:-1].tolist()
-            layers["expert-load"] = dict(zip([*self.rows][1:-1], busiest))
-        return HealthRecord(layers, totals)
+        return summarize_health(list(self.rows), sums, logits, chosen, metrics)
 
     def _parameter_sums(self, name: str, share: ParamShard) -> Tensor:
         """Return the columns of the parameter's elements that this rank counts, fp64 ``[8]``."""
@@ -161,7 +124,7 @@ class HealthMonitor:
         spec = trainer.specs[name]
         out = torch.zeros_like(self.sums[0])
         first = share.start - trainer.buckets.shards[name].start
-        held = trainer.buckets.grads[name], trainer.optimizer.main_params[name], self.before[name].to(trainer.device)
+        held = trainer.buckets.grads[name], trainer.optimizer.main_params[name], self._before[name].to(trainer.device)
         counted = [x.view(-1)[first : first + share.numel] for x in held]
         for slot in shard_boxes(spec, share, spec.owned):
             gradient, after, before = (slot.view_in(x) for x in counted)
@@ -172,19 +135,6 @@ class HealthMonitor:
             out[WEIGHT_BEFORE] += square_sum(before)
             out[CHANGE] += square_sum(after - before)
         return out
-
-
-def watch_next_step(trainer: Trainer) -> HealthMonitor:
-    """Observe the next step. Copies the weights to host memory, which is the only wait for the device."""
-    model = trainer.config.model
-    rows = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
-    before = {name: master.detach().to("cpu", copy=True) for name, master in trainer.optimizer.main_params.items()}
-    sums = torch.zeros(len(rows), COLUMNS, dtype=torch.float64, device=trainer.device)
-    chosen = sums.new_zeros(len(rows), model.num_experts or 0)
-    logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=trainer.device)
-    monitor = HealthMonitor(trainer, {name: row for row, name in enumerate(rows)}, before, sums, logits, chosen)
-    monitor.begin()
-    return monitor
 
 
 def counted_samples(batch: MicroBatch) -> Tensor:
@@ -207,14 +157,21 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def summarize_health(
-    rows: list[str], sums: Tensor, logits: Tensor, metrics: StepMetrics
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return per-layer and total metrics from sums over all ranks. Waits for the device.
+    rows: list[str], sums: Tensor, logits: Tensor, chosen: Tensor, metrics: StepMetrics
+) -> dict[str, float]:
+    """Return the metrics of a step from sums over all ranks. Waits for the device.
+
+    Metrics are named ``health/<quantity>/<layer>``; layers are ``embedding``, ``layers.0``..., ``head``. Quantities are
+    ``grad-norm`` (before clipping), ``zeros-share`` (of the gradient's elements), ``params-norm`` (after the step),
+    ``update-ratio`` (norm of the update over the norm of the weights before it), ``activation-rms`` (of the layer's
+    output), ``attention-logit`` (the largest) and, with experts, ``expert-load`` (tokens of the busiest expert over the
+    mean of all experts). Totals over all layers have Megatron-LM's names where it has them.
 
     Args:
-        rows: layer of each row of ``sums`` and ``logits``.
+        rows: layer of each row of ``sums``, ``logits`` and ``chosen``.
         sums: fp64 ``[layers, 8]``.
         logits: fp64 ``[layers]``.
+        chosen: fp64 ``[layers, experts]``.
         metrics: results of the step. The gradient buffers may still contain the loss scale and the clipping factor; the
             ratio to the step's gradient norm removes this common factor.
 
@@ -224,28 +181,28 @@ def summarize_health(
     usable = buffer_norm.isfinite() & (buffer_norm > 0)
     factor = torch.where(usable, metrics.grad_norm / buffer_norm, 1.0 / metrics.loss_scale)
     table = torch.cat([sums, whole.unsqueeze(0)])
-    norms = (table[:, GRADIENT].sqrt() * factor).tolist()
-    changes = (table[:, CHANGE] / table[:, WEIGHT_BEFORE]).sqrt().tolist()
-    layers = {
-        "grad-norm": dict(zip(rows, norms)),
-        "zeros-share": dict(zip(rows, (sums[:, ZEROS] / sums[:, ELEMENTS]).tolist())),
-        "params-norm": dict(zip(rows, sums[:, WEIGHT].sqrt().tolist())),
-        "update-ratio": dict(zip(rows, changes)),
-        "activation-rms": dict(zip(rows[:-1], (sums[:, OUTPUT] / sums[:, OUTPUT_ELEMENTS]).sqrt().tolist())),
-        "attention-logit": dict(zip(rows[1:-1], logits[1:-1].tolist())),
+    norms = table[:, GRADIENT].sqrt() * factor
+    changes = (table[:, CHANGE] / table[:, WEIGHT_BEFORE]).sqrt()
+    blocks = rows[1:-1]
+    quantities = [
+        ("grad-norm", [*rows, "total"], norms),
+        ("zeros-share", rows, sums[:, ZEROS] / sums[:, ELEMENTS]),
+        ("params-norm", rows, sums[:, WEIGHT].sqrt()),
+        ("update-ratio", [*rows, "total"], changes),
+        ("activation-rms", rows[:-1], (sums[:, OUTPUT] / sums[:, OUTPUT_ELEMENTS]).sqrt()[:-1]),
+        ("attention-logit", blocks, logits[1:-1]),
+    ]
+    if chosen.numel():
+        quantities.append(("expert-load", blocks, (chosen.amax(1) / chosen.mean(1))[1:-1]))
+    values = {
+        f"health/{quantity}/{layer}": value
+        for quantity, layers, tensor in quantities
+        for layer, value in zip(layers, tensor.tolist())
     }
-    totals = {
-        "health/grad-norm/total": norms[-1],
-        "health/update-ratio/total": changes[-1],
-        "params-norm": whole[WEIGHT].sqrt().item(),
-        "num-zeros": whole[ZEROS].item(),
-        "max_attention_logit": logits.max().item(),
-    }
-    return layers, totals
-
-
-ModuleOutputs = list[tuple[int, str, bool]]
-"""Stage, module name, and whether its whole output is finite."""
+    values["params-norm"] = whole[WEIGHT].sqrt().item()
+    values["num-zeros"] = whole[ZEROS].item()
+    values["max_attention_logit"] = logits.max().item()
+    return values
 
 
 @dataclass(frozen=True, order=True)
@@ -266,15 +223,15 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
     """
     by_rank = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
-    found = [(finding, rank) for rank, finding in enumerate(by_rank) if isinstance(finding, NonFiniteFinding)]
+    found = [finding for finding in by_rank if finding is not None]
     step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
     if not found:
         return (
             f"{step}, but all values before the sum over ranks were finite when the step was run again: "
             "the sum overflows, or hardware is faulty"
         )
-    first = min(finding for finding, _ in found)
-    ranks = [rank for finding, rank in found if finding == first]
+    first = min(found)
+    ranks = [rank for rank, finding in enumerate(by_rank) if finding == first]
     return f"{step}; first on {format_ranks(ranks)}: {first.text}"
 
 
@@ -283,50 +240,30 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
     first = None
     grad_seed = trainer.scaler.scale / count_tokens(trainer, batches).clamp(min=1.0)
     schedule = add_communication(sequential_schedule(trainer.mesh.placement))
+    outputs: list[tuple[int, str, bool]] = []  # stage, name and finiteness of modules, in the order of execution
+
+    def record_output(stage: int, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        outputs.append((stage, name, all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))))
+
     trainer.buckets.start_step(len(batches))
-    with trainer.buckets.without_reduction():
+    with trainer.buckets.without_reduction(), ExitStack() as hooks:
+        for stage, chunk in trainer.chunks.items():
+            for name, module in chunk.named_modules():
+                hook = partial(record_output, stage, name or f"stage {stage}")
+                hooks.enter_context(module.register_forward_hook(hook))
         for i, batch in enumerate(batches):
-            with record_outputs(trainer.chunks) as outputs:
-                trainer.compute([batch], grad_seed, schedule)
+            outputs.clear()
+            trainer.compute([batch], grad_seed, schedule)
+            for position, (stage, name, finite) in enumerate(outputs):
+                if first is None and not finite:
+                    text = f"output of {name}, micro-batch {i}, samples {batch.sample_ids.tolist()}"
+                    first = NonFiniteFinding(i, False, stage, position, text)
             if first is None:
-                first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
+                first = first_bad_gradient(trainer, i)
     for chunk in trainer.chunks.values():
         chunk.sums.pop()
     return first
-
-
-@contextmanager
-def record_outputs(chunks: Mapping[int, nn.Module]) -> Iterator[ModuleOutputs]:
-    """Record which module outputs of the chunks are finite, in execution order."""
-    outputs: ModuleOutputs = []
-
-    def make_hook(stage: int, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensors = output if isinstance(output, tuple) else (output,)
-            finite = all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))
-            outputs.append((stage, name or f"stage {stage}", finite))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(make_hook(stage, name))
-        for stage, chunk in chunks.items()
-        for name, module in chunk.named_modules()
-    ]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def first_bad_output(outputs: ModuleOutputs, microbatch: int, batch: MicroBatch) -> NonFiniteFinding | None:
-    """Return the first module whose output is not finite."""
-    for position, (stage, name, finite) in enumerate(outputs):
-        if not finite:
-            text = f"output of {name}, micro-batch {microbatch}, samples {batch.sample_ids.tolist()}"
-            return NonFiniteFinding(microbatch, False, stage, position, text)
-    return None
 
 
 def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | None:
@@ -387,14 +324,11 @@ def check_weight_copies(trainer: Trainer) -> None:
 def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
     """Return this rank's copies that differ from another rank's. Collective over all ranks."""
     trainer.optimizer.weights.wait()
-    parts = []
-    part_digests = []
-    for what, piece, x, groups in _copied_parts(trainer):  # some main parameters are computed: hash them one by one
-        parts.append((what, piece, groups))
-        part_digests.append(bit_hash(x))
-    digests = torch.stack(part_digests)
+    # some main parameters are computed: hash them one by one
+    parts = [(what, piece, groups, bit_hash(x)) for what, piece, x, groups in _copied_parts(trainer)]
+    digests = torch.stack([digest for *_, digest in parts])
     parts_by_group: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
-    for i, (*_, groups) in enumerate(parts):
+    for i, (_, _, groups, _) in enumerate(parts):
         for group in groups:
             parts_by_group.setdefault(group.ranks, (group, []))[1].append(i)
     differing_parts: set[int] = set()
@@ -405,7 +339,7 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
         differing_parts.update(indices[(copies != mine).any(0)].tolist())
     return [
         WeightCopy(what, piece.global_box, int(digests[i]))
-        for i, (what, piece, _) in enumerate(parts)
+        for i, (what, piece, *_) in enumerate(parts)
         if i in differing_parts
     ]
 
@@ -422,11 +356,9 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
             tensors.append((f"the master of {name}", master, share, mesh.optimizer_replica_group(*spec.reduce_axes)))
         for what, tensor, share, data_parallel in tensors:
             for slot in shard_boxes(spec, share):
-                groups = [
-                    data_parallel,
-                    mesh.tp_subgroup(slot.piece.tp_ranks),
-                    *([mesh.embedding_group] if spec.tied else []),
-                ]
+                groups = [data_parallel, mesh.tp_subgroup(slot.piece.tp_ranks)]
+                if spec.tied:
+                    groups.append(mesh.embedding_group)
                 yield what, slot.piece, slot.view_in(tensor), [group for group in groups if group.size > 1]
 
 
@@ -478,11 +410,11 @@ class HealthReport(Callback):
 
     def on_step_start(self) -> None:
         """Register the hooks."""
-        self._monitor = watch_next_step(self.trainer)
+        self._monitor = HealthMonitor(self.trainer)
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Log the report; collective."""
-        self.log.log(self._monitor.report(metrics).metrics())
+        self.log.log(self._monitor.report(metrics))
 
 
 class ReplicaCheck(Callback):

@@ -15,15 +15,15 @@ import shutil
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.config.errors import format_bytes
 from megatron.distributed.timing import COMMUNICATION_PREFIX
 from megatron.pipeline.actions import Action, ScheduleError
-from megatron.planner.memory import format_binary
 
 READ_BYTES = 1 << 20
 """Bytes or characters read at a time."""
@@ -123,6 +123,14 @@ STAGE_PREFIX = "stage "
 BACKEND_PREFIXES = ("gloo:", "nccl:")
 """Prefixes of the ranges that torch.distributed creates."""
 
+PHASES = "phases"
+ACTIONS = "actions of the pipeline"
+WAITS = "waits for other ranks, by axes"
+BACKENDS = "collectives of all axes, on the backend's threads"
+LAYERS = "forward passes of layers"
+SECTIONS = (PHASES, ACTIONS, WAITS, BACKENDS, LAYERS)
+"""Sections of the table, each of ranges."""
+
 MAX_OPERATION_ROWS = 30
 """Maximum number of rows in a table of operations."""
 
@@ -167,15 +175,17 @@ class TraceSummary:
         """
         whole = sum(row.total for name, row in self._host.items() if name.startswith(STEP_PREFIX))
         lines = [f"{steps} {'step' if steps == 1 else 'steps'}, {whole / steps:.3f} ms each on the host"]
-        for title, names in _sections(self._ranges).items():
-            lines += ["", _line(title, "of steps", "ms a step", "on device" if self._on_device else "")]
+        for section in SECTIONS:
+            names = [name for name in self._ranges if section_of(name) == section]
+            if names:
+                lines += ["", _line(section, "of steps", "ms a step", "on device" if self._on_device else "")]
             for name in sorted(names, key=lambda name: -self._host[name].total):
                 on_device = f"{self._on_device[name].total / steps:.3f}" if name in self._on_device else ""
                 time = self._host[name].total
                 share = f"{time / whole:.1%}" if whole else ""
                 lines.append(_line(f"  {name}", share, f"{time / steps:.3f}", on_device))
         if peak_bytes is not None:
-            lines += ["", f"{MEMORY_TRACK}, at most: {format_binary(peak_bytes)}"]
+            lines += ["", f"{MEMORY_TRACK}, at most: {format_bytes(peak_bytes)}"]
         operations = {name: row for name, row in self._host.items() if name not in self._ranges}
         lines += _operations("operations on the host, without nested operations", operations, steps)
         if self._device:
@@ -197,13 +207,8 @@ def _line(name: str, *columns: str) -> str:
     return f"{name[:70]:70}{''.join(f'{column:>12}' for column in columns)}".rstrip()
 
 
-@dataclass
-class ThreadEvents:
-    """Complete events of one thread, 20 bytes each."""
-
-    begin: array[float] = field(default_factory=lambda: array("d"))  # microseconds
-    duration: array[float] = field(default_factory=lambda: array("d"))  # microseconds
-    name: array[int] = field(default_factory=lambda: array("I"))  # index into the table's names
+Columns = tuple["array[float]", "array[float]", "array[int]"]
+"""Events of one thread, 20 bytes each: begin and duration in microseconds, and index of the name."""
 
 
 class EventTable:
@@ -211,23 +216,22 @@ class EventTable:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._threads: dict[tuple[Any, Any], ThreadEvents] = defaultdict(ThreadEvents)
+        self._threads: dict[tuple[Any, Any], Columns] = defaultdict(lambda: (array("d"), array("d"), array("I")))
 
     def add(self, event: TraceEvent) -> None:
         """Add an event."""
-        thread = self._threads[event["pid"], event["tid"]]
-        thread.begin.append(event["ts"])
-        thread.duration.append(event["dur"])
-        thread.name.append(self._names.setdefault(event["name"], len(self._names)))
+        begins, durations, names = self._threads[event["pid"], event["tid"]]
+        begins.append(event["ts"])
+        durations.append(event["dur"])
+        names.append(self._names.setdefault(event["name"], len(self._names)))
 
     def rows(self) -> dict[str, EventTotals]:
         """Return the sums by name."""
         rows = [EventTotals() for _ in self._names]
-        for thread in self._threads.values():
+        for begins, durations, names in self._threads.values():
             enclosing: list[tuple[float, EventTotals]] = []  # stack of open events: end time and row
-            for index in np.lexsort((-np.array(thread.duration), np.array(thread.begin))):
-                begin, duration = thread.begin[index], thread.duration[index]
-                row = rows[thread.name[index]]
+            for index in np.lexsort((-np.array(durations), np.array(begins))):
+                begin, duration, row = begins[index], durations[index], rows[names[index]]
                 while enclosing and enclosing[-1][0] <= begin:
                     enclosing.pop()
                 milliseconds = duration / 1e3
@@ -254,25 +258,14 @@ def is_layer(name: str) -> bool:
     return name.rpartition(".")[2].isdecimal()
 
 
-def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of the ranges by section, without the ranges of the steps."""
-    phases, actions, waits, layers, backends = [], [], [], [], []
-    for name in ranges:
-        if name.startswith(COMMUNICATION_PREFIX):
-            waits.append(name)
-        elif name.startswith(BACKEND_PREFIXES):
-            backends.append(name)
-        elif is_layer(name):
-            layers.append(name)
-        elif name.startswith(STAGE_PREFIX):
-            actions.append(name)
-        elif not name.startswith(STEP_PREFIX):
-            phases.append(name)
-    sections = {
-        "phases": phases,
-        "actions of the pipeline": actions,
-        "waits for other ranks, by axes": waits,
-        "collectives of all axes, on the backend's threads": backends,
-        "forward passes of layers": layers,
-    }
-    return {title: names for title, names in sections.items() if names}
+def section_of(name: str) -> str | None:
+    """Return the section of the table to which a range belongs; None for the range of a step."""
+    if name.startswith(COMMUNICATION_PREFIX):
+        return WAITS
+    if name.startswith(BACKEND_PREFIXES):
+        return BACKENDS
+    if is_layer(name):
+        return LAYERS
+    if name.startswith(STAGE_PREFIX):
+        return ACTIONS
+    return None if name.startswith(STEP_PREFIX) else PHASES

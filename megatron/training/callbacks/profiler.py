@@ -12,8 +12,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from megatron.training.callbacks.profile_report import (
     read_events,
 )
 from megatron.training.loggers.console import print_line, print_warning
+from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
 
@@ -133,32 +134,16 @@ PROFILE_FOLDER = "profiles"
 
 
 class PipelineProfiler:
-    """Records selected steps. Errors of writing are warnings and never end the run."""
+    """Records timelines of the pipeline's actions in selected steps. Errors of writing are warnings."""
 
-    def __init__(
-        self,
-        config: ProfilingConfig,
-        run_dir: str | None,
-        trainer: Trainer,
-        say: Callable[[str], None] = print_line,
-        warn: Callable[[str], None] = print_warning,
-    ) -> None:
-        """Set up without recording.
-
-        Args:
-            config: which steps to record.
-            run_dir: the run folder; None disables timelines.
-            trainer: owner of the pipeline.
-            say: prints a line.
-            warn: prints a warning.
-
-        """
+    def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
+        """Set up without recording. Without a run folder nothing is recorded; ``say`` prints a line."""
+        config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir
         self._pipeline = trainer.pipeline
         self._group = trainer.mesh.pipeline
         self._device = trainer.device
         self._schedule = str(trainer.config.parallel.pipeline_schedule)
         self._say = say
-        self._warn = warn
         self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and 0 in self._group.ranks else None
         self._windows: list[range] = []
         if config.profile_pipeline:
@@ -166,7 +151,8 @@ class PipelineProfiler:
 
     def ask(self, after: int, steps: int) -> None:
         """Also record the ``steps`` steps after step ``after``."""
-        self._windows.append(range(after + 1, after + 1 + steps))
+        if steps:
+            self._windows.append(range(after + 1, after + 1 + steps))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -182,7 +168,9 @@ class PipelineProfiler:
 
     def _write(self, timeline: Timeline, path: Path, number: int) -> None:
         if not any(timeline.intervals):
-            self._warn(f"no timeline of step {number}: it was replayed as a CUDA graph, which has no separate actions")
+            print_warning(
+                f"no timeline of step {number}: it was replayed as a CUDA graph, which has no separate actions"
+            )
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,13 +178,10 @@ class PipelineProfiler:
         except OSError as error:
             with suppress(OSError):  # remove an incomplete file
                 path.unlink(missing_ok=True)
-            self._warn(f"no timeline of step {number}, training continues: {error}")
+            print_warning(f"no timeline of step {number}, training continues: {error}")
         else:
             self._say(f"timeline of the pipeline in step {number}: {path}")
 
-
-PROFILE_SUFFIXES = (".json.tmp", ".json", ".json.gz", ".txt", "_memory.pickle")
-"""File suffixes of a profile. The first two are temporary; PyTorch creates the first one."""
 
 SNAPSHOT_ENTRIES = 1_000_000
 """Maximum number of allocations in a GPU memory snapshot."""
@@ -213,8 +198,6 @@ class Profiler:
         device: torch.device,
         models: Sequence[nn.Module],
         say: Callable[[str], None] = print_line,
-        warn: Callable[[str], None] = print_warning,
-        pipeline: PipelineProfiler | None = None,
     ) -> None:
         """Set up without recording.
 
@@ -222,79 +205,54 @@ class Profiler:
             config: which steps and ranks to profile, and what to record.
             run_dir: the run folder; None disables profiles.
             rank: this rank.
-            device: device of this rank.
+            device: of this rank.
             models: model chunks of this rank; their layers become ranges.
             say: prints a line.
-            warn: prints a warning.
-            pipeline: profiler of pipeline actions.
 
         """
         self.config = config
         self.rank = rank
         self.device = device
         self.models = models
-        self._pipeline = pipeline
         self._say = say
-        self._warn = warn
         self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and rank in config.profile_ranks else None
-        self._windows: list[range] = []
+        self._steps: set[int] = set()  # to profile
         if self._folder is not None and (config.profile or config.profile_memory):
-            self._windows.append(range(config.profile_step_start, config.profile_step_end))
+            self._steps.update(range(config.profile_step_start, config.profile_step_end))
         self._recording: ProfileRecording | None = None
 
-    def ask(self, after: int, request: ProfileRequest) -> None:
-        """Schedule a requested profile of the steps after step ``after``."""
-        if request.pipeline and self._pipeline is not None:
-            self._pipeline.ask(after, request.pipeline)
-        if not request.profile:
-            return
-        if self.rank == 0:
+    def ask(self, after: int, steps: int) -> None:
+        """Schedule a requested profile of the ``steps`` steps after step ``after``."""
+        if steps and self.rank == 0:
             ranks = " ".join(map(str, self.config.profile_ranks))
-            steps = f"steps {after + 1} to {after + request.profile}"
-            self._say(f"profile requested of {steps}, recorded on --profile-ranks {ranks}")
+            self._say(f"profile requested of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
         if self._folder is not None:
-            self._windows.append(range(after + 1, after + 1 + request.profile))
+            self._steps.update(range(after + 1, after + 1 + steps))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
-        if self._recording is None and self._is_selected(number):
-            self._start(number)
+        if self._recording is None and number in self._steps:
+            try:
+                self._recording = ProfileRecording(number, self.config, self.device, self.models)
+            except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
+                self._give_up(error)
         complete = False
         try:
-            pipeline_step = self._pipeline.step(number) if self._pipeline is not None else nullcontext()
-            with profiler_range(f"{STEP_PREFIX}{number}"), pipeline_step:
+            with profiler_range(f"{STEP_PREFIX}{number}"):
                 yield
             complete = True
         finally:
             if self._recording is not None:
-                next_step = number + 1
-                full = next_step - self._recording.first >= MAX_PROFILE_STEPS
-                if not complete or full or not self._is_selected(next_step):
-                    self._finish(number)
+                full = number + 1 - self._recording.first >= MAX_PROFILE_STEPS
+                if not complete or full or number + 1 not in self._steps:
+                    self.close(number)
 
-    def close(self, number: int) -> None:
-        """Write an unfinished profile when the run ends after step ``number``."""
-        if self._recording is not None:
-            self._finish(number)
-
-    def _is_selected(self, number: int) -> bool:
-        return any(number in window for window in self._windows)
-
-    def _start(self, number: int) -> None:
-        try:
-            recording = ProfileRecording(number, self.config, self.device, self.models)
-            recording.start()
-        except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
-            self._give_up(error)
-        else:
-            self._recording = recording
-
-    def _finish(self, last: int) -> None:
+    def close(self, last: int) -> None:
+        """Write the profile that is being recorded, if any; ``last`` is its last step."""
         recording, self._recording = self._recording, None
         if recording is None or self._folder is None:
             return
-        self._windows = [window for window in self._windows if window.stop > last + 1]
         stem = f"step_{recording.first:06d}-{last:06d}_rank_{self.rank}"
         try:
             recording.stop()
@@ -302,8 +260,8 @@ class Profiler:
             written = recording.write(self._folder / stem, last)
         except Exception as error:
             with suppress(OSError):  # remove an incomplete profile
-                for suffix in PROFILE_SUFFIXES:
-                    (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
+                for path in self._folder.glob(f"{stem}[._]*"):
+                    path.unlink()
             self._give_up(error)
         else:
             self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
@@ -311,27 +269,22 @@ class Profiler:
             recording.release()
 
     def _give_up(self, error: Exception) -> None:
-        self._windows = []
-        self._warn(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
+        self._steps.clear()
+        print_warning(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
 
 
-@dataclass
 class ProfileRecording:
     """A profile that is being recorded."""
 
-    first: int  # first step
-    config: ProfilingConfig
-    device: torch.device
-    models: Sequence[nn.Module]  # their layers become ranges
-
-    def start(self) -> None:
-        """Start recording; on an error, stop everything that was started."""
-        config = self.config
-        cuda = self.device.type == "cuda"
+    def __init__(self, first: int, config: ProfilingConfig, device: torch.device, models: Sequence[nn.Module]) -> None:
+        """Start recording with step ``first``; on an error, stop everything that was started."""
+        self.first = first
+        self.config = config
+        self.device = device
+        cuda = device.type == "cuda"
         self.snapshot = config.profile_memory and cuda
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
         self.trace = profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
             record_shapes=config.pytorch_profiler_collect_shapes,
             with_stack=config.pytorch_profiler_collect_callstack,
             profile_memory=config.profile_memory,
@@ -343,7 +296,7 @@ class ProfileRecording:
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
             self.trace.start()
             undo.callback(self.trace.stop)
-            self._hooks = LayerRanges(self.models)
+            self._hooks = LayerRanges(models)
             undo.pop_all()
 
     def stop(self) -> None:
@@ -353,16 +306,7 @@ class ProfileRecording:
         self.trace.stop()
 
     def write(self, stem: Path, last: int) -> list[Path]:
-        """Write the trace, the table and, if requested, a snapshot of GPU memory.
-
-        Args:
-            stem: path of the files without suffix.
-            last: last step.
-
-        Returns:
-            Paths of the files.
-
-        """
+        """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
         name = str(stem)
         written = []
         if self.snapshot:
@@ -401,17 +345,14 @@ class LayerRanges:
         self._handles = []
         for name, module in (named for model in models for named in model.named_modules()):
             if is_layer(name):
-                self._handles.append(module.register_forward_pre_hook(self._enter_hook(name)))
-                self._handles.append(module.register_forward_hook(self._exit_hook, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._handles.append(module.register_forward_hook(self._exit, always_call=True))
 
-    def _enter_hook(self, name: str) -> Callable[..., None]:
-        def enter(*_: object) -> None:
-            self._open.append(record_function(name))
-            self._open[-1].__enter__()
+    def _enter(self, name: str, *_: object) -> None:
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
 
-        return enter
-
-    def _exit_hook(self, *_: object) -> None:
+    def _exit(self, *_: object) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
@@ -426,24 +367,25 @@ class StepProfiler(Callback):
 
     pauses = False  # a barrier would change what is profiled
 
-    def __init__(self, trainer: Trainer, profiler: Profiler, request: Callable[[], ProfileRequest]) -> None:
-        """Set up without recording.
-
-        Args:
-            trainer: takes the steps.
-            profiler: records them.
-            request: returns the request that the ranks have agreed on since the last step.
-        """
+    def __init__(self, trainer: Trainer, log: RunLogger, request: Callable[[], ProfileRequest]) -> None:
+        """Set up without recording; ``request`` returns what the ranks have agreed on since the last step."""
         super().__init__(trainer)
-        self._profiler = profiler
+        config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir
+        say = log.note if log.enabled else print_line  # each rank reports the files that it writes
+        models = [*trainer.chunks.values()]
+        self._profiler = Profiler(config, run_dir, trainer.mesh.rank, trainer.device, models, say)
+        self._timelines = PipelineProfiler(trainer, say)
         self._request = request
         self._step = ExitStack()
 
     def on_step_start(self) -> None:
         """Begin a recording if the step is selected."""
         taken = self.trainer.iteration
-        self._profiler.ask(taken, self._request())
+        request = self._request()
+        self._profiler.ask(taken, request.profile)
+        self._timelines.ask(taken, request.pipeline)
         self._step.enter_context(self._profiler.step(taken + 1))
+        self._step.enter_context(self._timelines.step(taken + 1))
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Write a recording that is complete; collective over the pipeline if its actions were recorded."""

@@ -1,19 +1,13 @@
-"""The seam between a run and whatever records its metrics: names, protocol, and error handling.
+"""Interface between a run and the loggers of its metrics: names, protocol, and errors.
 
-`METRICS` names every metric of a log line and an evaluation. Console, JSONL, TensorBoard and W&B implement
-`MetricLogger`, as may users' plugins. `LoggerCollection` forwards to many loggers and removes one that raises;
-`BackgroundLogger` runs a slow one in its own thread.
+`METRICS` names every metric of a log line and an evaluation. JSONL, TensorBoard and W&B implement `MetricLogger`, as
+may users' plugins; `RunLogger` forwards to them.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
-
-LOGGER_TIMEOUT_SECONDS = 30.0  # that flush and close wait for a logger
-QUEUE_CAPACITY = 10_000  # queued calls per logger, a few megabytes
 
 Metrics = Mapping[str, Any]
 """Values by metric name, or event fields by name: numbers, texts, lists of numbers, or None if unknown."""
@@ -109,166 +103,14 @@ def scalar_metrics(metrics: Metrics) -> dict[str, float]:
     }
 
 
-class LoggerStalledError(Exception):
-    """A logger cannot keep up, or did not finish in time."""
-
-
 class LoggerOpenError(Exception):
     """A logger could not be opened."""
 
 
-class LoggerCollection:
-    """Forwards metrics and events to many loggers. A logger that raises is removed with a warning."""
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        """Start without loggers; ``warn`` is called when a logger fails, and may log to this collection."""
-        self._warn = warn
-        self._loggers: dict[str, MetricLogger] = {}
-
-    def add(self, name: str, make: Callable[[], MetricLogger]) -> None:
-        """Add the logger that ``make`` returns; warn if it raises."""
-        try:
-            self._loggers[name] = make()
-        except Exception as error:  # no logger is worth the run
-            self._remove(name, LoggerOpenError(error_summary(error)))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log metrics to every logger."""
-        self._call_each("log", step, metrics)
-
-    def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Log an event to every logger that takes events."""
-        self._call_each("event", step, kind, fields)
-
-    def flush(self) -> None:
-        """Flush every logger."""
-        self._call_each("flush")
-
-    def close(self) -> None:
-        """Close every logger, the last one first, so that the first still receives warnings."""
-        for name in reversed(list(self._loggers)):
-            self._call(name, "close")
-        self.drop()
-
-    def drop(self) -> None:
-        """Remove all loggers without closing them."""
-        self._loggers.clear()
-
-    def _call_each(self, method: str, *arguments: object) -> None:
-        for name in list(self._loggers):
-            self._call(name, method, *arguments)
-
-    def _call(self, name: str, method: str, *arguments: object) -> None:
-        if name not in self._loggers:  # the warning about another logger may have removed this one
-            return
-        try:
-            call_method(self._loggers[name], method, *arguments)
-        except Exception as error:  # as in add
-            self._remove(name, error)
-
-    def _remove(self, name: str, error: Exception) -> None:
-        self._loggers.pop(name, None)
-        what = "no data" if isinstance(error, LoggerOpenError) else "no further data"
-        self._warn(f"{name} receives {what} from this run: {error_summary(error)}; training continues")
-
-
-def call_method(logger: MetricLogger, method: str, *arguments: object) -> None:
-    """Call a method of a logger; do nothing if it is optional and missing."""
-    if (bound := getattr(logger, method, None)) is not None:
-        bound(*arguments)
+class LoggerFailedError(Exception):
+    """A logger raised in its thread, cannot keep up, or did not finish in time."""
 
 
 def error_summary(error: BaseException) -> str:
     """Return the error's message in one line, or its type if there is none."""
     return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"
-
-
-class BackgroundLogger:
-    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
-
-    def __init__(
-        self,
-        make: Callable[[], MetricLogger],
-        flushes: bool = True,
-        timeout: float = LOGGER_TIMEOUT_SECONDS,
-        capacity: int = QUEUE_CAPACITY,
-    ) -> None:
-        """Start the thread, which opens the logger.
-
-        Args:
-            make: opens the logger; called in the thread, may raise.
-            flushes: whether `flush` waits; False if the data is also kept elsewhere.
-            timeout: seconds that `flush` and `close` wait.
-            capacity: maximum number of queued calls.
-
-        """
-        self._flushes = flushes
-        self._timeout = timeout
-        self._queue: queue.Queue[Callable[[MetricLogger], None] | None] = queue.Queue(capacity)
-        self._error: Exception | None = None
-        self._flush_timed_out = False
-        self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
-        self._thread.start()
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Queue the metrics. Raises the error of an earlier call, or `LoggerStalledError` if the queue is full."""
-        self._put(lambda logger: logger.log(step, metrics))
-
-    def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Queue the event; raises as `log`."""
-        self._put(lambda logger: call_method(logger, "event", step, kind, fields))
-
-    def flush(self) -> None:
-        """Flush the logger and wait for it. After a timeout, do not wait again until it has caught up."""
-        done = threading.Event()
-
-        def flush_logger(logger: MetricLogger) -> None:
-            call_method(logger, "flush")
-            done.set()
-            self._flush_timed_out = False
-
-        self._put(flush_logger)
-        if self._flushes and not self._flush_timed_out and self._thread.is_alive():
-            self._flush_timed_out = not self._wait(done)
-        self._raise_error()
-
-    def close(self) -> None:
-        """Close the logger and wait for it. Raises as `log`, and `LoggerStalledError` after the timeout."""
-        self._put(lambda logger: logger.close())
-        self._put(None)
-        self._thread.join(self._timeout)
-        self._raise_error()
-        if self._thread.is_alive():
-            raise LoggerStalledError(f"it did not finish within {self._timeout:.0f} s")
-
-    def _wait(self, done: threading.Event) -> bool:
-        """Wait until ``done`` is set or the thread has ended; return False on timeout."""
-        waited, step = 0.0, 0.05
-        while not done.wait(step) and self._thread.is_alive():
-            waited += step
-            if waited >= self._timeout:
-                return False
-        return True
-
-    def _put(self, job: Callable[[MetricLogger], None] | None) -> None:
-        self._raise_error()
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            raise LoggerStalledError(f"it is {self._queue.maxsize:,} records behind") from None
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self, make: Callable[[], MetricLogger]) -> None:
-        try:
-            logger = make()
-        except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
-            self._error = LoggerOpenError(error_summary(error))
-            return
-        try:
-            while (job := self._queue.get()) is not None:
-                job(logger)
-        except BaseException as error:  # as above
-            self._error = error if isinstance(error, Exception) else LoggerStalledError(error_summary(error))

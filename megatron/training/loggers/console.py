@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.planner.memory import format_binary
+from megatron.config.errors import format_bytes
 from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.startup import startup_line
-from megatron.training.throughput import ThroughputModel
+
+if TYPE_CHECKING:  # its module imports torch, which tools that draw plots do without
+    from megatron.training.metrics import ThroughputModel
 
 MIN_SHOWN_SHARE = 0.005
 """Smallest share that is shown; whole percents would show smaller ones as 0%."""
@@ -71,20 +73,17 @@ class ConsoleLogger:
             print_line(startup_line(fields["phases"], fields["slowest"]))
         elif kind == "checkpoint":
             size, seconds, blocking = fields["bytes"], fields["seconds"], fields["blocking-seconds"]
-            speed = f"{format_binary(size)} in {seconds:.1f}s, {format_binary(size / seconds)}/s"
+            speed = f"{format_bytes(size)} in {seconds:.1f}s, {format_bytes(size / seconds)}/s"
             blocked = "" if blocking == seconds else f", training stood still for {blocking:.2f}s"
             print_line(f"saved {fields['path']}: {speed}{blocked}")
 
-    def close(self) -> None:
-        """Do nothing: lines are not buffered."""
-
 
 class ConsoleColumn(NamedTuple):
-    """A column of a console line. Groups are separated by ``|``."""
+    """A column of a console line."""
 
-    text: str
-    group: int
+    group: int  # groups are separated by ``|``
     drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
+    text: str
 
 
 def progress_line(step: int, metrics: Metrics, throughput_model: ThroughputModel, width: int | None = None) -> str:
@@ -96,72 +95,61 @@ def progress_line(step: int, metrics: Metrics, throughput_model: ThroughputModel
     Loss, time and speed are means over the steps since the previous line; the rest is of the last step. Columns of the
     second half are shown only if they apply: on several ranks, with a slow rank, after a restart.
     """
+    eta = ConsoleColumn(8, 2, f"ETA {format_duration(throughput_model.seconds_left(metrics))}")
+    return fit_columns([*_training_columns(step, metrics, throughput_model), *_rank_columns(metrics), eta], width)
+
+
+def _training_columns(step: int, metrics: Metrics, throughput_model: ThroughputModel) -> Iterator[ConsoleColumn]:
+    """Yield progress, loss and speed."""
     total = str(throughput_model.total_iterations)
-    columns: list[ConsoleColumn] = []
-
-    def add(group: int, drop_order: int, text: str) -> None:
-        columns.append(ConsoleColumn(text, group, drop_order))
-
-    add(0, 0, f"{step:>{len(total)}}/{total}")
-    add(0, 5, f"{format_compact(metrics['consumed-tokens'])} tok")
-    add(1, 0, f"loss {format_loss(metrics['lm loss'])}")
-    add(1, 3, f"gnorm {format_plain(metrics['grad-norm'])}")
-    add(1, 6, f"lr {format_exponent(metrics['learning-rate'])}")
+    yield ConsoleColumn(0, 0, f"{step:>{len(total)}}/{total}")
+    yield ConsoleColumn(0, 5, f"{format_compact(metrics['consumed-tokens'])} tok")
+    yield ConsoleColumn(1, 0, f"loss {format_loss(metrics['lm loss'])}")
+    yield ConsoleColumn(1, 3, f"gnorm {format_plain(metrics['grad-norm'])}")
+    yield ConsoleColumn(1, 6, f"lr {format_exponent(metrics['learning-rate'])}")
     for name, label in ROUTER_LABELS.items():
         if name in metrics:
-            add(1, 7, f"{label} {format_loss(metrics[name])}")
-    add(2, 4, format_step_time(metrics["iteration-time"]))
-    if throughput_model.on_gpu:
-        add(2, 2, f"{format_compact(metrics['tokens-per-second'] / throughput_model.world_size)} tok/s/gpu")
-    else:
-        add(2, 2, f"{format_compact(metrics['tokens-per-second'])} tok/s")
+            yield ConsoleColumn(1, 7, f"{label} {format_loss(metrics[name])}")
+    yield ConsoleColumn(2, 4, format_step_time(metrics["iteration-time"]))
+    ranks, unit = (throughput_model.world_size, "tok/s/gpu") if throughput_model.on_gpu else (1, "tok/s")
+    yield ConsoleColumn(2, 2, f"{format_compact(metrics['tokens-per-second'] / ranks)} {unit}")
     if (mfu := metrics.get("mfu")) is not None:
-        add(2, 3, f"MFU {mfu:.1%}")
-    _add_waits(metrics, add)
-    _add_ranks(metrics, add)
+        yield ConsoleColumn(2, 3, f"MFU {mfu:.1%}")
     if metrics["loss-scale"] != 1:
-        add(6, 7, f"scale {format_compact(metrics['loss-scale'])}")
+        yield ConsoleColumn(6, 7, f"scale {format_compact(metrics['loss-scale'])}")
     if skipped := len(metrics["skipped-iterations"]):
-        add(7, 1, f"skipped {skipped}")
-    _add_goodput(metrics, add)
-    add(8, 2, f"ETA {format_duration(throughput_model.seconds_left(metrics))}")
-    return fit_columns(columns, width)
-
-
-def _add_waits(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
-    """Add the shares of the step spent in communication, in pipeline bubbles and waiting for data."""
-    if (total := metrics.get("communication-share")) is not None:
-        prefix = "communication-"
-        waits = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        del waits["share"]
-        scale = total / (sum(waits.values()) or 1.0)  # shares add up to the total
-        shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
-        add(3, 6, f"comm {total:.0%}")
-        if shown:
-            add(3, 10, f"({' '.join(shown)})")
-    if "bubble" in metrics:
-        add(3, 5, f"bubble {metrics['bubble']:.1%}")
-    if "data-wait" in metrics:
-        share = metrics["data-wait"] / metrics["iteration-time"]
-        add(3, 9 if share < MIN_SHOWN_SHARE else 4, f"data {share:.0%}")
-
-
-def _add_ranks(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
-    """Add the memory of the fullest rank, and the slowest rank if it delays the others."""
-    used, capacity = metrics.get("mem-max-allocated-bytes"), metrics.get(MEMORY_CAPACITY)
-    if used is not None and capacity is not None:
-        rank = f" r{metrics['mem-max-rank']}" if "mem-max-rank" in metrics else ""
-        add(4, 8, f"mem {format_memory(used, capacity)}{rank}")
-    if metrics.get("slowest-rank-excess", 0.0) >= SLOW_RANK_EXCESS:
-        add(5, 7, f"slow r{metrics['slowest-rank']} +{metrics['slowest-rank-excess']:.0%}")
-
-
-def _add_goodput(metrics: Metrics, add: Callable[[int, int, str], None]) -> None:
-    """Add the goodput after a restart, or if the run loses time long after its start."""
+        yield ConsoleColumn(7, 1, f"skipped {skipped}")
     if (goodput := metrics.get("goodput")) is not None:
         lossy = metrics.get("run-seconds", 0.0) >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
         if lossy or metrics.get("starts", 1) > 1:
-            add(8, 8, f"goodput {goodput:.1%}")
+            yield ConsoleColumn(8, 8, f"goodput {goodput:.1%}")
+
+
+def _rank_columns(metrics: Metrics) -> Iterator[ConsoleColumn]:
+    """Yield the waits for other ranks and for data, the memory of the fullest rank, and a slow rank."""
+    if (total := metrics.get("communication-share")) is not None:
+        waits = _without_prefix(metrics, "communication-")
+        del waits["share"]
+        scale = total / (sum(waits.values()) or 1.0)  # shares add up to the total
+        shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
+        yield ConsoleColumn(3, 6, f"comm {total:.0%}")
+        if shown:
+            yield ConsoleColumn(3, 10, f"({' '.join(shown)})")
+    if "bubble" in metrics:
+        yield ConsoleColumn(3, 5, f"bubble {metrics['bubble']:.1%}")
+    if "data-wait" in metrics:
+        share = metrics["data-wait"] / metrics["iteration-time"]
+        yield ConsoleColumn(3, 9 if share < MIN_SHOWN_SHARE else 4, f"data {share:.0%}")
+    used, capacity = metrics.get("mem-max-allocated-bytes"), metrics.get(MEMORY_CAPACITY)
+    if used is not None and capacity is not None:
+        rank = f" r{metrics['mem-max-rank']}" if "mem-max-rank" in metrics else ""
+        yield ConsoleColumn(4, 8, f"mem {format_memory(used, capacity)}{rank}")
+    if metrics.get("slowest-rank-excess", 0.0) >= SLOW_RANK_EXCESS:
+        yield ConsoleColumn(5, 7, f"slow r{metrics['slowest-rank']} +{metrics['slowest-rank-excess']:.0%}")
+
+
+def _without_prefix(metrics: Metrics, prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
 
 
 def timing_line(metrics: Metrics) -> str | None:
@@ -197,9 +185,8 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
 def health_line(step: int, metrics: Metrics) -> str:
     """Return the extreme values of a health report and their layers."""
 
-    def layers(quantity: str) -> Mapping[str, float]:
-        prefix = f"health/{quantity}/"
-        values = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+    def layers(quantity: str) -> dict[str, float]:
+        values = _without_prefix(metrics, f"health/{quantity}/")
         values.pop("total", None)
         return values
 
@@ -224,13 +211,12 @@ def fit_columns(columns: list[ConsoleColumn], width: int | None) -> str:
     """Join the columns into one line; drop the least important ones until it fits into ``width`` characters."""
     while True:
         groups: dict[int, list[str]] = {}
-        for column in columns:
+        for column in sorted(columns, key=lambda column: column.group):
             groups.setdefault(column.group, []).append(column.text)
         line = " | ".join(" ".join(texts) for texts in groups.values())
         if width is None or len(line) <= width or len(columns) == 1:
             return line
-        dropped = max(columns, key=lambda column: column.drop_order)
-        columns = [column for column in columns if column is not dropped]
+        columns.remove(max(columns, key=lambda column: column.drop_order))
 
 
 def format_loss(nats: float) -> str:

@@ -9,17 +9,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
+from itertools import cycle, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.training.loggers.console import format_compact, format_exponent, format_plain
-from megatron.training.loggers.jsonl import read_json_lines
-from megatron.training.loggers.run_folder import RunHistory
+from megatron.training.loggers.run_folder import RunHistory, read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,23 +59,23 @@ def draw_loss_curve(history: RunHistory, title: str, out: Path) -> None:
         _draw_loss(loss, history)
         _draw_rate(rate, history)
         skipped = [at for point in history.train for at in point.skipped]
-        _draw_verticals((loss, rate), skipped, "skipped update", color=SKIPPED_COLOR, style="-")
-        _draw_verticals((loss, rate), history.restarts, "restart", color=RESTART_COLOR, style="--")
-        _draw_verticals((loss, rate), history.errors, "error", color=ERROR_COLOR, style=":")
-        _label(loss, rate, history, title)
+        for axes in (loss, rate):
+            _draw_verticals(axes, skipped, "skipped update", SKIPPED_COLOR, "-")
+            _draw_verticals(axes, history.restarts, "restart", RESTART_COLOR, "--")
+            _draw_verticals(axes, history.errors, "error", ERROR_COLOR, ":")
+        last = history.train[-1]
+        size = f"{last.iteration:,} steps, {format_compact(last.tokens)} tokens"
+        loss.set_title(title, loc="left", fontweight="bold")
+        loss.set_title(size, loc="right", color=MUTED_COLOR, fontsize=10)
+        loss.set_ylabel("loss per token (nats)")
+        label_tokens(rate)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=9)
 
 
 @contextmanager
 def open_figure(out: Path, width: float, height: float, grid: bool = True) -> Iterator[Figure]:
-    """Yield an empty figure and save it to ``out`` afterwards. ``out`` is replaced atomically.
-
-    Args:
-        out: path of the image.
-        width: in inches.
-        height: in inches.
-        grid: whether to draw grid lines.
+    """Yield an empty figure of ``width`` x ``height`` inches, and save it to ``out`` afterwards, atomically.
 
     Raises:
         ValueError: if matplotlib is missing, or does not support the file type of ``out``.
@@ -91,29 +90,22 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
     with rc_context({**STYLE, "axes.grid": grid}):
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         yield figure
-        _save(figure, out)
-
-
-def _save(figure: Figure, out: Path) -> None:
-    if out.is_dir():
-        raise OSError(f"{out} cannot be written: it is a folder")
-    if not out.suffix:  # matplotlib would append one
-        raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
-    image = BytesIO()
-    figure.savefig(image, format=out.suffix.removeprefix("."))
-    try:
-        publish_file(out, image.getvalue())
-    except OSError as error:
-        raise OSError(f"{out} cannot be written: {error.strerror}") from error
+        if out.is_dir():
+            raise OSError(f"{out} cannot be written: it is a folder")
+        if not out.suffix:  # matplotlib would append one
+            raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
+        image = BytesIO()
+        figure.savefig(image, format=out.suffix.removeprefix("."))
+        try:
+            publish_file(out, image.getvalue())
+        except OSError as error:
+            raise OSError(f"{out} cannot be written: {error.strerror}") from error
 
 
 def running_mean(values: np.ndarray, least: int = 0) -> np.ndarray:
     """Return the running mean ``[n]`` of ``values`` ``[n]``. The window grows from 1 at the steep start to n/15.
 
-    Args:
-        values: values to smooth.
-        least: minimum of the largest half width, for small n.
-
+    ``least`` is the minimum of the largest half width, for small n.
     """
     n = len(values)
     index = np.arange(n)
@@ -136,26 +128,18 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
         label = f"training: {last}" if few else f"training, smoothed: {smoothed[-1]:.3f} (last raw value {last})"
         axes.plot(tokens, smoothed, color=TRAIN_COLOR, linewidth=2.2, marker="o" * few, markersize=4, label=label)
     evaluated = [p for p in history.evaluations if np.isfinite(p.loss)]
-    for number, name in enumerate(dict.fromkeys(p.name for p in evaluated)):
-        _draw_evaluations(axes, name, [(p.tokens, p.loss) for p in evaluated if p.name == name], number)
+    styles = cycle(product(EVALUATION_MARKERS, EVALUATION_COLORS))
+    for name, (mark, color) in zip(dict.fromkeys(p.name for p in evaluated), styles):
+        tokens, losses = np.array([(p.tokens, p.loss) for p in evaluated if p.name == name]).T
+        axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.6)
+        label = f"{name}: {losses[-1]:.3f}"
+        axes.plot(tokens, losses, mark, color=color, markersize=5, markeredgecolor="white", label=label)
     scale_loss_axis(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
     lost = [p.tokens for p in history.train if not np.isfinite(p.loss)]
     if lost:
         height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
         label = f"{len(lost)} log line{'' if len(lost) == 1 else 's'} without a finite loss"
         axes.plot(lost, [0.02] * len(lost), "x", color=SKIPPED_COLOR, label=label, transform=height, clip_on=False)
-
-
-def _draw_evaluations(axes: Axes, name: str, points: Sequence[tuple[int, float]], number: int) -> None:
-    """Draw the ``number``-th kind of evaluation with its own colour and marker."""
-    tokens, losses = np.array(points).T
-    color, mark = (
-        EVALUATION_COLORS[number % len(EVALUATION_COLORS)],
-        EVALUATION_MARKERS[number // len(EVALUATION_COLORS) % len(EVALUATION_MARKERS)],
-    )
-    axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.6)
-    label = f"{name}: {losses[-1]:.3f}"
-    axes.plot(tokens, losses, mark, color=color, markersize=5, markeredgecolor="white", label=label)
 
 
 def scale_loss_axis(axes: Axes, losses: list[float]) -> None:
@@ -182,51 +166,35 @@ def scale_rate_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: format_exponent(value))
 
 
+def label_tokens(axes: Axes) -> None:
+    """Label the horizontal axis, which counts tokens."""
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
+
+
 def _draw_rate(axes: Axes, history: RunHistory) -> None:
     tokens = [p.tokens for p in history.train]
-    few = len(tokens) < FEW_POINTS
-    axes.plot(
-        tokens,
-        [p.learning_rate for p in history.train],
-        color=RATE_COLOR,
-        linewidth=1.6,
-        marker="o" * few,
-        markersize=3,
-    )
+    rates = [p.learning_rate for p in history.train]
+    axes.plot(tokens, rates, color=RATE_COLOR, linewidth=1.6, marker="o" * (len(tokens) < FEW_POINTS), markersize=3)
     scale_rate_axis(axes)
     axes.set_ylabel("learning rate", color=RATE_COLOR)
     batch = axes.twinx()
     sizes = [p.batch_size for p in history.train]
-    starts = [p.last_step_from for p in history.train]
-    batch.step(
-        [*starts, tokens[-1]], [*sizes, sizes[-1]], where="post", color=BATCH_COLOR, linewidth=1.2, linestyle="--"
-    )
+    starts = [*(p.last_step_from for p in history.train), tokens[-1]]
+    batch.step(starts, [*sizes, sizes[-1]], where="post", color=BATCH_COLOR, linewidth=1.2, linestyle="--")
     batch.set_ylim(0, 1.3 * max(sizes))
     batch.set_ylabel("batch size", color=BATCH_COLOR)
     batch.grid(visible=False)
 
 
 def _draw_verticals(
-    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, style: Literal["-", "--", ":"]
+    axes: Axes, positions: Sequence[float], noun: str, color: str, style: Literal["-", "--", ":"]
 ) -> None:
-    if not positions:
-        return
-    label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
-    for axes in panels:
+    if positions:
+        label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
         height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
         lines = axes.vlines(positions, 0, 1, color, linewidth=0.9, alpha=0.7, label=label, transform=height)
         lines.set_linestyle(style)
-
-
-def _label(loss: Axes, rate: Axes, history: RunHistory, title: str) -> None:
-    last = history.train[-1]
-    loss.set_title(title, loc="left", fontweight="bold")
-    loss.set_title(
-        f"{last.iteration:,} steps, {format_compact(last.tokens)} tokens", loc="right", color=MUTED_COLOR, fontsize=10
-    )
-    loss.set_ylabel("loss per token (nats)")
-    rate.set_xlabel("tokens")
-    rate.xaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
 
 
 PANELS = {
@@ -243,8 +211,7 @@ PANELS = {
 LAYER_METRIC = re.compile(r"health/[^/]+/(?!total$).*")
 
 
-@dataclass(frozen=True)
-class HealthMap:
+class HealthMap(NamedTuple):
     """One quantity of all layers and steps."""
 
     layers: list[str]

@@ -1,9 +1,9 @@
 """The run folder: configuration, command, environment, data, metrics and incidents of a run.
 
 `write_run_folder` writes what is known before the first step and renames files of an earlier start that differ.
-`JsonLinesLogger` appends metrics to `metrics.jsonl`, `IncidentLogger` appends starts, skipped updates, warnings and
-errors to `incidents.md`, and `read_history` reads the metrics back without steps that a restart discarded. The run
-ID, which identifies a run across restarts, comes from here too.
+`JsonLinesLogger` appends metrics to `metrics.jsonl`, one JSON object per line, and `IncidentLogger` appends starts,
+skipped updates, warnings and errors to `incidents.md`. `read_json_lines` reads such a file back, and `read_history`
+reads the metrics without the steps that a restart discarded.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import Metrics
-from megatron.training.loggers.jsonl import read_json_lines
 from megatron.training.startup import start_phrase
 
-CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE, DIFF_FILE = (
-    "config.yaml",
-    "command.sh",
-    "environment.json",
-    "uncommitted.diff",
-)
-METRICS_FILE, LOSS_CURVE_FILE, HEALTH_FILE, DATA_FILE = "metrics.jsonl", "loss.png", "health.png", "data.json"
+CONFIG_FILE = "config.yaml"
+COMMAND_FILE = "command.sh"
+ENVIRONMENT_FILE = "environment.json"
+DIFF_FILE = "uncommitted.diff"
+DATA_FILE = "data.json"
+METRICS_FILE = "metrics.jsonl"
+LOSS_CURVE_FILE = "loss.png"
+HEALTH_FILE = "health.png"
 PACKAGES = (
     *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
 INCIDENTS_FILE = "incidents.md"
-INCIDENT_EVENTS = ("warning", "error", "stop")
-EVALUATION_KINDS = ("validation", "test")
 
 
 def write_run_folder(
@@ -54,38 +52,32 @@ def write_run_folder(
 ) -> list[Path]:
     """Create the folder and write config, command, environment, uncommitted changes and a summary of the data.
 
+    Files of an earlier start with other content are renamed to ``name.1.ext``, those of the next to ``name.2.ext``...
+
     Returns:
-        New paths of an earlier start's files that were renamed because their content changed.
+        New paths of the renamed files.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
     commit, diff = git_state(Path(__file__).parent)
-    environment_facts = environment_info(device_name, world_size) | {
-        "git_commit": commit,
-        "git_uncommitted_changes": bool(diff),
-    }
+    git_facts = {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
     texts = {
         CONFIG_FILE: resolved_config,
         COMMAND_FILE: restart_command(os.environ, sys.argv, world_size),
-        ENVIRONMENT_FILE: json.dumps(environment_facts, indent=2) + "\n",
+        ENVIRONMENT_FILE: json.dumps(environment_info(device_name, world_size) | git_facts, indent=2) + "\n",
         DIFF_FILE: diff,
         DATA_FILE: json.dumps(data, indent=2) + "\n" if data else "",
     }
-    renamed = _rename_changed(folder, texts)
-    for name, text in texts.items():
-        if text:
-            publish_file(folder / name, text.encode())
-    return renamed
-
-
-def _rename_changed(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Rename files with different content to ``name.1.ext``; those of the next start to ``name.2.ext``..."""
-    paths = [folder / name for name in texts]
+    paths = {folder / name: text for name, text in texts.items()}
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
         number += 1
-    changed = [path for path in paths if path.exists() and path.read_bytes() != texts[path.name].encode()]
-    return [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
+    changed = [path for path, text in paths.items() if path.exists() and path.read_bytes() != text.encode()]
+    renamed = [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
+    for path, text in paths.items():
+        if text:
+            publish_file(path, text.encode())
+    return renamed
 
 
 def restart_command(variables: Mapping[str, str], argv: Sequence[str], world_size: int) -> str:
@@ -103,6 +95,10 @@ def restart_command(variables: Mapping[str, str], argv: Sequence[str], world_siz
 
 def environment_info(device_name: str, world_size: int) -> dict[str, object]:
     """Return versions and hardware."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -110,7 +106,7 @@ def environment_info(device_name: str, world_size: int) -> dict[str, object]:
         "device": device_name,
         "world_size": world_size,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": packages,
     }
 
 
@@ -131,13 +127,6 @@ def data_summary(data: DataSource) -> dict[str, object]:
     return summary
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def git_state(source: Path) -> tuple[str | None, str]:
     """Return the commit and the uncommitted changes of the checkout around ``source``; (None, "") outside of one."""
     commit, diff = _git(source, "rev-parse", "HEAD"), _git(source, "diff", "HEAD")
@@ -152,6 +141,68 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+class JsonLinesLogger:
+    """Appends one JSON object per line. A failing disk causes one warning and never stops the run."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Open ``path`` for appending."""
+        self.path = path
+        self._warn = warn
+        self._warned = False
+        self._file = path.open("a+b", buffering=0)  # unbuffered, so that errors are raised by write
+        self._incomplete_line = False  # whether the last line was cut off, by a crash or by a full disk
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            self._incomplete_line = self._file.read(1) != b"\n"
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append the metrics of a step."""
+        self.write({"iteration": step, **metrics})
+
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        """Append an event."""
+        self.write({"event": kind, "iteration": step, **fields})
+
+    def write(self, values: Metrics) -> None:
+        """Append a line. NaN and infinity become null, because JSON has neither."""
+        finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in values.items()}
+        data = b"\n" * self._incomplete_line + json.dumps(finite, allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._warn_once(error.strerror or str(error))
+            return
+        self._incomplete_line = written != len(data)
+        if self._incomplete_line:
+            self._warn_once("no space left")
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._warned:
+            self._warn(f"{self.path} cannot be written ({reason}): training continues, metrics are lost until it can")
+        self._warned = True
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # nothing is buffered that could be lost
+            self._file.close()
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each line, or None for a line that a crash cut off or damaged.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                yield None
+            else:
+                yield line if isinstance(line, dict) else None
 
 
 class IncidentLogger:
@@ -180,7 +231,7 @@ class IncidentLogger:
             run = f", run {fields['run-id']}" if fields["run-id"] else ""
             which = f", {phrase}" if (phrase := start_phrase(fields)) else ""
             self._write(fields["time"], f"{began} on {ranks}{run}{which}")
-        elif kind in INCIDENT_EVENTS:
+        elif kind in ("warning", "error", "stop"):
             self._failed = self._failed or kind == "error"
             self._write(fields["time"], fields["text"] if kind == "stop" else f"{kind}: {fields['text']}")
 
@@ -230,28 +281,22 @@ class RunHistory:
     def add(self, line: dict[str, Any]) -> None:
         """Add the next line of the file."""
         if line.get("event") == "start":
-            self._restart(line["iteration"], line["consumed-tokens"])
+            iteration, tokens = line["iteration"], line["consumed-tokens"]
+            self.train = [point for point in self.train if point.iteration <= iteration]
+            self.evaluations = [point for point in self.evaluations if point.iteration <= iteration]
+            self.restarts = [at for at in self.restarts if at < tokens]
+            self.errors = [at for at in self.errors if at <= tokens]
+            if self.train:
+                self.restarts.append(tokens)
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
         elif "lm loss" in line:
             self.train.append(_train_point(line))
-        elif kind := next((kind for kind in EVALUATION_KINDS if f"lm loss {kind}" in line), None):
-            self._add_evaluation(_evaluation_point(kind, line))
-
-    def _add_evaluation(self, point: EvaluationPoint) -> None:
-        """Add an evaluation; after a restart it replaces the earlier one of the same step."""
-        same_step = list(takewhile(lambda p: p.iteration == point.iteration, reversed(self.evaluations)))
-        for earlier in (p for p in same_step if p.name == point.name):
-            self.evaluations.remove(earlier)
-        self.evaluations.append(point)
-
-    def _restart(self, iteration: int, tokens: int) -> None:
-        self.train = [point for point in self.train if point.iteration <= iteration]
-        self.evaluations = [point for point in self.evaluations if point.iteration <= iteration]
-        self.restarts = [at for at in self.restarts if at < tokens]
-        self.errors = [at for at in self.errors if at <= tokens]
-        if self.train:
-            self.restarts.append(tokens)
+        for kind in ("validation", "test"):
+            if (loss := f"lm loss {kind}") in line:
+                name = f"{kind} {line.get('validation-set', '')}".strip()
+                tokens = int(line["consumed-tokens"])
+                self.evaluations.append(EvaluationPoint(name, int(line["iteration"]), tokens, _number(line[loss])))
 
 
 def read_history(path: Path) -> RunHistory:
@@ -270,6 +315,8 @@ def read_history(path: Path) -> RunHistory:
             history.add(line)
         except (ValueError, LookupError, TypeError, ArithmeticError):
             history.unreadable.append(number)
+    # an evaluation that a restart repeated replaces the earlier one of the same step
+    history.evaluations = list({(point.name, point.iteration): point for point in history.evaluations}.values())
     if not history.train:
         count = len(history.unreadable)
         unreadable = f" ({count} line{'' if count == 1 else 's'} could not be read)" if count else ""
@@ -289,11 +336,6 @@ def _train_point(line: dict[str, Any]) -> TrainPoint:
         batch_size=batch_size,
         skipped=tuple(tokens - (iteration - step) * tokens_per_step for step in line["skipped-iterations"]),
     )
-
-
-def _evaluation_point(kind: str, line: dict[str, Any]) -> EvaluationPoint:
-    name = f"{kind} {line.get('validation-set', '')}".strip()
-    return EvaluationPoint(name, int(line["iteration"]), int(line["consumed-tokens"]), _number(line[f"lm loss {kind}"]))
 
 
 def _number(value: float | None) -> float:

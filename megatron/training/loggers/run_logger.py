@@ -1,20 +1,22 @@
 """Report a run to the console, its run folder, TensorBoard, Weights & Biases and users' own loggers.
 
-`RunLogger` is the only interface that the training loop uses: it forwards metrics and events to a console and to a
-`LoggerCollection` of `MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Loggers
-that use a network, and those of plugins, run in their own thread (`BackgroundLogger`). After a later start has taken
-over the run, nothing but the console is written.
+`RunLogger` is the only interface that the training loop uses: it forwards metrics and events to a console and to
+`MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Loggers that use a network, and
+those of plugins, run in their own thread (`BackgroundLogger`). After a later start has taken over the run, nothing but
+the console is written.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,13 +29,13 @@ from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.loggers.base import (
     MEMORY_CAPACITY,
-    BackgroundLogger,
-    LoggerCollection,
+    LoggerFailedError,
+    LoggerOpenError,
     MetricLogger,
     Metrics,
+    error_summary,
 )
 from megatron.training.loggers.console import ConsoleLogger, print_line, print_warning
-from megatron.training.loggers.jsonl import JsonLinesLogger
 from megatron.training.loggers.plots import draw_health, draw_loss_curve
 from megatron.training.loggers.run_folder import (
     HEALTH_FILE,
@@ -41,17 +43,22 @@ from megatron.training.loggers.run_folder import (
     LOSS_CURVE_FILE,
     METRICS_FILE,
     IncidentLogger,
+    JsonLinesLogger,
     read_history,
     write_run_folder,
 )
 from megatron.training.loggers.tensorboard import TensorBoardLogger
 from megatron.training.loggers.wandb import WandbJournal, WandbLogger, journal_path, wandb_disabled
-from megatron.training.metrics import device_name
+from megatron.training.metrics import ThroughputModel, device_name
 from megatron.training.startup import StartFacts
-from megatron.training.throughput import ThroughputModel
 
 SUPERSEDED_CHECK_SECONDS = 5.0
 """Interval between checks whether a later start has taken over the run; each is a call to the file system."""
+
+LOGGER_TIMEOUT_SECONDS = 30.0  # that flush and close wait for a logger
+QUEUE_CAPACITY = 10_000  # queued calls per logger, a few megabytes
+
+AnyLogger = TypeVar("AnyLogger", bound=MetricLogger)
 
 
 class RunLogger:
@@ -76,7 +83,7 @@ class RunLogger:
         Args:
             config: resolved configuration; a copy is written to the folder.
             world_size: number of ranks.
-            device: device of this rank.
+            device: of this rank.
             enabled: whether this rank reports; usually ``rank == 0``.
             iteration: steps taken before this start.
             consumed_samples: samples used in these steps.
@@ -95,13 +102,11 @@ class RunLogger:
         self._check_superseded = check
         self._superseded: SupersededError | None = None
         self._next_check = time.monotonic() + SUPERSEDED_CHECK_SECONDS
-        self._loggers = LoggerCollection(self.warning)
-        self._read_pending: Callable[[], Metrics] | None = None
+        self._loggers: dict[str, MetricLogger] = {}
         self._seq_length = config.training.seq_length
         self._world_size = world_size
-        self._progress = self._progress_at(iteration, consumed_samples)
-        self._closed = False
         self._has_loss_curve = False
+        self.stepped(iteration, consumed_samples)
         if not enabled:
             return
         name = device_name(device)
@@ -129,8 +134,8 @@ class RunLogger:
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
-        self._loggers.add(metrics.name, lambda: file)
-        self._loggers.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE))
+        self._loggers[metrics.name] = file
+        self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE))
         if not used_before:
             return None
         names = ", ".join(path.name for path in renamed)
@@ -142,31 +147,48 @@ class RunLogger:
         options = config.logging
         iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
-            make = partial(
-                TensorBoardLogger, Path(options.tensorboard_dir), to_yaml(config), iteration, consumed_samples
-            )
-            self._loggers.add("TensorBoard", partial(BackgroundLogger, make))
-        before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
+            folder = Path(options.tensorboard_dir)
+            make = partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples)
+            self.add("TensorBoard", partial(BackgroundLogger, make))
         if options.wandb_project is not None and wandb_disabled():
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
-            self._loggers.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, before))
+            before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
+            open_journal = partial(WandbJournal, journal_path(options, run_id), before, print_warning)
+            journal = self.add("the journal for Weights & Biases", open_journal)
+            if journal is not None:  # it is kept if the client fails
+                client = partial(WandbLogger, options, to_dict(config), run_id, before, journal.past, print_line)
+                self.add("Weights & Biases", partial(BackgroundLogger, client, flushes=False))
         for name, make_logger in registered("metric_logger").items():
-            self._loggers.add(name, partial(BackgroundLogger, partial(make_logger, config)))
+            self.add(name, partial(BackgroundLogger, partial(make_logger, config)))
 
-    def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> MetricLogger:
-        """Open the journal, and the client in a thread; the journal is kept if the client fails."""
-        options = config.logging
-        journal = WandbJournal(journal_path(options, run_id), iteration, print_warning)
-        client = partial(WandbLogger, options, to_dict(config), run_id, iteration, journal.past, print_line)
-        self._loggers.add("Weights & Biases", partial(BackgroundLogger, client, flushes=False))
-        return journal
+    def add(self, name: str, make: Callable[[], AnyLogger]) -> AnyLogger | None:
+        """Add the logger that ``make`` returns, and return it; warn and return None if it raises."""
+        try:
+            logger = make()
+        except Exception as error:  # no logger is worth the run
+            self._remove(name, LoggerOpenError(error_summary(error)))
+            return None
+        self._loggers[name] = logger
+        return logger
 
-    def _progress_at(self, iteration: int, consumed_samples: int) -> dict[str, int]:
-        tokens = consumed_samples * self._seq_length
-        return {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
+    def _call_each(self, method: str, *arguments: object) -> None:
+        """Call a method of every logger that has it. Closes the last one first: the first still receives warnings."""
+        names = list(self._loggers)
+        for name in reversed(names) if method == "close" else names:
+            if name not in self._loggers:  # the warning about another logger has removed this one
+                continue
+            try:
+                call_method(self._loggers[name], method, *arguments)
+            except Exception as error:  # as in add
+                self._remove(name, error)
 
-    def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics]) -> None:
+    def _remove(self, name: str, error: Exception) -> None:
+        self._loggers.pop(name, None)
+        what = "no data" if isinstance(error, LoggerOpenError) else "no further data"
+        self.warning(f"{name} receives {what} from this run: {error_summary(error)}; training continues")
+
+    def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
         """Update the progress after a step.
 
         Args:
@@ -175,7 +197,8 @@ class RunLogger:
             read: returns the metrics since the last log line; called if the run fails before the next.
 
         """
-        self._progress = self._progress_at(iteration, consumed_samples)
+        tokens = consumed_samples * self._seq_length
+        self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
 
     def train(self, metrics: Metrics) -> None:
@@ -206,7 +229,7 @@ class RunLogger:
         self._console.log(step, values)
         values.pop(MEMORY_CAPACITY, None)
         if self._owns_run():
-            self._loggers.log(step, values)
+            self._call_each("log", step, values)
 
     def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
         """Report a saved checkpoint.
@@ -245,7 +268,7 @@ class RunLogger:
         if self._owns_run():
             progress = dict(self._progress)
             step = progress.pop("iteration")
-            self._loggers.event(step, kind, {**progress, **fields, "time": time.time()})
+            self._call_each("event", step, kind, {**progress, **fields, "time": time.time()})
 
     def _owns_run(self, at_once: bool = False) -> bool:
         """Return False once a later start has taken over the run; its loggers are dropped then.
@@ -259,20 +282,18 @@ class RunLogger:
                     self._check_superseded()
             except SupersededError as error:
                 self._superseded = error
-                self._loggers.drop()
+                self._loggers.clear()
         return self._superseded is None
 
     def flush(self) -> None:
         """Make all reports durable, so that none is lost if training resumes from the checkpoint saved next."""
-        self._loggers.flush()
+        self._call_each("flush")
 
     def close(self) -> None:
         """Close all loggers and draw the plots into the run folder; never raises."""
-        if self._closed:
-            return
-        self._closed = True
         owner = self.enabled and self._owns_run(at_once=True)
-        self._loggers.close()
+        self._call_each("close")
+        self._loggers.clear()
         if owner and self.folder is not None and self._has_loss_curve:
             self._draw_plots(self.folder)
 
@@ -295,7 +316,7 @@ class RunLogger:
     ) -> None:
         if isinstance(error, SupersededError):
             self._superseded = error
-            self._loggers.drop()
+            self._loggers.clear()
         elif error is not None and self.enabled and self._owns_run(at_once=True):
             if self._read_pending is not None:
                 try:
@@ -304,3 +325,87 @@ class RunLogger:
                     print_warning(f"the steps since the last log line are lost: {read_error}")
             self._event("error", {"text": describe_error(error)})
         self.close()
+
+
+class BackgroundLogger:
+    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
+
+    def __init__(
+        self,
+        make: Callable[[], MetricLogger],
+        flushes: bool = True,
+        timeout: float = LOGGER_TIMEOUT_SECONDS,
+        capacity: int = QUEUE_CAPACITY,
+    ) -> None:
+        """Start the thread, which opens the logger.
+
+        Args:
+            make: opens the logger; called in the thread, may raise.
+            flushes: whether `flush` waits; False if the data is also kept elsewhere.
+            timeout: seconds that `flush` and `close` wait.
+            capacity: maximum number of queued calls.
+
+        """
+        self._flushes = flushes
+        self._timeout = timeout
+        self._queue: queue.Queue[Callable[[MetricLogger], None] | None] = queue.Queue(capacity)
+        self._error: Exception | None = None
+        self._flushed = threading.Event()  # not set while a flush is awaited, and after its timeout until it is done
+        self._flushed.set()
+        self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Queue the metrics. Raises the error of an earlier call, or `LoggerFailedError` if the queue is full."""
+        self._put(lambda logger: logger.log(step, metrics))
+
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        """Queue the event; raises as `log`."""
+        self._put(lambda logger: call_method(logger, "event", step, kind, fields))
+
+    def flush(self) -> None:
+        """Flush the logger and wait for it. After a timeout, do not wait again until it has caught up."""
+        self._put(lambda logger: call_method(logger, "flush"))
+        if self._flushes and self._flushed.is_set():
+            self._flushed.clear()
+            self._put(lambda logger: self._flushed.set())
+            self._flushed.wait(self._timeout)
+            self._raise_error()
+
+    def close(self) -> None:
+        """Close the logger and wait for it. Raises as `log`, and `LoggerFailedError` after the timeout."""
+        self._put(lambda logger: logger.close())
+        self._put(None)
+        self._thread.join(self._timeout)
+        self._raise_error()
+        if self._thread.is_alive():
+            raise LoggerFailedError(f"it did not finish within {self._timeout:.0f} s")
+
+    def _put(self, job: Callable[[MetricLogger], None] | None) -> None:
+        self._raise_error()
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            raise LoggerFailedError(f"it is {self._queue.maxsize:,} records behind") from None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, make: Callable[[], MetricLogger]) -> None:
+        failure: type[Exception] = LoggerOpenError
+        try:
+            logger = make()
+            failure = LoggerFailedError
+            while (job := self._queue.get()) is not None:
+                job(logger)
+        except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
+            self._error = failure(error_summary(error))
+        finally:
+            self._flushed.set()
+
+
+def call_method(logger: MetricLogger, method: str, *arguments: object) -> None:
+    """Call a method of a logger; do nothing if it is optional and missing."""
+    if (bound := getattr(logger, method, None)) is not None:
+        bound(*arguments)

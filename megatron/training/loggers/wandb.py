@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -17,15 +18,16 @@ from typing import Any
 
 from megatron.config.run import LoggingConfig
 from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
-from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
+from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines
 
-WANDB_MODES = ("online", "offline", "disabled")
-OTHER_WANDB_MODES = ("run", "dryrun", "shared")  # also accepted by the client
+WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")  # the last three are seldom used
 TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
 IMPLICIT_METRICS = ("iteration", "time")
 
-FILE_HEADER_BYTES, FRAGMENT_HEADER, BLOCK_BYTES = 7, struct.Struct("<IHB"), 32 * 1024
-FULL_FRAGMENT, LAST_FRAGMENT = 1, 4  # types of fragments that end a record; 2 is the first and 3 a middle fragment
+FILE_HEADER_BYTES = 7
+FRAGMENT_HEADER = struct.Struct("<IHB")  # checksum, length, type
+BLOCK_BYTES = 32 * 1024
+LAST_FRAGMENTS = (1, 4)  # types of fragments that end a record: the only one, the last one
 
 WandbRow = dict[str, float]
 
@@ -37,9 +39,9 @@ def wandb_disabled(variables: Mapping[str, str] = os.environ) -> bool:
 
 def check_wandb_mode(variables: Mapping[str, str] = os.environ) -> None:
     """Raise ValueError if ``WANDB_MODE`` is unknown."""
-    mode = variables.get("WANDB_MODE") or WANDB_MODES[0]
-    if mode not in WANDB_MODES + OTHER_WANDB_MODES:
-        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES)}")
+    mode = variables.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES:
+        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES[:3])}")
 
 
 def wandb_folder(options: LoggingConfig) -> Path:
@@ -57,10 +59,9 @@ def missing_journal_notes(options: LoggingConfig, run_id: str) -> list[str]:
     if not run_id or options.wandb_project is None or wandb_disabled() or journal_path(options, run_id).exists():
         return []
     return [
-        f"Weights & Biases: {wandb_folder(options)} has no journal of this run, {run_id}. "
-        "If earlier starts used another "
-        "folder (--wandb-save-dir, --run-dir), use the same one; otherwise rows that they did not send are missing, "
-        "and in offline mode repeated steps appear twice"
+        f"Weights & Biases: {wandb_folder(options)} has no journal of this run, {run_id}. If earlier starts used "
+        "another folder (--wandb-save-dir, --run-dir), use the same one; otherwise rows that they did not send are "
+        "missing, and in offline mode repeated steps appear twice"
     ]
 
 
@@ -134,12 +135,12 @@ class WandbLogger:
         past: JournalContent,
         print_line: Callable[[str], None],
     ) -> None:
-        """Open the run ``run_id``, or continue it after ``iteration`` steps.
+        """Open the run, or continue it.
 
         Args:
             options: project, entity and names.
             config: configuration shown for the run.
-            run_id: the run's ID, as in the checkpoints.
+            run_id: as in the checkpoints.
             iteration: steps taken before this start.
             past: the journal of earlier starts; its rows are removed to free memory.
             print_line: prints where to find the curves.
@@ -154,7 +155,12 @@ class WandbLogger:
         self._row: WandbRow = {}
         self._failed = False
         self._restarts = past.starts
-        self._last_reported = self._last_step(wandb_folder(options), run_id, max(past.rows, default=-1))
+        self._last_reported = max(past.rows, default=-1)
+        if not self._run.offline:
+            self._last_reported = int(self._run.starting_step) - 1
+        else:
+            with suppress(Exception):  # the file format may change with the version; a gap is better than a duplicate
+                self._last_reported = last_step_on_disk(wandb_folder(options), run_id)
         for step in sorted(step for step in past.rows if self._last_reported < step <= iteration):
             self._report(past.rows[step], step)
         past.rows.clear()
@@ -162,20 +168,10 @@ class WandbLogger:
             self._run.summary["error"] = ""  # clear the error of the previous start
         self._print_location(print_line)
 
-    def _last_step(self, files: Path, run_id: str, last_journaled: int) -> int:
-        """Return the last step that W&B has: from the server, or from the client's files if offline."""
-        if not self._run.offline:
-            return int(self._run.starting_step) - 1
-        try:
-            return last_step_on_disk(files, run_id)
-        except Exception:  # the file format may change with the version; a gap is better than duplicate steps
-            return last_journaled
-
     def _print_location(self, print_line: Callable[[str], None]) -> None:
         if self._run.disabled:
-            print_line(
-                "Weights & Biases is disabled by its settings: the journal is sent at the first start that enables it"
-            )
+            when = "at the first start that enables it"
+            print_line(f"Weights & Biases is disabled by its settings: the journal is sent {when}")
             return
         if self._run.offline:  # the client makes a folder per start, named by the time and the run
             folder = quote(str(Path(self._run.dir).parent.parent))
@@ -293,6 +289,6 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
         if kind == 0 or position > len(data):
             return
         record += data[start:position]
-        if kind in (FULL_FRAGMENT, LAST_FRAGMENT):
+        if kind in LAST_FRAGMENTS:
             yield record
             record = b""

@@ -220,5 +220,5 @@ def test_a_missing_library_is_told_once() -> None:
 
 @pytest.mark.parametrize(("interval", "told"), [(5, False), (10, True), (20, True), (15, False)])
 def test_local_saves_at_the_steps_of_durable_ones(interval: int, told: bool) -> None:
-    said = notes(f"--save new --save-interval 10 --local-save /disk/a --local-save-interval {interval}")
-    assert any("do not reduce the steps lost" in note for note in said) == told
+    message = notes(f"--save new --save-interval 10 --local-save /disk/a --local-save-interval {interval}")
+    assert any("do not reduce the steps lost" in note for note in message) == told

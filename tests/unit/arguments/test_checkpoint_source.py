@@ -35,10 +35,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_flag_is_needed_for_the_model_and_what_comes_from_the_checkpoint_is_told() -> None:
     parsed = going_on("--resume-mode", "weights-only")
     assert to_dict(parsed.config)["model"] == SAVED["model"]
-    (told,) = [note for note in parsed.notes if note.startswith("taken from the checkpoint's model")]
-    assert "--norm-epsilon 1e-06" in told
-    assert "--window-size 7" in told
-    assert "--vocab-size" not in told
+    (printed,) = [note for note in parsed.notes if note.startswith("taken from the checkpoint's model")]
+    assert "--norm-epsilon 1e-06" in printed
+    assert "--window-size 7" in printed
+    assert "--vocab-size" not in printed
 
 
 def test_nothing_but_the_model_comes_from_it() -> None:

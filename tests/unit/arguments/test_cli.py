@@ -40,11 +40,11 @@ def test_field_names_and_flags_are_unique_over_all_groups() -> None:
 
 
 def test_nothing_said_gives_the_defaults() -> None:
-    said = {"mock_data", "vocab_size", "train_iters"}
+    message = {"mock_data", "vocab_size", "train_iters"}
     derived = {"num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings", "global_batch_size"}
     derived |= {"expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule"}
     config, defaults = flat_values(accepted().config), flat_values(RunConfig())
-    assert {name for name in config if config[name] != defaults[name]} == said | derived
+    assert {name for name in config if config[name] != defaults[name]} == message | derived
 
 
 @pytest.mark.parametrize(

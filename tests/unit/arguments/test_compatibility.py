@@ -59,13 +59,13 @@ def test_an_unchanged_run_has_nothing_to_tell(mode: str) -> None:
 
 
 def test_changes_are_told_by_flag() -> None:
-    told = compared(
+    printed = compared(
         "--tensor-model-parallel-size 1 --overlap-grad-reduce",
         "--tensor-model-parallel-size 4 --no-overlap-grad-reduce --eval-interval 5 --bf16 --recompute-activations",
         ranks=4,
     )
-    assert told.problems == ()
-    assert told.lines == (
+    assert printed.problems == ()
+    assert printed.lines == (
         "--tensor-model-parallel-size: checkpoint 1 -> now 4",
         "--overlap-grad-reduce: checkpoint on -> now off",
         "--params-dtype: checkpoint fp32 -> now bf16",
@@ -212,8 +212,8 @@ WHOLE = "--set data.data_path=null --train-data-path other --valid-data-path cor
 def test_files_are_compared_by_their_content_and_not_by_their_names() -> None:
     assert codes(compared("--split 1,0,0", WHOLE)) == []
     assert codes(compared(WHOLE, "--data-path 0.3 corpus 0.7 other")) == []
-    told = compared("", f"{WHOLE} --multiple-validation-sets --data-cache-path cache")
-    assert told.lines == (
+    printed = compared("", f"{WHOLE} --multiple-validation-sets --data-cache-path cache")
+    assert printed.lines == (
         "--data-path: checkpoint corpus -> now not set",
         "--train-data-path: checkpoint not set -> now other",
         "--valid-data-path: checkpoint not set -> now corpus",

@@ -35,5 +35,5 @@ def test_what_is_offered_balances(flags: str) -> None:
     notes = parse(shlex.split(run), {}).notes
     offered = [note.partition("(")[2].partition(")")[0] for note in notes if "no balancing loss" in note]
     assert len(offered) == (flags != BALANCED)
-    said = parse(shlex.split(f"{run} {' '.join(offered)}"), {}).notes
-    assert not [note for note in said if "no balancing loss" in note]
+    message = parse(shlex.split(f"{run} {' '.join(offered)}"), {}).notes
+    assert not [note for note in message if "no balancing loss" in note]

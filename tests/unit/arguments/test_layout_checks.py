@@ -19,24 +19,26 @@ def refused(flags: str, nodes: int, ranks: int) -> str:
 
 
 def test_it_says_how_many_nodes_to_use() -> None:
-    said = refused("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3, ranks=4)
+    message = refused("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3, ranks=4)
     sentence = "E202 12 ranks are not a multiple of TP x PP = 8: 3 nodes of 4, and whole models need a multiple of 2"
-    assert said.splitlines()[0] == sentence
-    assert said.splitlines()[1].startswith("  fix: torchrun --nnodes 2 | torchrun --nnodes 4 | --tensor-")
+    assert message.splitlines()[0] == sentence
+    assert message.splitlines()[1].startswith("  fix: torchrun --nnodes 2 | torchrun --nnodes 4 | --tensor-")
 
 
 def test_of_one_node_too() -> None:
-    said = refused("--pipeline-model-parallel-size 8", nodes=1, ranks=4)
-    assert "E202 4 ranks are not a multiple of TP x PP = 8: 1 node of 4, and whole models need a multiple of 2" in said
-    assert "fix: torchrun --nnodes 2 | --pipeline-model-parallel-size 4" in said
+    message = refused("--pipeline-model-parallel-size 8", nodes=1, ranks=4)
+    assert (
+        "E202 4 ranks are not a multiple of TP x PP = 8: 1 node of 4, and whole models need a multiple of 2" in message
+    )
+    assert "fix: torchrun --nnodes 2 | --pipeline-model-parallel-size 4" in message
 
 
 def test_where_ranks_are_asked_for_by_number_nodes_are_no_matter() -> None:
-    said = refused("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1, ranks=4)
-    assert "12 ranks are not a multiple of TP x PP = 8\n" in said
+    message = refused("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1, ranks=4)
+    assert "12 ranks are not a multiple of TP x PP = 8\n" in message
 
 
 def test_a_smaller_axis_cuts_heads_evenly() -> None:
-    said = refused("--tensor-model-parallel-size 4 --check-config --world-size 6", nodes=1, ranks=1)
-    assert "fix: --tensor-model-parallel-size 2 |" in said
+    message = refused("--tensor-model-parallel-size 4 --check-config --world-size 6", nodes=1, ranks=1)
+    assert "fix: --tensor-model-parallel-size 2 |" in message
     parse([*RUN, "--tensor-model-parallel-size", "2", "--check-config", "--world-size", "6"], {})

@@ -144,8 +144,8 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert data.data_path == ("0.3", "megatron/case0", "0.7", "megatron/case0")
     assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
-    told = [note.partition(":")[0] for note in parsed.notes]
-    assert told == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
+    printed = [note.partition(":")[0] for note in parsed.notes]
+    assert printed == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
 
 
 @pytest.mark.parametrize("spelling", sorted(name for name, flag in FLAGS.ignored.items() if flag.values is None))
@@ -167,6 +167,6 @@ def test_values_that_are_not_harmless_are_refused() -> None:
 def test_masks_that_megatron_would_not_make_are_made_and_noted() -> None:
     files = ["--data-path", str(LIST.parent / "megatron" / "case0"), "--set", "data.mock_data=false"]
     argv = [*RUN, *files, "--no-create-attention-mask-in-dataloader"]
-    told = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
-    assert told in parse([*argv, "--reset-attention-mask"], {}).notes
-    assert told not in parse(argv, {}).notes
+    printed = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
+    assert printed in parse([*argv, "--reset-attention-mask"], {}).notes
+    assert printed not in parse(argv, {}).notes

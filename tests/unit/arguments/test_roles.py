@@ -17,7 +17,7 @@ from megatron.config.option import Role
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step

@@ -16,8 +16,8 @@ RUN = "--mock-data --train-iters 100 --num-layers 8 --hidden-size 256 --num-atte
 def notes(flags: str, ranks: int, vocabulary: str = "--vocab-size 257") -> tuple[str, ...]:
     """What is said of Muon."""
     environ = {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    said = parse(shlex.split(f"{RUN} {vocabulary} --global-batch-size {ranks} {flags}"), environ).notes
-    return tuple(note for note in said if "muon" in note)
+    message = parse(shlex.split(f"{RUN} {vocabulary} --global-batch-size {ranks} {flags}"), environ).notes
+    return tuple(note for note in message if "muon" in note)
 
 
 def test_nothing_is_said_where_matrices_are_dealt_out_evenly() -> None:
@@ -31,9 +31,9 @@ def test_nothing_is_said_where_matrices_are_dealt_out_evenly() -> None:
 def test_few_matrices_on_many_ranks(ranks: int) -> None:
     """Eight blocks of 12 h^2 elements, the largest matrices of 4 h^2: there must be room for one on every rank."""
     (note,) = notes("--use-distributed-optimizer", ranks)
-    told = re.search(r"are ([\d.]+) times as large", note)
-    assert told is not None
-    assert float(told[1]) == pytest.approx(ranks * 4 / (8 * 12), abs=0.06)
+    printed = re.search(r"are ([\d.]+) times as large", note)
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(ranks * 4 / (8 * 12), abs=0.06)
     assert notes(f"--use-distributed-optimizer --num-distributed-optimizer-instances {ranks // 4}", ranks) == ()
 
 
@@ -58,8 +58,8 @@ def test_cut_gradients_are_sent_for_every_microbatch() -> None:
 def test_nothing_is_cut_where_each_instance_is_one_rank(ranks: int, instances: int, told: bool) -> None:
     flags = f"{RUN} --vocab-size 257 --global-batch-size {ranks} --use-distributed-optimizer"
     environ = {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    said = parse(shlex.split(f"{flags} --num-distributed-optimizer-instances {instances}"), environ).notes
-    assert any("shards nothing" in note for note in said) == told
+    message = parse(shlex.split(f"{flags} --num-distributed-optimizer-instances {instances}"), environ).notes
+    assert any("shards nothing" in note for note in message) == told
 
 
 @pytest.mark.parametrize(("instances", "offered"), [(3, ["2"]), (8, ["2"])])

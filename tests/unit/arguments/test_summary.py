@@ -23,17 +23,17 @@ def rows(*argv: str, ranks: int) -> dict[str, str]:
 
 def test_everything_that_matters_is_said() -> None:
     argv = "--preset tiny-llama --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"
-    told = rows(*argv.split(), "--global-batch-size", "16", "--bf16", "--eval-iters", "3", ranks=8)
-    assert told["ranks"] == "8 = DP 4 (copies of the model) x TP 2 (tensor and sequence parallel)"
-    assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in told["model"]
-    assert told["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
-    parts = "weights 0.88 MiB, gradients 1.75 MiB, masters 1.75 MiB, moments 3.51 MiB"
-    assert told["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
-    assert told["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
-    assert told["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"
-    assert told["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
-    assert told["precision"] == "bf16, main parameters and gradients fp32"
-    assert "ramp" not in told
+    printed = rows(*argv.split(), "--global-batch-size", "16", "--bf16", "--eval-iters", "3", ranks=8)
+    assert printed["ranks"] == "8 = DP 4 (copies of the model) x TP 2 (tensor and sequence parallel)"
+    assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in printed["model"]
+    assert printed["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
+    parts = "weights 898.50 KiB, gradients 1.75 MiB, main params 1.75 MiB, moments 3.51 MiB"
+    assert printed["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
+    assert printed["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
+    assert printed["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"
+    assert printed["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
+    assert printed["precision"] == "bf16, main parameters and gradients fp32"
+    assert "ramp" not in printed
 
 
 def test_zero_is_named_with_those_who_share() -> None:
@@ -45,36 +45,36 @@ EXPERTS = ["--num-experts", "8", "--moe-ffn-hidden-size", "96", "--expert-model-
 
 
 def test_experts_have_a_grid_and_parameters_that_are_active() -> None:
-    told = rows("--preset", "tiny-llama", *EXPERTS, "--moe-shared-expert-intermediate-size", "64", ranks=4)
-    assert told["ranks"] == "4 = DP 4 (copies of the model) x TP 1 (tensor parallel); experts: DP 2 x EP 2 x TP 1"
-    assert "2 of 8 swiglu experts of 96 and a shared one of 64, RMSNorm" in told["model"]
-    total, active, held = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{4,}", told["parameters"])[:3])
+    printed = rows("--preset", "tiny-llama", *EXPERTS, "--moe-shared-expert-intermediate-size", "64", ranks=4)
+    assert printed["ranks"] == "4 = DP 4 (copies of the model) x TP 1 (tensor parallel); experts: DP 2 x EP 2 x TP 1"
+    assert "2 of 8 swiglu experts of 96 and a shared one of 64, RMSNorm" in printed["model"]
+    total, active, held = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{4,}", printed["parameters"])[:3])
     expert = 4 * 3 * 96 * 128  # of all layers
     assert total - active == 6 * expert
     assert total - held == 4 * expert - 2 * (384 - 257) * 128  # half of the experts are elsewhere, two tables padded
-    assert "active per token" in told["parameters"]
+    assert "active per token" in printed["parameters"]
 
 
 PIPELINE = ["--preset", "tiny-llama", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
 
 
 def test_a_pipeline_has_a_line_of_its_own() -> None:
-    told = rows(*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", ranks=4)
-    assert told["ranks"] == "4 = PP 2 (pipeline, VPP 2) x DP 2 (copies of the model) x TP 1 (tensor parallel)"
+    printed = rows(*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", ranks=4)
+    assert printed["ranks"] == "4 = PP 2 (pipeline, VPP 2) x DP 2 (copies of the model) x TP 1 (tensor parallel)"
     head = 257 * 128 / (4 * 4 * 128 * 128)  # of a layer, roughly: the last of four stages takes so much longer
     bubble = 1 / 9
-    assert told["pipeline"].startswith(f"interleaved, 4 stages of 1 layer, bubble {100 * bubble:.1f}% (")
-    assert bubble < float(told["pipeline"].partition("(")[2].partition("%")[0]) / 100 < bubble + head
-    assert told["pipeline"].endswith("as these stages cost), at most 5 micro-batches of a stage kept")
-    assert "on the fullest rank" in told["parameters"]
-    assert "on the fullest rank" in told["memory"]
+    assert printed["pipeline"].startswith(f"interleaved, 4 stages of 1 layer, bubble {100 * bubble:.1f}% (")
+    assert bubble < float(printed["pipeline"].partition("(")[2].partition("%")[0]) / 100 < bubble + head
+    assert printed["pipeline"].endswith("as these stages cost), at most 5 micro-batches of a stage kept")
+    assert "on the fullest rank" in printed["parameters"]
+    assert "on the fullest rank" in printed["memory"]
     assert "pipeline" not in rows("--preset", "tiny-llama", ranks=1)
 
 
 def test_stages_that_differ_are_shown_as_a_layout() -> None:
-    told = rows(*PIPELINE, "--num-layers", "5", "--pipeline-schedule", "zb-h1", ranks=2)
-    assert told["ranks"].startswith("2 = PP 2 (pipeline) x DP 1")
-    assert told["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
+    printed = rows(*PIPELINE, "--num-layers", "5", "--pipeline-schedule", "zb-h1", ranks=2)
+    assert printed["ranks"].startswith("2 = PP 2 (pipeline) x DP 1")
+    assert printed["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
     unknown = "--mock-data --train-iters 10 --tokenizer-type ByteTokenizer --num-layers 5"
     parsed = parse([*unknown.split(), *PIPELINE], {"RANK": "0", "WORLD_SIZE": "2"})
     assert (
@@ -115,8 +115,10 @@ def test_the_ramp_is_shown_and_long_ones_are_cut() -> None:
 
 def test_what_padding_costs_is_told() -> None:
     batch = ["--pad-global-batch", "--global-batch-size", "8"]
-    told = rows(*batch, ranks=3)
-    assert told["batch"].endswith(": 3 micro-batches of 1 on each DP rank, 1 of 9 samples padding (11.1% of the work)")
+    printed = rows(*batch, ranks=3)
+    assert printed["batch"].endswith(
+        ": 3 micro-batches of 1 on each DP rank, 1 of 9 samples padding (11.1% of the work)"
+    )
     assert "padding" not in rows(*batch, ranks=4)["batch"]
     ramp = ["--rampup-batch-size", "4", "2", "20"]
     assert rows(*batch, *ramp, ranks=4)["ramp"].endswith(" from sample 24; at most 25.0% of the work is padding")
@@ -125,9 +127,9 @@ def test_what_padding_costs_is_told() -> None:
 
 def test_an_unknown_vocabulary_leaves_the_embeddings_out() -> None:
     argv = ["--mock-data", "--train-iters", "10", "--tokenizer-type", "ByteTokenizer"]
-    told = summary(parse(argv, {}).config, 1)
-    assert "and the embeddings" in told
-    assert "memory" not in told
+    printed = summary(parse(argv, {}).config, 1)
+    assert "and the embeddings" in printed
+    assert "memory" not in printed
 
 
 @pytest.mark.parametrize("preset", PRESETS)

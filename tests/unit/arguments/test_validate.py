@@ -103,9 +103,9 @@ def test_checks_leave_out_what_could_not_be_read() -> None:
 )
 def test_no_check_stumbles_over_values_that_could_not_be_read(data: DataConfig) -> None:
     config = replace(GOOD, data=data)
-    told = {problem.code for problem in find_problems(config, 1)} | {"E304"}
+    printed = {problem.code for problem in find_problems(config, 1)} | {"E304"}
     for name in SETTINGS:
-        assert {problem.code for problem in find_problems(config, 1, {name})} <= told, name
+        assert {problem.code for problem in find_problems(config, 1, {name})} <= printed, name
 
 
 def test_a_value_out_of_range_is_told_once() -> None:

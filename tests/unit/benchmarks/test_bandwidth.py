@@ -60,8 +60,8 @@ def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list
     fault = patch.object(comm, "start_all_to_all", lambda x, group: comm.Pending(x)) if wrong else nullcontext()
     world = world_group(rank, ranks)
     with fault, patch.object(bandwidth, "SECONDS", 0.0):
-        told = bandwidth.figures_of({EVERYWHERE: world}, world, sizes, torch.device("cpu"))
-    return [Figure(**figure) for figure in told["figures"]]
+        printed = bandwidth.figures_of({EVERYWHERE: world}, world, sizes, torch.device("cpu"))
+    return [Figure(**figure) for figure in printed["figures"]]
 
 
 def test_ranks_are_measured(pool: Pool) -> None:

@@ -98,8 +98,8 @@ def test_the_whole_command_runs_in_miniature(
     monkeypatch.setattr(subprocess, "run", here)
     argv = ["--rehearse", "--skip-tests", "--cases", "1B-s2048", "--output", str(tmp_path)]
     assert gpu.main(argv) == 0
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    (case,) = told["cases"]
+    printed = json.loads((tmp_path / "gpu.json").read_text())
+    (case,) = printed["cases"]
     assert "failure" not in case
     assert {"best", "transformers"} <= set(case["final"])
     assert all(trial["error"] is None for trial in case["trials"])
@@ -123,19 +123,19 @@ def test_a_case_that_left_half_a_file_fails_alone(
     assert found.get("failure", "0").startswith(str(status))
     argv = ["--rehearse", "--skip-tests", "--cases", "1B-s2048", "8B-shape-s8192", "--output", str(tmp_path)]
     assert gpu.main(argv) == 0
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(told["cases"]) == 2
+    printed = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(printed["cases"]) == 2
 
 
 def test_tests_that_take_too_long_end_with_all_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, told = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\necho test_a PASSED\necho test_b FAILED\nsleep 60 &\necho $! > {told}\nwait\n")
+    script, printed = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho test_a PASSED\necho test_b FAILED\nsleep 60 &\necho $! > {printed}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(gpu, "TESTS", {gpu.ALONE: []})
     told_of = gpu.test(1.0, True, tmp_path / "log.txt")
     assert told_of == "of time: ended after 1 s, by then 1 passed, 1 failed: see log.txt"
-    wait_until_gone([int(told.read_text())])
+    wait_until_gone([int(printed.read_text())])
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,17 +211,17 @@ def test_what_a_verdict_needs_comes_first_and_the_turns_get_their_time(
 ) -> None:
     clock, out = Clock(monkeypatch, build=8.0), tmp_path / "case.json"
     gpu_case.run(bench_of(out, seconds))
-    told = json.loads(out.read_text())
-    assert [(t["whose"], t["name"].split()[-1]) for t in told["trials"]][:3] == [
+    printed = json.loads(out.read_text())
+    assert [(t["whose"], t["name"].split()[-1]) for t in printed["trials"]][:3] == [
         ("ours", "torch"),
         ("transformers", "eager"),
         ("ours", "auto"),
     ]
-    assert set(told["winners"]) == {"best", "transformers", "eager"}
-    assert ("final" in told) == turns
+    assert set(printed["winners"]) == {"best", "transformers", "eager"}
+    assert ("final" in printed) == turns
     assert clock.now < seconds + 12.0, "one trial beyond the time, at most"
     assert len(clock.built) == len(set(clock.built)), "what still stands is not built again"
-    assert any("no time" in note for note in told["notes"]) == (seconds < 1000)
+    assert any("no time" in note for note in printed["notes"]) == (seconds < 1000)
 
 
 def test_no_size_is_tried_for_us_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +245,8 @@ def test_on_a_gpu_transformers_is_compiled_before_anything_is_refined(
     bench = bench_of(out, seconds)
     bench.device = torch.device("cuda", 0)
     gpu_case.run(bench)
-    told = json.loads(out.read_text())
-    names = [trial["name"] for trial in told["trials"]]
+    printed = json.loads(out.read_text())
+    names = [trial["name"] for trial in printed["trials"]]
     assert names[:4] == [
         "micro-batch 2 --kernels torch",
         "micro-batch 2, bf16 weights, eager",
@@ -255,8 +255,8 @@ def test_on_a_gpu_transformers_is_compiled_before_anything_is_refined(
     ]
     assert ("micro-batch 4, bf16 weights, compiled" in names) is (seconds > 100)
     assert any("--cuda-graph step" in name for name in names) is (seconds > 100)
-    assert set(told["final"]) == {"best", "transformers", "eager"}
-    assert gpu.verdict(told | {"goal": 0.5}, gpu.standings(told))[-1].endswith("goal 1.2: met")
+    assert set(printed["final"]) == {"best", "transformers", "eager"}
+    assert gpu.verdict(printed | {"goal": 0.5}, gpu.standings(printed))[-1].endswith("goal 1.2: met")
     assert clock.now < seconds
 
 
@@ -295,13 +295,13 @@ def test_a_later_run_keeps_what_it_does_not_measure(
     monkeypatch.setattr(gpu, "test", lambda seconds, rehearse, log: f"all passed within {seconds:.0f} s")
     for argv in (["--cases", "1B-s4096"], ["--skip-tests", "--cases", "124M-s1024"]):
         assert gpu.main(["--rehearse", "--output", str(tmp_path), *argv]) == 0
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    assert [case["case"] for case in told["cases"]] == ["124M-s1024", "1B-s4096"]
-    assert told["tests"] == "all passed within 120 s"
+    printed = json.loads((tmp_path / "gpu.json").read_text())
+    assert [case["case"] for case in printed["cases"]] == ["124M-s1024", "1B-s4096"]
+    assert printed["tests"] == "all passed within 120 s"
     monkeypatch.setattr(gpu, "machine", lambda: {"device": "another"})
     assert gpu.main(["--rehearse", "--output", str(tmp_path), "--skip-tests", "--cases", "1B-s2048"]) == 0
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    assert ([case["case"] for case in told["cases"]], told["tests"]) == (["1B-s2048"], "left out")
+    printed = json.loads((tmp_path / "gpu.json").read_text())
+    assert ([case["case"] for case in printed["cases"]], printed["tests"]) == (["1B-s2048"], "left out")
     assert "are replaced" in capsys.readouterr().out
 
 

@@ -171,8 +171,8 @@ def interleave(template: Path, scenario: Callable[[Lease], None], saves: bool, p
         calls, outcome = interleaved(folder, at, scenario, saves)
         assert calls[at] == "new"
         if outcome is not None:
-            told = isinstance(outcome, SupersededError) or "in use by a later start" in str(outcome)
-            assert told or (scenario is refused and "the disk is full" in str(outcome)), repr(outcome)
+            printed = isinstance(outcome, SupersededError) or "in use by a later start" in str(outcome)
+            assert printed or (scenario is refused and "the disk is full" in str(outcome)), repr(outcome)
         shutil.rmtree(folder)
 
 

@@ -46,8 +46,13 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
         other.wait()
     with acquire_lease(tmp_path) as lease:
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".epoch-2", "else"]
-        said = json.loads((tmp_path / ".epoch-2" / LEASE_FILE).read_text())
-        assert (lease.epoch, said["epoch"], said["pid"], said["host"]) == (2, 2, os.getpid(), socket.gethostname())
+        message = json.loads((tmp_path / ".epoch-2" / LEASE_FILE).read_text())
+        assert (lease.epoch, message["epoch"], message["pid"], message["host"]) == (
+            2,
+            2,
+            os.getpid(),
+            socket.gethostname(),
+        )
 
 
 def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:

@@ -192,9 +192,9 @@ def test_calls_are_repeated_later_and_later(
     else:
         with pytest.raises(OSError, match="no answer"):
             object_store.retry(act)
-    told = capsys.readouterr().err.splitlines()
-    assert len(waits) == len(told) == min(failures, object_store.ATTEMPTS - 1)
-    for i, (wait, line) in enumerate(zip(waits, told)):
+    printed = capsys.readouterr().err.splitlines()
+    assert len(waits) == len(printed) == min(failures, object_store.ATTEMPTS - 1)
+    for i, (wait, line) in enumerate(zip(waits, printed)):
         assert 0.5 * 2**i <= wait <= 1.5 * 2**i
         assert re.match(rf"warning: {RUN}: .*no answer; attempt {i + 1} of 5, retrying in ", line)
 

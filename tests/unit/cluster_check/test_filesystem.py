@@ -17,10 +17,10 @@ from tools.cluster_check import filesystem
 from tools.cluster_check.filesystem import (
     PAGE_BYTES,
     FileSystemProbe,
-    file_system_checks,
+    check_file_system,
     file_system_type,
-    lock_check,
 )
+from tools.cluster_check.report import FAILED, OK, WARNING, CheckResult, CheckSection
 
 NODES = 3
 HOSTS = {rank: f"node{rank // 2}" for rank in range(2 * NODES)}
@@ -38,36 +38,40 @@ def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict
         return dict(enumerate(threads.map(one, HOSTS)))
 
 
+def judged(told: dict[int, dict[str, Any]]) -> dict[str, CheckResult]:
+    part = CheckSection("machine")
+    check_file_system(part, told, HOSTS)
+    return {check.what: check for check in part.checks}
+
+
 def test_a_good_file_system(tmp_path: Path) -> None:
-    told = probe(tmp_path)
-    assert [good for _, good, _ in file_system_checks(told, HOSTS)] == [True, True]
-    assert lock_check(told, HOSTS) == (True, "a lock held by one node excludes the others")
-    assert [rank for rank, entry in told.items() if "write_mb_per_s" in entry] == [0, 2, 4]
-    assert all(entry["write_mb_per_s"] > 0 for rank, entry in told.items() if rank % 2 == 0)
+    printed = probe(tmp_path)
+    assert [check.verdict for check in judged(printed).values()] == [OK, OK, OK]
+    assert judged(printed)["locks"].detail == "a lock held by one node excludes the others"
+    assert [rank for rank, entry in printed.items() if "write_mb_per_s" in entry] == [0, 2, 4]
+    assert all(entry["write_mb_per_s"] > 0 for rank, entry in printed.items() if rank % 2 == 0)
 
 
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
-    (shared,) = file_system_checks(probe(tmp_path, seconds=0.5, lost=3), HOSTS)
-    what, good, sentence = shared
-    assert (what, good) == ("folder shared by all ranks", False)
-    assert "node0 does not see files written by ranks 3" in sentence
+    (shared,) = judged(probe(tmp_path, seconds=0.5, lost=3)).values()
+    assert (shared.what, shared.verdict) == ("folder shared by all ranks", FAILED)
+    assert "node0 does not see files written by ranks 3" in shared.detail
 
 
 def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
     with patch.object(fcntl, "flock", lambda file, how: None):
-        told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank in (2, 4)} == {"free"}
-    good, sentence = lock_check(told, HOSTS)
-    assert not good
-    assert "does not reach node1, node2" in sentence
+        printed = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in printed.items() if rank in (2, 4)} == {"free"}
+    assert judged(printed)["locks"].verdict == WARNING
+    assert "does not reach node1, node2" in judged(printed)["locks"].detail
 
 
 def test_no_locks_at_all(tmp_path: Path) -> None:
     refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     with patch.object(fcntl, "flock", side_effect=refusal):
-        told = probe(tmp_path)
-    assert {entry["lock"] for rank, entry in told.items() if rank % 2 == 0} == {"none"}
-    assert lock_check(told, HOSTS)[0] is False
+        printed = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in printed.items() if rank % 2 == 0} == {"none"}
+    assert judged(printed)["locks"].verdict == WARNING
 
 
 def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
@@ -92,10 +96,10 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
 
     patches = patch.object(Path, "replace", replace), patch.object(filesystem, "is_torn", is_torn)
     with patches[0], patches[1], patch.object(filesystem, "REPLACEMENTS", 2):
-        told = probe(tmp_path)
-    what, good, sentence = file_system_checks(told, HOSTS)[1]
-    assert (what, good) == ("rename replaces a file at once", False)
-    assert "reads found a file torn or missing" in sentence
+        printed = probe(tmp_path)
+    rename = judged(printed)["rename replaces a file at once"]
+    assert rename.verdict == FAILED
+    assert "reads found a file torn or missing" in rename.detail
 
 
 def test_what_is_torn(tmp_path: Path) -> None:

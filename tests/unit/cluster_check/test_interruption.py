@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.cluster_check.checks import InterruptPlan, InterruptTest
-from tools.cluster_check.launcher import LaunchResult
 from tools.cluster_check.report import FAILED, OK, CheckSection
+from tools.cluster_check.run import InterruptPlan, InterruptTest, LaunchResult
 
 STEPS, KILLED = 10, 5
 

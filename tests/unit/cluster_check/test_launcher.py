@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.processes import wait_until_gone
-from tools.cluster_check import launcher
-from tools.cluster_check.launcher import ROOT, LaunchResult, RankLauncher
+from tools.cluster_check import run
+from tools.cluster_check.run import ROOT, LaunchResult, RankLauncher
 
 
 def program(path: Path, text: str) -> Path:
@@ -43,7 +43,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(os.getpid(), child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with patch.object(launcher, "GRACE_SECONDS", 0.2):
+    with patch.object(run, "GRACE_SECONDS", 0.2):
         outcome = RankLauncher([sys.executable], tmp_path).run("hang", [program(tmp_path / "hang.py", hang)], 3)
     assert outcome.status is None
     assert outcome.ended.startswith("timed out after ")
@@ -71,11 +71,11 @@ def test_the_tail_is_what_ranks_wrote(tmp_path: Path) -> None:
     log.write_text("\n".join([*(f"line {i}" for i in range(100)), "error on rank 1: out of luck", agent, "Root Cause"]))
     tail = LaunchResult(1, 0.0, log).tail().splitlines()
     assert tail[-1] == "error on rank 1: out of luck"
-    assert len(tail) == launcher.TAIL_LINES
+    assert len(tail) == run.TAIL_LINES
 
 
 def test_an_environment_of_ones_own_is_kept() -> None:
     with patch.dict(os.environ, {"OMP_NUM_THREADS": "7", "PYTHONPATH": "mine"}):
-        found = launcher.launch_environment("1")
+        found = run.launch_environment("1")
     assert found["OMP_NUM_THREADS"] == "7"
     assert found["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "mine"]

@@ -9,12 +9,11 @@ from megatron.distributed.layout import Layout
 from tools.cluster_check.checks import (
     LAYOUT_FORMATS,
     batch_flags,
-    killed_run_layout,
     layout_cases,
-    resumed_run_layout,
     trace_config,
     widest_divisor,
 )
+from tools.cluster_check.run import killed_run_layout, resumed_run_layout
 
 CLUSTERS = [(2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (5, 1), (6, 3), (8, 4), (12, 4), (16, 8), (24, 8)]
 """Ranks, and ranks of a node."""

@@ -24,9 +24,9 @@ def ranks(
     for rank in range(4):
         files = {"missing": [], "visible_after": 0.5, "lock": "held", "torn": 0, "write_mb_per_s": 123.4}
         place = {"rank": rank, "size": 4, "host": f"n{rank // 2}", "local_rank": rank % 2, "files": files}
-        told = json.loads(json.dumps((facts if rank % 2 == 0 else {}) | place))
-        if change is None or change(rank, told) is not None:
-            (folder / f"machine.{rank}.json").write_text(json.dumps(told))
+        printed = json.loads(json.dumps((facts if rank % 2 == 0 else {}) | place))
+        if change is None or change(rank, printed) is not None:
+            (folder / f"machine.{rank}.json").write_text(json.dumps(printed))
     part = CheckSection("machine")
     checks.check_machines(part, folder)
     return part

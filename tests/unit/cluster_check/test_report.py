@@ -59,10 +59,10 @@ def test_the_page_and_the_data(tmp_path: Path) -> None:
     assert "\n- **FAILED** what 1: told 1\n" in page
     assert "\nNumbers:\n\n| a | b |\n| --- | --- |\n| 1 \\| 2 | 3 |\n" in page
     assert page.endswith("```\nthe end\nof it\n```\n")
-    told = json.loads((tmp_path / JSON).read_text())
-    assert told["failed"] is True
-    assert [entry["verdict"] for entry in told["parts"]] == [OK, FAILED]
-    assert told["parts"][1]["facts"] == {"seed": 7}
+    printed = json.loads((tmp_path / JSON).read_text())
+    assert printed["failed"] is True
+    assert [entry["verdict"] for entry in printed["parts"]] == [OK, FAILED]
+    assert printed["parts"][1]["facts"] == {"seed": 7}
     assert {path.name for path in tmp_path.iterdir()} == {MARKDOWN, JSON}
 
 
@@ -84,8 +84,8 @@ def test_what_was_not_tried_has_not_passed(report: ClusterReport, verdict: str, 
     assert report.verdict == verdict
     assert report.markdown().startswith(f"# Cluster acceptance: {verdict}\n")
     report.write(tmp_path)
-    told = json.loads((tmp_path / JSON).read_text())
-    assert (told["version"], told["verdict"], told["over"]) == (1, verdict, not report.left)
+    printed = json.loads((tmp_path / JSON).read_text())
+    assert (printed["version"], printed["verdict"], printed["over"]) == (1, verdict, not report.left)
 
 
 def test_errors_of_several_lines_leave_the_table_whole() -> None:

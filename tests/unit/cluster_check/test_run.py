@@ -11,9 +11,8 @@ import pytest
 from benchmarks import bandwidth
 from tools.cluster_check import checks
 from tools.cluster_check.checks import layout_cases
-from tools.cluster_check.launcher import LaunchResult
 from tools.cluster_check.report import FAILED, OK, SKIPPED, WARNING, ClusterReport
-from tools.cluster_check.run import BETWEEN_NODES, LAYOUT_STARTS, ClusterCheck
+from tools.cluster_check.run import BETWEEN_NODES, LAYOUT_STARTS, ClusterCheck, LaunchResult
 
 FILES = {"missing": [], "visible_after": 0.1, "lock": "held", "torn": 0, "write_mb_per_s": 1.0}
 FACTS = checks.machine_facts("cpu", {})

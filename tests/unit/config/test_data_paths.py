@@ -38,9 +38,9 @@ def as_megatron_reads(words: list[str]) -> tuple[list[str], list[float] | None] 
         return words, None
     pairs = [(words[i], words[i + 1]) for i in range(0, len(words), 2)]
     weights = []
-    for said, _ in pairs:
+    for message, _ in pairs:
         try:
-            weights.append(float(said))
+            weights.append(float(message))
         except ValueError:
             weights.append(math.nan)
     unreadable = [math.isnan(weight) for weight in weights]

@@ -137,8 +137,8 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
 def test_what_is_registered_for_the_exit_is_done_after_a_success() -> None:
     code = "import atexit; from megatron.config.launch import exit_process; "
     code += "atexit.register(print, 'done', end=''); exit_process({})"
-    told = [subprocess.run([sys.executable, "-c", code.format(n)], capture_output=True).stdout for n in (0, 1)]
-    assert told == [b"done", b""]
+    printed = [subprocess.run([sys.executable, "-c", code.format(n)], capture_output=True).stdout for n in (0, 1)]
+    assert printed == [b"done", b""]
 
 
 COMES_BACK = """
@@ -169,8 +169,8 @@ def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done()
 
 def test_restarts_that_would_meet_the_dead_are_told_of() -> None:
     """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless it is told not to."""
-    said = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    message = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = ["--preset", "tiny-llama", "--mock-data", "--vocab-size", "512", "--train-iters", "4"]
-    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, said).notes)
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, message).notes)
     for name, other in (("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
-        assert parse(flags, said | {name: other}).notes == parse(flags, {}).notes
+        assert parse(flags, message | {name: other}).notes == parse(flags, {}).notes

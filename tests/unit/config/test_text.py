@@ -5,12 +5,11 @@ from __future__ import annotations
 from megatron.config.errors import divisors, format_bytes
 
 
-def test_bytes_in_powers_of_1000_and_of_1024() -> None:
-    decimal = {0: "0 bytes", 1: "1 byte", 999: "999 bytes", 1000: "1.0 kB", 43_341: "43.3 kB", 999_950: "1.0 MB"}
-    decimal |= {12_345_678: "12.3 MB", 999_999_999: "1.0 GB", 3_210_000_000_000: "3,210.0 GB"}
-    assert {n: format_bytes(n) for n in decimal} == decimal
-    binary = {0.5: "0.50 MiB", 102: "102.00 MiB", 103: "0.10 GiB", 1.5 * 2**20: "1,536.00 GiB"}
-    assert {n: format_bytes(n * 2**20, binary=True) for n in binary} == binary
+def test_bytes_in_powers_of_1024() -> None:
+    small = {0: "0 bytes", 1: "1 byte", 1023: "1023 bytes", 1024: "1.00 KiB", 1536: "1.50 KiB"}
+    assert {n: format_bytes(n) for n in small} == small
+    large = {0.5: "512.00 KiB", 102: "102.00 MiB", 1536: "1.50 GiB", 1.5 * 2**20: "1,536.00 GiB"}
+    assert {n: format_bytes(n * 2**20) for n in large} == large
 
 
 def test_divisors_are_those_that_leave_nothing() -> None:

@@ -18,7 +18,7 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.convert.huggingface.config import build_config_json, model_type_for
-from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
+from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.distributed.comm import Group
 from tests.solo import tiny
 

@@ -159,8 +159,8 @@ def test_rows_are_longer_than_a_window(window: int | None, rows: int) -> None:
 
 def test_a_window_that_the_rows_do_not_leave_is_said() -> None:
     assert sample_inputs(llama(window_size=257, max_position_embeddings=1000))[0].shape == (2, 32)
-    said = uncovered_by_check(llama(window_size=257, max_position_embeddings=1000))
-    assert said == "the window of 257 tokens, because the rows compared have 32"
+    message = uncovered_by_check(llama(window_size=257, max_position_embeddings=1000))
+    assert message == "the window of 257 tokens, because the rows compared have 32"
     assert uncovered_by_check(llama(window_size=64, max_position_embeddings=64)) is None, "no text leaves it"
 
 

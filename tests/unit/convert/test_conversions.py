@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.config.model import ModelConfig
-from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
+from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.saved_model import open_checkpoint
 from megatron.data.tokenizers.huggingface import (

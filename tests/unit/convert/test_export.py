@@ -17,18 +17,18 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
-from megatron.convert.huggingface.export import (
+from megatron.convert.huggingface.convert import (
     PENDING_CONFIG_FILE,
-    ExportedTensor,
-    HuggingFaceExport,
+    ProgressCallback,
+    convert_to_huggingface,
     special_token_ids,
     split_into_shards,
 )
-from megatron.convert.huggingface.weight_map import TensorMapping
 from megatron.convert.saved_model import SavedModel
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, byte_tokenizer
 from megatron.distributed.sharding import Box
 from megatron.inference.text import TextCodec
+from megatron.layers.context import DTYPES
 from tests.parity.families import from_gpt2, from_llama
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, write_checkpoint
@@ -50,10 +50,18 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def export(saved: SavedModel, folder: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Path:
-    made = HuggingFaceExport(saved, folder, dtype)
-    made.build(shard_bytes, ignore)
-    made.publish()
+def export(
+    saved: SavedModel,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 10**9,
+    report: ProgressCallback = ignore,
+    tokenizer: Path | None = None,
+) -> Path:
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    convert_to_huggingface(
+        saved.manifest, folder, report, dtype=name, shard_bytes=shard_bytes, tokenizer=tokenizer, checked=False
+    )
     return folder
 
 
@@ -105,12 +113,8 @@ def test_shards_and_their_index(saved: SavedModel, tmp_path: Path) -> None:
 
 
 def test_shards_are_consecutive_and_small() -> None:
-    items = [
-        ExportedTensor(str(i), TensorMapping(str(i), (n,), (0,), Box((0,), (n,))))
-        for i, n in enumerate([3, 3, 9, 1, 1, 1, 5])
-    ]
-    found = [[item.ours for item in group] for group in split_into_shards(items, torch.float16, 12)]
-    assert found == [["0", "1"], ["2"], ["3", "4", "5"], ["6"]]
+    sizes = [6, 6, 18, 2, 2, 2, 10]
+    assert [sizes[shard] for shard in split_into_shards(sizes, 12)] == [[6, 6], [18], [2, 2, 2], [10]]
 
 
 def test_values_too_large_for_fp16_are_refused(tmp_path: Path) -> None:
@@ -164,10 +168,9 @@ def test_an_export_killed_before_its_last_step_is_whole(saved: SavedModel, empty
 
 
 def test_what_a_killed_export_left_is_replaced_and_nothing_else(saved: SavedModel, tmp_path: Path) -> None:
-    left = HuggingFaceExport(saved, tmp_path / "hf", torch.float32)
-    left.build(20_000, ignore)
+    (tmp_path / "hf.tmp").mkdir()
+    (tmp_path / "hf.tmp" / PENDING_CONFIG_FILE).write_text("{}")
     (tmp_path / "hf.tmp" / "stale").write_text("x")
-    assert not (tmp_path / "hf.tmp" / "config.json").exists()
     export(saved, tmp_path / "hf")
     assert not (tmp_path / "hf" / "stale").exists()
     (tmp_path / "other.tmp").mkdir()
@@ -222,12 +225,10 @@ def test_tokenizer_of_another_folder(saved: SavedModel, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
     with pytest.raises(CheckpointError, match=re.escape("holds no tokenizer.json")):
-        HuggingFaceExport(saved, tmp_path / "hf", torch.float32, other)
+        export(saved, tmp_path / "hf", tokenizer=other)
     (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", -1.0], ["</s>", -2.0]]}}))
     (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
-    made = HuggingFaceExport(saved, tmp_path / "hf", torch.float32, other)
-    made.build(10**9, ignore)
-    made.publish()
+    export(saved, tmp_path / "hf", tokenizer=other)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
     assert not (tmp_path / "hf" / "tokenizer_config.json").exists(), "the checkpoint's own is left out"
 
@@ -285,11 +286,14 @@ def test_settings_of_generation_are_kept_and_name_the_same_end(tmp_path: Path) -
 
 
 def test_config_has_another_name_until_the_end(saved: SavedModel, tmp_path: Path) -> None:
-    made = HuggingFaceExport(saved, tmp_path / "hf", torch.float32)
     seen: list[set[str]] = []
-    made.build(10**9, lambda name, done, total: seen.append({path.name for path in made.building.iterdir()}))
+
+    def stop_at_the_end(name: str, done: int, total: int) -> None:
+        seen.append({path.name for path in (tmp_path / "hf.tmp").iterdir()})
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "hf", report=stop_at_the_end)
     assert all(PENDING_CONFIG_FILE in names and "config.json" not in names for names in seen)
-    assert made.pending_config.exists()
-    assert not (tmp_path / "hf").exists()
-    made.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.checkpoint.format import partition_problem
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.families import MODEL_FAMILIES
-from megatron.convert.huggingface.weight_map import TensorMapping, build_on_meta, map_tensors
+from megatron.convert.huggingface.weights import TensorMapping, build_on_meta, map_tensors
 from tests.parity.families import from_experts, from_gpt2, from_llama
 from tests.solo import tiny
 

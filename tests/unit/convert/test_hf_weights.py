@@ -14,9 +14,8 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.convert.huggingface.config import build_config_json
-from megatron.convert.huggingface.weight_map import build_on_meta, map_tensors
-from megatron.convert.huggingface.weights import HuggingFaceWeights, read_model_config
+from megatron.convert.huggingface.config import build_config_json, read_model_config
+from megatron.convert.huggingface.weights import HuggingFaceWeights, build_on_meta, map_tensors
 from megatron.distributed.sharding import Box
 from tests.parity.families import from_gpt2, from_llama
 from tests.solo import tiny
@@ -41,7 +40,7 @@ def boxes(draw: st.DrawFn, view: tuple[int, ...]) -> Box:
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_any_box_is_the_slice_of_the_whole(source: HuggingFaceWeights, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(source.names))
+    name = data.draw(st.sampled_from(list(source.specs)))
     view = source.specs[name].view
     box = data.draw(boxes(view))
     part = source.read(name, view, box)
@@ -57,13 +56,13 @@ def test_whole_tensors_are_the_mapping_written_by_hand(kind: str, shards: int, t
     weights = random_weights(model)
     source = HuggingFaceWeights(write_folder(tmp_path / "m", model, weights, shards), model)
     expected = (from_gpt2 if kind == "gpt2" else from_llama)(weights, model)
-    assert set(source.names) == set(expected)
+    assert set(source.specs) == set(expected)
     for name, spec in source.specs.items():
         assert torch.equal(source.read(name, spec.view, whole_box(spec.view)).reshape(spec.shape), expected[name]), name
 
 
 def test_another_view_is_a_mistake(source: HuggingFaceWeights) -> None:
-    name = source.names[0]
+    name = next(iter(source.specs))
     view = source.specs[name].view
     with pytest.raises(ValueError, match="is viewed"):
         source.read(name, view[::-1], whole_box(view[::-1]))
@@ -80,11 +79,11 @@ def test_tensors_that_do_not_fit_are_all_named(kind: str, tmp_path: Path) -> Non
     weights["adapter.weight"] = torch.zeros(2)
     with pytest.raises(CheckpointError) as caught:
         HuggingFaceWeights(write_folder(tmp_path / "m", model, weights), model)
-    said = str(caught.value)
-    assert f"lacks: {missing};" in said
-    assert "does not have: adapter.weight;" in said
-    assert f"{misshapen} [" in said
-    assert f"{mistyped} torch.float64" in said
+    message = str(caught.value)
+    assert f"lacks: {missing};" in message
+    assert "does not have: adapter.weight;" in message
+    assert f"{misshapen} [" in message
+    assert f"{mistyped} torch.float64" in message
 
 
 def test_model_of_another_shape_is_refused(tmp_path: Path) -> None:

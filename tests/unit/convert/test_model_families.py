@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from megatron.config import plugins
 from megatron.config.errors import UserError
-from megatron.convert.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.config import build_config_json, model_config_values, model_type_for
+from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.families import MODEL_FAMILIES, ConfigKey, ModelFamily, model_families
 from megatron.convert.saved_model import open_checkpoint
 from tests.unit.convert.folders import ignore, llama, random_weights, write_folder

@@ -15,8 +15,9 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.format import marker_content, whole_box
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.convert import import_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
-from megatron.convert.saved_model import SavedModel, import_huggingface, open_checkpoint, saved_tokenizer_files
+from megatron.convert.saved_model import SavedModel, open_checkpoint, saved_tokenizer_files
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
@@ -48,7 +49,7 @@ def test_progress_is_told_and_ends_at_all(tmp_path: Path) -> None:
     model, seen = llama(), []
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     import_huggingface(folder, tmp_path / "iter_0000000", lambda name, done, total: seen.append((name, done, total)))
-    assert {name for name, _, _ in seen} == set(HuggingFaceWeights(folder, model).names)
+    assert {name for name, _, _ in seen} == set(HuggingFaceWeights(folder, model).specs)
     assert seen[-1][1] == seen[-1][2] == model.num_parameters()
 
 
@@ -125,8 +126,8 @@ def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path)
 def test_a_configuration_that_is_none_is_told(group: str, value: object, tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
     manifest.config[group] = value
-    said = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    message = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         SavedModel(manifest)
 
 

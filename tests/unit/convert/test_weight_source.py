@@ -13,7 +13,7 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.solo import Solo, one_rank_mesh, tiny
 

@@ -105,8 +105,8 @@ def tiktoken_file(path: Path) -> Path:
     return path
 
 
-def choice(kind: str, folder: Path) -> TokenizerOptions:
-    """The least that a type must be told, with its files in ``folder``."""
+def options_for(kind: str, folder: Path) -> TokenizerOptions:
+    """The options that a type needs, with its files in ``folder``."""
     match kind:
         case "ByteTokenizer":
             return TokenizerOptions(kind)

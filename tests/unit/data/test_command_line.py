@@ -104,11 +104,11 @@ def test_unknown_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ToolParser("x.py", "what it does", "more")
     parser.add_argument("--workers", type=int)
     assert parser.parse(["--workers", "3"]).workers == 3
-    for argv, told in (
+    for argv, printed in (
         (["--worker=3"], "x: there is no --worker (did you mean --workers?)"),
         (["--workers", "a"], "x: argument --workers: invalid int value: 'a'"),
     ):
         with pytest.raises(SystemExit) as ended:
             parser.parse(argv)
         assert ended.value.code == 2
-        assert capsys.readouterr().err == f"{told}\n  help: python tools/x.py --help\n"
+        assert capsys.readouterr().err == f"{printed}\n  help: python tools/x.py --help\n"

@@ -135,10 +135,10 @@ def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -
         expected = str(error)
     try:
         told(*argv)
-        said = None
+        message = None
     except DataError as error:
-        said = str(error)
-    assert said == expected
+        message = str(error)
+    assert message == expected
 
 
 def test_splits_that_the_start_leaves_out_are_noted() -> None:

@@ -155,9 +155,11 @@ def test_the_tokenizer_that_flags_name_is_compared_with_the_record(tmp_path: Pat
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(straight))
     data = DataConfig(data_path=(prefix,), tokenizer_type="HuggingFaceTokenizer", tokenizer_model=straight)
     assert resolve_vocab_size(data, 300) == 300
-    with pytest.raises(DataError, match=f"{prefix} was written with another HuggingFaceTokenizer than that of") as told:
+    with pytest.raises(
+        DataError, match=f"{prefix} was written with another HuggingFaceTokenizer than that of"
+    ) as printed:
         resolve_vocab_size(replace(data, tokenizer_model=turned), 300)
-    assert "fix: --set data.tokenizer_model=null | " in str(told.value)
+    assert "fix: --set data.tokenizer_model=null | " in str(printed.value)
     assert resolve_vocab_size(replace(data, tokenizer_model=None), 300) == 300
 
 
@@ -173,16 +175,16 @@ def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, mo
 
 def test_the_end_of_a_document() -> None:
     """From the flag or from the tokenizer, which must not say different things."""
-    known, said = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",), eod_id=256)
+    known, message = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",), eod_id=256)
     assert find_eod_id(DataConfig(data_path=("x",)), None, 300) is None
     assert find_eod_id(DataConfig(data_path=("x",)), known, 300) == 256
-    assert find_eod_id(said, None, 300) == find_eod_id(said, known, 300) == 256
+    assert find_eod_id(message, None, 300) == find_eod_id(message, known, 300) == 256
     with pytest.raises(DataError, match=r"--eod-id 256, but the vocabulary has ids 0\.\.99"):
-        find_eod_id(said, None, 100)
+        find_eod_id(message, None, 100)
     with pytest.raises(
         DataError, match=r"ByteTokenizer of the data ends documents with 256\n  fix: --eod-id 256 \| --set"
     ):
-        find_eod_id(replace(said, eod_id=0), known, 300)
+        find_eod_id(replace(message, eod_id=0), known, 300)
 
 
 @pytest.mark.parametrize(("pad", "meant"), [(None, None), (256, None), (7, 7)])

@@ -458,10 +458,10 @@ def test_all_who_wait_for_a_process_that_cannot_publish_build_at_once(tmp_path: 
         process.start()
     for process in processes:
         process.join(60)
-    told = [line for line in log.read_text().splitlines() if "True" in line]
-    assert len(told) == 5
+    printed = [line for line in log.read_text().splitlines() if "True" in line]
+    assert len(printed) == 5
     reasons = {"File too large", "another process could not write to it"}
-    assert {*told} == {f"True False: {reason}): tables are built in memory" for reason in reasons}
+    assert {*printed} == {f"True False: {reason}): tables are built in memory" for reason in reasons}
 
 
 def test_a_published_entry_that_vanishes_is_built_again(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def test_without_flags_special_ids_are_ids(eod: int | None) -> None:
 
 def test_what_is_told() -> None:
     assert MaskBuilder(EOD, PAD).describe() is None
-    told = MaskBuilder(EOD, PAD, reset_attention=True, mask_eod_loss=True).describe()
-    assert told == "end with id 3: no attention across documents, no loss on the first token of each"
+    printed = MaskBuilder(EOD, PAD, reset_attention=True, mask_eod_loss=True).describe()
+    assert printed == "end with id 3: no attention across documents, no loss on the first token of each"
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -56,9 +56,9 @@ def test_what_the_system_allows_is_asked_for(folder: Path) -> None:
 
 @pytest.mark.parametrize("hard", [50, 150], ids=["for the files", "for the cache"])
 def test_where_that_does_not_do_the_remedy_is_told(folder: Path, hard: int) -> None:
-    (said, limits) = told(folder, 50, hard)
-    assert "Too many open files" in said
-    assert "ulimit -n 65536" in said
+    (message, limits) = told(folder, 50, hard)
+    assert "Too many open files" in message
+    assert "ulimit -n 65536" in message
     assert limits == f"({hard}, {hard})"
 
 

@@ -33,10 +33,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_line_says_how_far_how_fast_and_how_long() -> None:
-    totals = PreprocessTotals(stored_bytes=250, documents=1234, text_bytes=3_000_000, tokens=800_000)
+    totals = PreprocessTotals(stored_bytes=250, documents=1234, text_bytes=3 << 20, tokens=800_000)
     line = progress_line(totals, 1000, 2.0)
     assert line == (
-        "[######..................]  25.0% | 1,234 documents, 800k tokens | 1.5 MB/s, 400k tokens/s | 6s left"
+        "[######..................]  25.0% | 1,234 documents, 800k tokens | 1.50 MiB/s, 400k tokens/s | 6s left"
     )
     assert progress_line(PreprocessTotals(), 1000, 0.0).endswith("| ? left")
 
@@ -84,20 +84,20 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_bytes_in_a_file(clock: list[float]) -> None:
     stream = io.StringIO()
-    meter = ByteProgress(stream, 10**10)
+    meter = ByteProgress(stream, 10 << 30)
     for clock[0] in (104.0, 110.0, 115.0, 120.0):
-        meter.add(10**9)
+        meter.add(1 << 30)
     meter.close()
     assert stream.getvalue().splitlines() == [
-        "2.0 GB of 10.0 GB, 200.0 MB/s, 40 s left",
-        "4.0 GB of 10.0 GB, 200.0 MB/s, 30 s left",
+        "2.00 GiB of 10.00 GiB, 204.80 MiB/s, 40 s left",
+        "4.00 GiB of 10.00 GiB, 204.80 MiB/s, 30 s left",
     ]
 
 
 def test_bytes_on_a_terminal(clock: list[float]) -> None:
     stream = Screen()
-    meter = ByteProgress(stream, 10**9)
+    meter = ByteProgress(stream, 1 << 30)
     for clock[0] in (100.1, 101.0):
-        meter.add(10**8)
+        meter.add(1 << 27)
     meter.close()
-    assert stream.getvalue() == "\r200.0 MB of 1.0 GB, 200.0 MB/s, 4 s left\x1b[K\r\x1b[K"
+    assert stream.getvalue() == "\r256.00 MiB of 1.00 GiB, 256.00 MiB/s, 3 s left\x1b[K\r\x1b[K"

@@ -200,10 +200,10 @@ def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str,
     wiki, _, tiny = corpora.values()
     data = DataConfig(data_path=("1", wiki, "1", tiny) if blend else (tiny,), split="48,1,1")
     sentence = f"--split '48,1,1' leaves no validation data of the 5 sequences in {tiny}, but 8 samples are needed"
-    with pytest.raises(DataError, match=sentence) as told:
+    with pytest.raises(DataError, match=sentence) as printed:
         build(data)
     others = f"leave out {tiny} | " if blend else ""
-    assert f"fix: --split 3,1,1 | {others}a dataset of more documents than 5" in str(told.value)
+    assert f"fix: --split 3,1,1 | {others}a dataset of more documents than 5" in str(printed.value)
     assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
 
 
@@ -238,9 +238,9 @@ def uneven(tmp_path: Path) -> list[str]:
 
 def test_a_source_too_short_for_a_sample_is_named_and_the_fixes_work(uneven: list[str], tmp_path: Path) -> None:
     data = DataConfig(data_path=tuple(uneven))
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as printed:
         build(data)
-    sentence, fixes = str(told.value).split("\n  fix: ")
+    sentence, fixes = str(printed.value).split("\n  fix: ")
     assert sentence == (
         "the default --split '969, 30, 1' leaves validation data of 10 tokens, no sample of 16 + 1 "
         f"(1 of the 40 sequences in {uneven[1]}), but 8 samples are needed"
@@ -273,9 +273,9 @@ def test_test_data_too_short_for_a_sample_may_be_missing_too(tmp_path: Path) -> 
 def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
         writer.add_document([1] * 10)
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as printed:
         build(DataConfig(train_data_path=(uneven[0], str(tmp_path / "tiny"))), eval_iters=0)
-    sentence, fixes = str(told.value).split("\n  fix: ")
+    sentence, fixes = str(printed.value).split("\n  fix: ")
     assert sentence.startswith(f"{tmp_path}/tiny holds 10 tokens, no sample of 16 + 1 (1 sequences), but 80 training")
     assert fixes.startswith(f"leave out {tmp_path}/tiny | python tools/merge_datasets.py --input {uneven[0]}")
     build(DataConfig(train_data_path=("1", uneven[0], "1", str(tmp_path / "tiny"))), eval_iters=0)

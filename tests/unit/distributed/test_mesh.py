@@ -52,7 +52,7 @@ def test_a_pretended_world_of_one_rank_needs_no_groups() -> None:
 def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
     """Shards of the optimizer's state on pairs of ranks; key/value heads on pairs, too."""
     layout = Layout({"pp": 4, "dp": 4, "cp": 1, "tp": 4, "edp": 4, "ep": 1, "etp": 4})
-    told = set()
+    printed = set()
     for rank in range(0, 64, 9):
         with fake_process_group(rank, 64):
             mesh = Mesh(
@@ -64,10 +64,10 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
                 optimizer_instances=2,
                 separate_gather_groups=True,
             )
-        told.add(tuple(mesh.created))
+        printed.add(tuple(mesh.created))
         assert mesh.tp.ranks == tuple(range(rank - rank % 4, rank - rank % 4 + 4))
         assert len(mesh.embedding_group.ranks) == (2 if mesh.coordinate["pp"] in (0, 3) else 1)
-    (created,) = told
+    (created,) = printed
     assert set(created) == {
         GroupInfo("tp", 16, 4),
         GroupInfo("dp", 16, 4),
@@ -75,10 +75,10 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
         GroupInfo("pp-tp", 4, 16),
         GroupInfo("world", 1, 64),
         GroupInfo("tp kv", 32, 2),
-        GroupInfo("pp ends", 16, 2),
+        GroupInfo("pp embedding", 16, 2),
         GroupInfo("pp up", 16, 4),
         GroupInfo("pp down", 16, 4),
         GroupInfo("dp shards", 32, 2),
         GroupInfo("dp copies", 32, 2),
-        GroupInfo("dp gathers", 32, 2),
+        GroupInfo("dp gather", 32, 2),
     }

@@ -99,14 +99,14 @@ def test_a_stop_token_ends_its_prompt_only() -> None:
 def test_tokens_are_told_one_by_one() -> None:
     chunk = model()
     prompts = prompts_of(chunk.config)
-    told: list[tuple[int, int, bool]] = []
+    printed: list[tuple[int, int, bool]] = []
     stop = generate(chunk, prompts, NEW, GREEDY)[1][3]
-    new = generate(chunk, prompts, NEW, GREEDY, [stop], lambda *token: told.append(token), batch_size=2)
+    new = generate(chunk, prompts, NEW, GREEDY, [stop], lambda *token: printed.append(token), batch_size=2)
     assert {len(ids) for ids in new} > {NEW}
     for number, ids in enumerate(new):
-        assert [token for prompt, token, _ in told if prompt == number] == ids
-        assert [last for prompt, _, last in told if prompt == number] == [False] * (len(ids) - 1) + [True]
-    assert [prompt for prompt, *_ in told[:4]] == [0, 1, 0, 1]
+        assert [token for prompt, token, _ in printed if prompt == number] == ids
+        assert [last for prompt, _, last in printed if prompt == number] == [False] * (len(ids) - 1) + [True]
+    assert [prompt for prompt, *_ in printed[:4]] == [0, 1, 0, 1]
 
 
 def test_no_prompts() -> None:

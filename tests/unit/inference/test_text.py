@@ -112,9 +112,9 @@ def test_the_end_is_the_one_that_the_configuration_names() -> None:
     assert open_codec(files).end == ids["<|endoftext|>"]
     for named in ("x", {"content": "x", "lstrip": False}):
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            told = files | {name: json.dumps({"eos_token": named}).encode()}
-            assert open_codec(told).end == ids["x"]
-    both = told | {"tokenizer_config.json": b'{"eos_token": "y"}'}
+            printed = files | {name: json.dumps({"eos_token": named}).encode()}
+            assert open_codec(printed).end == ids["x"]
+    both = printed | {"tokenizer_config.json": b'{"eos_token": "y"}'}
     assert open_codec(both).end == ids["y"]
     without = files | {"tokenizer_config.json": b'{"eos_token": null}'}
     assert open_codec(without).end == ids["<|endoftext|>"]

@@ -15,7 +15,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers.attention import SelfAttention
-from megatron.layers.build import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12

@@ -13,7 +13,7 @@ from megatron.distributed.random import stable_hash
 from megatron.kernels.attention import AttentionMask
 from megatron.layers import attention
 from megatron.layers.attention import attention_dropout
-from megatron.layers.build import ForwardContext
+from megatron.layers.context import ForwardContext
 from megatron.model import block
 from megatron.model.block import hidden_dropout
 from tests.solo import Solo, random_batch, tiny

@@ -13,7 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers import moe
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.moe import MixtureOfExperts
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.layers.moe import Router, Routing
 from tests.solo import one_rank_mesh, random_batch, tiny
 

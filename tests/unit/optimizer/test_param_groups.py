@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 import pytest
 
 from megatron.config.run import OptimizerConfig
-from megatron.convert.huggingface.weight_map import build_on_meta
+from megatron.convert.huggingface.weights import build_on_meta
 from megatron.distributed.sharding import ShardSpec
 from megatron.optimizer.param_groups import param_groups
 from tests.solo import tiny

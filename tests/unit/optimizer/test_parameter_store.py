@@ -16,7 +16,7 @@ from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates

@@ -18,7 +18,7 @@ from megatron.config.run import TrainingConfig
 from megatron.distributed.comm import Channel
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk
 from megatron.pipeline.actions import Action, PipelineSchedule
 from megatron.pipeline.partition import StageLayers

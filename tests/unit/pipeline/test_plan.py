@@ -233,9 +233,9 @@ def test_a_long_ramp_on_a_long_pipeline_is_checked_in_seconds(rise: int) -> None
     plan.peak_counts.cache_clear()
     plan.validated_program.cache_clear()
     start = time.process_time()
-    told = parse([*LARGE.split(), "--rampup-batch-size", str(rise), str(rise), "5859375"], {}).summary()
+    printed = parse([*LARGE.split(), "--rampup-batch-size", str(rise), str(rise), "5859375"], {}).summary()
     assert time.process_time() - start < 10
-    assert "bubble 2.5%" in told
+    assert "bubble 2.5%" in printed
 
 
 def test_the_names_of_the_flag_are_those_of_the_schedules() -> None:

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.pipeline.plan import stage_layers
 from megatron.planner import flops

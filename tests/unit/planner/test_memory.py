@@ -72,7 +72,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
     parts: dict[str, Iterable[Tensor]] = {
         "weights": (p.detach() for p in trainer.params.values()),
         "gradients": (bucket.shard for bucket in trainer.buckets.buckets),
-        "masters": masters,
+        "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
     }

@@ -18,7 +18,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.optimizer.muon import is_muon_param
 from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placement

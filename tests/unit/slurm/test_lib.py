@@ -79,16 +79,16 @@ class Job:
     def start(self, case: str, restart: int = 0) -> tuple[int, str]:
         """The status of one start, and what it says."""
         started = self.begin(case, restart)
-        said, _ = started.communicate(timeout=60)
-        return started.returncode, said
+        message, _ = started.communicate(timeout=60)
+        return started.returncode, message
 
     def signalled(self, case: str, number: signal.Signals, restart: int = 0) -> tuple[int, str]:
         """As :meth:`start`, of one that gets a signal while its ranks are at work."""
         started = self.begin(case, restart)
         wait_for(self.root / "calls", f"stop.7.{restart}")
         started.send_signal(number)
-        said, _ = started.communicate(timeout=60)
-        return started.returncode, said
+        message, _ = started.communicate(timeout=60)
+        return started.returncode, message
 
     def allocate(self, *nodes: str) -> None:
         (self.root / "allocated").write_text(" ".join(nodes))
@@ -96,8 +96,8 @@ class Job:
     def calls(self, command: str) -> list[str]:
         """What a command was told; of srun, only when it started ranks."""
         lines = (self.root / "calls").read_text().splitlines()
-        told = [line.removeprefix(command + " ") for line in lines if line.startswith(command + " ")]
-        return [words for words in told if "--check-config" not in words and not words.startswith("show ")]
+        printed = [line.removeprefix(command + " ") for line in lines if line.startswith(command + " ")]
+        return [words for words in printed if "--check-config" not in words and not words.startswith("show ")]
 
 
 def fail_device(node: str) -> str:
@@ -120,16 +120,16 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_the_marker_ends_it_whatever_srun_says(job: Job) -> None:
-    status, said = job.start(f"{FINISH}; exit 9")
+    status, message = job.start(f"{FINISH}; exit 9")
     assert status == 0
-    assert "slurm: finished" in said
+    assert "slurm: finished" in message
     assert job.calls("scontrol") == []
 
 
 def test_status_0_without_the_marker_is_no_end(job: Job) -> None:
-    status, said = job.start(f"{SAVE}; exit 0")
+    status, message = job.start(f"{SAVE}; exit 0")
     assert status == 0
-    assert "has not finished" in said
+    assert "has not finished" in message
     assert job.calls("scontrol") == ["requeue 7"], "and what sbatch --exclude has said is left alone"
 
 
@@ -147,9 +147,9 @@ def test_flags_that_are_refused_are_told_once(job: Job) -> None:
 
 def test_a_chain_without_progress_stops(job: Job) -> None:
     assert [job.start("exit 1", restart)[0] for restart in range(2)] == [0, 0]
-    status, said = job.start("exit 1", 2)
+    status, message = job.start("exit 1", 2)
     assert status == 1
-    assert "3 starts have brought no new checkpoint (newest: none)" in said
+    assert "3 starts have brought no new checkpoint (newest: none)" in message
     assert job.calls("scontrol").count("requeue 7") == 2
     assert job.start(FINISH, 3)[0] == 1, "nor is it started when Slurm itself has queued it again"
     job.environ["SLURM_JOB_ID"] = "8"
@@ -162,15 +162,15 @@ def test_a_chain_with_progress_goes_on(job: Job) -> None:
 
 def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
     job.environ["DENIED"] = "1"
-    status, said = job.start("exit 1")
+    status, message = job.start("exit 1")
     assert status == 1
-    assert "sbatch it" in said
+    assert "sbatch it" in message
 
 
 def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
-    status, said = job.signalled(f"{UNTIL_STOPPED}; {SAVE}", signal.SIGUSR1)
+    status, message = job.signalled(f"{UNTIL_STOPPED}; {SAVE}", signal.SIGUSR1)
     assert status == 0
-    assert "the ranks are to save and stop" in said
+    assert "the ranks are to save and stop" in message
     assert "requeue 7" in job.calls("scontrol")
     assert job.start("ls $RUN/slurm/stop.* && exit 1; " + FINISH, 1)[0] == 0
     assert not list((job.run / "slurm").glob("stop.*")), "what told an earlier start to stop is gone"
@@ -178,8 +178,8 @@ def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
 
 def test_ranks_that_do_not_stop_are_left_to_slurm(job: Job) -> None:
     job.environ["STOP_SECONDS"] = "0"
-    _, said = job.signalled("exec /bin/sleep 90", signal.SIGUSR1)
-    assert "have not stopped within 0 s" in said
+    _, message = job.signalled("exec /bin/sleep 90", signal.SIGUSR1)
+    assert "have not stopped within 0 s" in message
     assert "requeue 7" in job.calls("scontrol")
 
 
@@ -191,9 +191,9 @@ def test_what_slurm_ends_is_left_to_slurm(job: Job) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher: str) -> None:
     job.environ |= {"SPARES": "1", "LAUNCHER": launcher, "RANKS_PER_NODE": "2"}
-    status, said = job.start(f"{fail_device('n1')}; {FINISH}")
+    status, message = job.start(f"{fail_device('n1')}; {FINISH}")
     assert status == 0
-    assert "a device of n1 has failed" in said
+    assert "a device of n1 has failed" in message
     first, second = job.calls("srun")
     assert "--nodelist=n1,n2" in first
     assert "--nodelist=n2,n3" in second
@@ -261,17 +261,17 @@ def test_a_job_that_lost_a_node_and_needs_it_is_queued_again(job: Job) -> None:
 
 
 def test_a_script_whose_job_runs_elsewhere_by_now_does_nothing(job: Job) -> None:
-    status, said = job.start('echo 7.1 >"$RUN/slurm/attempt.7"; exit 1')
+    status, message = job.start('echo 7.1 >"$RUN/slurm/attempt.7"; exit 1')
     assert status == 1
-    assert "a later start of this job has taken over" in said
+    assert "a later start of this job has taken over" in message
     assert job.calls("scontrol") == []
 
 
 def test_a_job_that_is_being_cancelled_is_not_queued_again(job: Job) -> None:
     """Slurm would do it: its signal to the script may come after the end of srun on other nodes."""
-    status, said = job.start('echo COMPLETING >"$(dirname "$ALLOCATED")/state"; exit 1')
+    status, message = job.start('echo COMPLETING >"$(dirname "$ALLOCATED")/state"; exit 1')
     assert status == 143
-    assert "Slurm is ending it (COMPLETING)" in said
+    assert "Slurm is ending it (COMPLETING)" in message
     assert job.calls("scontrol") == []
 
 
@@ -317,9 +317,9 @@ def test_a_task_of_an_array_speaks_of_itself_alone(job: Job) -> None:
 @pytest.mark.parametrize("flags", [("--save", "elsewhere"), ("--run-dir=elsewhere",), ("--stop-file", "x")])
 def test_flags_that_would_be_overridden_are_refused(job: Job, flags: tuple[str, ...]) -> None:
     started = job.begin(FINISH, flags=flags)
-    said, _ = started.communicate(timeout=60)
+    message, _ = started.communicate(timeout=60)
     assert started.returncode == 2
-    assert "fix: RUN=FOLDER sbatch" in said
+    assert "fix: RUN=FOLDER sbatch" in message
 
 
 def wait_for(path: Path, words: str) -> None:

@@ -37,17 +37,17 @@ def started(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def task(number: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
     """What Slurm says to a task of ``--array=FIRST-LAST:STEP``."""
-    told = {"ID": number, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
-    return {"SLURM_ARRAY_JOB_ID": "7"} | {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in told.items()}
+    printed = {"ID": number, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+    return {"SLURM_ARRAY_JOB_ID": "7"} | {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in printed.items()}
 
 
 @pytest.mark.parametrize(("first", "last", "count", "step"), [(0, 2, 3, 1), (4, 8, 3, 2), (5, 5, 1, 1), (0, 6, 7, 1)])
 def test_tasks_take_every_file_once(tmp_path: Path, first: int, last: int, count: int, step: int) -> None:
-    told = [started(tmp_path, **task(n, first, last, count, step)).stdout for n in range(first, last + 1, step)]
-    calls = [line for out in told for line in out.splitlines() if "--input" in line]
+    printed = [started(tmp_path, **task(n, first, last, count, step)).stdout for n in range(first, last + 1, step)]
+    calls = [line for out in printed for line in out.splitlines() if "--input" in line]
     taken = [line.split("/some texts/")[1].split(".md ")[0] for line in calls]
     assert sorted(taken) == sorted(FILES)
-    assert [out.count("sbatch --array=0 --job-name=merge") for out in told] == [1] + [0] * (count - 1)
+    assert [out.count("sbatch --array=0 --job-name=merge") for out in printed] == [1] + [0] * (count - 1)
 
 
 def test_an_array_with_gaps_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.object_store import RemotePath
-from megatron.convert.convert import ConversionResult
 from megatron.convert.huggingface.check import OutputDifference
+from megatron.convert.huggingface.convert import ConversionResult
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import PercentPrinter, main, parse_size
 

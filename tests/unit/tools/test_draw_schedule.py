@@ -67,13 +67,13 @@ def test_a_schedule_that_is_not_to_be_had_is_left_out_of_a_comparison(capsys: py
 def test_a_schedule_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["--schedule", "zb-v", *SMALL, "--csv", "mine.csv", "--trace", "t.json"]
     assert main(argv) == 0
-    told = capsys.readouterr().out
-    assert told.splitlines()[-2:] == ["mine.csv", "t.json"]
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-2:] == ["mine.csv", "t.json"]
     assert PipelineSchedule.load(tmp_path / "mine.csv").ranks == make_schedule("zb-v", 2, 2, 4).ranks
     assert main(["--schedule", "mine.csv"]) == 0
     again = capsys.readouterr().out
-    assert table(again)["mine.csv"] == table(told)["zb-v"]
-    assert again.splitlines()[-3:] == told.splitlines()[-5:-2]
+    assert table(again)["mine.csv"] == table(printed)["zb-v"]
+    assert again.splitlines()[-3:] == printed.splitlines()[-5:-2]
 
 
 def test_names_of_the_training_options_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_ls(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:4] == ["iter_0000002", "step", "2", "-"]
     assert first.endswith("ago  has no COMPLETE: it is not a checkpoint, or its save was interrupted")
-    assert second.split()[:5] == ["iter_0000001", "step", "1", "1.15", "kB"]
+    assert second.split()[:5] == ["iter_0000001", "step", "1", "1.13", "KiB"]
     assert second.endswith("s ago  complete")
 
 
@@ -46,7 +46,7 @@ def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(runs.path(2))]) == 0
-    assert capsys.readouterr().out == f"{runs.path(2)}: 1.15 kB in 2 files, as they were written\n"
+    assert capsys.readouterr().out == f"{runs.path(2)}: 1.13 KiB in 2 files, as they were written\n"
     path = runs.path(2) / "tensors_00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -57,7 +57,7 @@ def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["ls", str(runs.folder)]) == 0  # which looks at no more than their length
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["complete"] * 2
     assert main(["verify", str(runs.folder)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{runs.path(1)}: 1.15 kB")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{runs.path(1)}: 1.13 KiB")
     (runs.path(1) / MARKER).unlink()
     assert main(["verify", str(runs.path(1))]) == 1
 
@@ -108,7 +108,7 @@ def test_show(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["show", str(runs.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
-        f"{runs.path(2)}: version 1, 1.15 kB",
+        f"{runs.path(2)}: version 1, 1.13 KiB",
         "  a  F32 [24, 5] viewed as [2, 12, 5], 1 chunk",
     ]
     assert "  iteration = 2" in lines
@@ -234,14 +234,14 @@ def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "memory://inspect/run/"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("has no COMPLETE: it is not a checkpoint, or its save was interrupted")
-    assert second.split()[:5] == ["iter_0000002", "step", "2", "1.15", "kB"]
+    assert second.split()[:5] == ["iter_0000002", "step", "2", "1.13", "KiB"]
     assert second.endswith("s ago  complete")
     assert third.endswith("complete")
     assert main(["verify", "memory://inspect/run"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "memory://inspect/run/iter_0000003: left over from a save or a removal that was cut off",
-        "memory://inspect/run/iter_0000002: 1.15 kB in 2 files, as they were written",
-        "memory://inspect/run/iter_0000001: 1.15 kB in 2 files, as they were written",
+        "memory://inspect/run/iter_0000002: 1.13 KiB in 2 files, as they were written",
+        "memory://inspect/run/iter_0000001: 1.13 KiB in 2 files, as they were written",
     ]
     assert main(["diff", "memory://inspect/run/iter_0000001", "memory://inspect/run/iter_0000002"]) == 1
     assert capsys.readouterr().out == "state iteration: 1 | 2\n2 of 2 tensors identical to the bit\n"

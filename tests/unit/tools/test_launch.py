@@ -153,14 +153,14 @@ def test_a_file_that_describes_no_cluster(tmp_path: Path, capsys: pytest.Capture
 
 def test_every_host_gets_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = written(capsys, tmp_path / "none", f"ssh --hosts first,second --gpus-per-node 2 {TINY}")
-    told = stand_in(tmp_path, "ssh", 'printf "%s\\n" "${@: -2:1} : ${@: -1}"')
-    done = run(script, tmp_path, told, "--run-dir", "a b")
+    printed = stand_in(tmp_path, "ssh", 'printf "%s\\n" "${@: -2:1} : ${@: -1}"')
+    done = run(script, tmp_path, printed, "--run-dir", "a b")
     hosts = dict(line.split(" : ") for line in done.stdout.splitlines())
     assert hosts.keys() == {"first", "second"}
     assert hosts["first"] == hosts["second"]
     words = shlex.split(hosts["first"])
     assert {"first:29400", "--nnodes", "a b"} <= {*words}
-    again = shlex.split(run(script, tmp_path, told).stdout.splitlines()[0].split(" : ")[1])
+    again = shlex.split(run(script, tmp_path, printed).stdout.splitlines()[0].split(" : ")[1])
     assert words[words.index("--rdzv-id") + 1] != again[again.index("--rdzv-id") + 1]  # no later start of this one
 
 

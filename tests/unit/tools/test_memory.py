@@ -32,7 +32,7 @@ def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytes
     expected = {
         "weights": [2 * gb] * 3,
         "gradients": [4 * gb, 4 * gb, 4 * gb / ranks],
-        "masters": [4 * gb, 4 * gb / ranks, 4 * gb / ranks],
+        "main params": [4 * gb, 4 * gb / ranks, 4 * gb / ranks],
         "moments": [8 * gb, 8 * gb / ranks, 8 * gb / ranks],
         "sum": [18 * gb, (6 + 12 / ranks) * gb, (2 + 16 / ranks) * gb],
         "of ZeRO-0": [1, 18 / 9, 18 / 6],
@@ -40,14 +40,14 @@ def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytes
     assert {name: found[name] for name in expected} == {
         name: pytest.approx(numbers, abs=0.006, rel=1e-3) for name, numbers in expected.items()
     }
-    assert [*found][-1] == "on their way"
+    assert [*found][-1] == "in flight"
     assert len(ZERO_STAGES) == 3
 
 
 def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "--preset llama2-7b --bf16 --world-size 8 --tensor-model-parallel-size 2"
     remainders = rows(printed(capsys, *argv.split(), "--store-param-remainders", "--ema-decay", "0.99"))
-    assert remainders["masters"][0] == pytest.approx(2 * ELEMENTS / 2 / 2**30, rel=2e-3)
+    assert remainders["main params"][0] == pytest.approx(2 * ELEMENTS / 2 / 2**30, rel=2e-3)
     assert remainders["average"][1] == pytest.approx(remainders["average"][0] / 4, rel=2e-3)
     text = printed(capsys, *argv.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
     assert "8 ranks: PP 1 x DP 4 x TP 2" in text

@@ -94,8 +94,8 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
-    told = f"merge_datasets: {tmp_path}/all cannot be written: File too large\n  fix: make room on that disk"
-    assert (done.returncode, done.stderr) == (1, f"{told} | another --output-prefix\n")
+    printed = f"merge_datasets: {tmp_path}/all cannot be written: File too large\n  fix: make room on that disk"
+    assert (done.returncode, done.stderr) == (1, f"{printed} | another --output-prefix\n")
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 

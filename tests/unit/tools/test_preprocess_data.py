@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess import run as run_module
+from megatron.data.preprocess import encode as encode_module
 from megatron.data.tokenizers import huggingface
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
@@ -185,10 +185,10 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "title") == 0
     before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "text", "title") == 2
-    told = (
+    printed = (
         f"{tmp_path}/out_title_document.bin is there already, and 2 more\n  fix: --overwrite | another --output-prefix"
     )
-    assert told in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
     assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
@@ -276,8 +276,8 @@ def test_a_place_that_cannot_be_written_is_named(
     prefix = str(tmp_path / prefix)
     flags = ["--input", str(corpus), "--tokenizer-type", "ByteTokenizer", "--output-prefix", prefix]
     assert main(flags) == 1
-    told = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
-    assert re.search(told, capsys.readouterr().err)
+    printed = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
+    assert re.search(printed, capsys.readouterr().err)
 
 
 def test_one_document_that_is_no_ids_has_one_line_of_fixes(
@@ -378,14 +378,14 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
     corpus: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Rust code does that calls Python, and takes what is raised there for a failure of its own."""
-    choose = run_module.choose_engine
+    choose = encode_module.choose_engine
 
     def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> EncodeEngine:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         return choose(tokenizer, sample, "hf")
 
-    monkeypatch.setattr(run_module, "choose_engine", swallowing)
+    monkeypatch.setattr(encode_module, "choose_engine", swallowing)
     assert run_model(tmp_path, model, "--input", str(corpus)) == 143
     assert "stopped by SIGTERM; nothing was written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

@@ -10,7 +10,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron.training.loggers import plots
 from megatron.training.loggers.run_folder import EvaluationPoint, RunHistory, TrainPoint
 from tools.lib import plots as lib_plots
 from tools.lib.plots import draw_runs, run_styles, short_names
@@ -75,7 +74,7 @@ def test_the_number_beside_a_run_is_smoothed_however_short_the_run(axes: Axes, p
 def test_the_legend_says_what_its_numbers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles = list[str]()
     monkeypatch.setattr(
-        plots, "_save", lambda figure, out: titles.extend(x.get_title().get_text() for x in figure.legends)
+        Figure, "savefig", lambda figure, *_, **__: titles.extend(x.get_title().get_text() for x in figure.legends)
     )
     draw_runs({"a": history(5), "b": history(300)}, tmp_path / "a.png")
     assert titles == ["training loss at the end, smoothed"]
@@ -127,9 +126,9 @@ def test_the_tool_draws_several(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([str(write(tmp_path / "a")), str(write(tmp_path / "b", extra='{"it'))]) == 0
-    told = capsys.readouterr()
-    assert told.out == "runs.png\n"
-    assert f"{tmp_path / 'b' / 'metrics.jsonl'}: 4" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "runs.png\n"
+    assert f"{tmp_path / 'b' / 'metrics.jsonl'}: 4" in printed.err
     assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
     assert main(["a", "b", "--out", "c.svg"]) == 0
     assert Path("c.svg").exists()

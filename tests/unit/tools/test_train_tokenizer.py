@@ -52,10 +52,10 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     out = capsys.readouterr().out.splitlines()
     text_bytes = len("".join(LINES)) + len("\n".join(LINES))
     assert out[0] == f"files: 2, documents: 81, text bytes: {text_bytes:,}"
-    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first \d\.\d kB", out[1])
-    step, told = out[2].split(": ")
+    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first \d\.\d\d KiB", out[1])
+    step, printed = out[2].split(": ")
     assert step == "for the next step, preprocess_data.py"
-    assert told == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
+    assert printed == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
     assert sorted(p.name for p in (tmp_path / "bpe").iterdir()) == [TOKENIZER_JSON, TOKENIZER_CONFIG]
 
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "bpe"), HuggingFaceTokenizer(tmp_path / "bpe")
@@ -65,7 +65,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     assert theirs(text).input_ids == ours.encode(text).tolist()
     assert theirs.decode(theirs(text).input_ids) == text
 
-    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), "--append-eod", *told.split()]
+    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), "--append-eod", *printed.split()]
     assert preprocess_data.main(flags) == 0
     data = IndexedDataset(tmp_path / "out_text_document")
     texts = [ours.decode(data[i].tolist()) for i in range(len(data))]
@@ -82,8 +82,8 @@ def test_a_sentencepiece_model_is_made_and_used(
     entries = int(re.findall(r"entries: (\d+)", out[1])[0])
     assert out[2] == "lines: 60, trained on a sample of 50 (--input-sentence-size)"
     assert (out[3] == NO_EXPORT_NOTE) == (model_type == "unigram")
-    told = out[-1].split(": ")[1]
-    assert told == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
+    printed = out[-1].split(": ")[1]
+    assert printed == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "tokenizer.model"))
     assert theirs.get_piece_size() == entries <= 290
     text = "for row in rows: na\u00efve = width * \u6771\u4eac"
@@ -92,7 +92,7 @@ def test_a_sentencepiece_model_is_made_and_used(
         assert hugging_face(text, add_special_tokens=False).input_ids == theirs.encode(text)
 
     flags = ["--input", str(corpus / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
-    assert preprocess_data.main([*flags, *told.split()]) == 0
+    assert preprocess_data.main([*flags, *printed.split()]) == 0
     assert (NO_EXPORT_NOTE in capsys.readouterr().out) == (model_type == "unigram")
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data[i].tolist() for i in range(len(data))] == [[*theirs.encode(line), 2] for line in LINES if line]

@@ -24,9 +24,9 @@ DECAY = 0.75
 
 def run(folder: Path, flags: str) -> str:
     """What a run of 6 steps that saves each of them says."""
-    told = start(tiny_run(folder, f"--save {folder}/saved --save-interval 1 {flags}"))
-    assert (told.status, told.err) == (0, "")
-    return told.out
+    printed = start(tiny_run(folder, f"--save {folder}/saved --save-interval 1 {flags}"))
+    assert (printed.status, printed.err) == (0, "")
+    return printed.out
 
 
 def weights_and_average(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -5,15 +5,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.training.loggers.base import (
-    BackgroundLogger,
-    LoggerCollection,
-    LoggerStalledError,
-    Metrics,
-    error_summary,
-    scalar_metrics,
-)
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.training.loggers.base import LoggerFailedError, Metrics, error_summary, scalar_metrics
+from megatron.training.loggers.run_logger import BackgroundLogger, RunLogger
 
 
 class Kept:
@@ -43,12 +40,25 @@ class Kept:
         self._called("close", None)
 
 
-def use(sinks: LoggerCollection | BackgroundLogger) -> None:
-    sinks.log(1, {})
-    sinks.event(1, "note", {})
-    sinks.flush()
-    sinks.log(2, {})
-    sinks.close()
+def run_log() -> RunLogger:
+    """A run without loggers of its own, after its first step."""
+    config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
+    log = RunLogger(config, world_size=1, device=torch.device("cpu"))
+    log.stepped(1, 1)
+    return log
+
+
+def use(log: RunLogger) -> None:
+    log.log({})
+    log.note("")
+    log.flush()
+    log.stepped(2, 2)
+    log.log({})
+    log.close()
+
+
+def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.removeprefix("warning: ") for line in capsys.readouterr().err.splitlines()]
 
 
 EVERYTHING = [
@@ -62,47 +72,44 @@ EVERYTHING = [
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", ["make", "log", "event", "flush", "close"])
-def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(at: str, background: bool) -> None:
-    good, warnings = Kept(), list[str]()
+def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(
+    at: str, background: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = Kept()
 
     def bad() -> Kept:
         if at == "make":
             raise OSError("make does not work")
         return Kept(at)
 
-    sinks = LoggerCollection(warnings.append)
-    sinks.add("bad", (lambda: BackgroundLogger(bad)) if background else bad)
-    sinks.add("good", lambda: good)
-    use(sinks)
+    log = run_log()
+    log.add("good", lambda: good)
+    log.add("bad", (lambda: BackgroundLogger(bad)) if background else bad)
+    use(log)
     what = "no data" if at == "make" else "no further data"
-    assert warnings == [f"bad receives {what} from this run: {at} does not work; training continues"]
-    assert good.calls == EVERYTHING
+    assert warnings(capsys) == [f"bad receives {what} from this run: {at} does not work; training continues"]
+    assert [call for call in good.calls if call != ("event", "warning")] == EVERYTHING
+    assert len(good.calls) == len(EVERYTHING) + 1  # the warning goes to the loggers that are left
 
 
 def test_a_warning_may_go_to_the_sinks_that_are_left() -> None:
-    good = Kept()
-    sinks = LoggerCollection(lambda text: sinks.event(1, "warning", {"text": text}))
-    sinks.add("good", lambda: good)
-    sinks.add("bad", lambda: Kept("close"))
-    sinks.add("worse", lambda: Kept("log"))
-    sinks.log(1, {})
-    sinks.close()
+    good, log = Kept(), run_log()
+    log.add("good", lambda: good)
+    log.add("bad", lambda: Kept("close"))
+    log.add("worse", lambda: Kept("log"))
+    log.log({})
+    log.close()
     assert [name for name, _ in good.calls] == ["log", "event", "event", "close"]
 
 
-def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too() -> None:
-    told: list[str] = []
-
-    def warn(text: str) -> None:
-        told.append(text.split()[0])
-        sinks.event(1, "warning", {})
-
-    sinks = LoggerCollection(warn)
+def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too(capsys: pytest.CaptureFixture[str]) -> None:
+    log = run_log()
     for number, at in enumerate(("event", "log", "event", "close", "event")):
-        sinks.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
-    sinks.log(1, {})
-    sinks.close()
-    assert sorted(told) == ["0:event", "1:log", "2:event", "3:close", "4:event"]
+        log.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
+    log.log({})
+    log.close()
+    printed = [text.split()[0] for text in warnings(capsys)]
+    assert sorted(printed) == ["0:event", "1:log", "2:event", "3:close", "4:event"]
 
 
 class Least:
@@ -120,17 +127,17 @@ class Least:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_events_and_flushes_are_optional(background: bool) -> None:
-    least, warnings = Least(), list[str]()
-    loggers = LoggerCollection(warnings.append)
-    loggers.add("least", (lambda: BackgroundLogger(lambda: least)) if background else (lambda: least))
-    use(loggers)
-    assert (least.steps, least.closed, warnings) == ([1, 2], True, [])
+def test_events_and_flushes_are_optional(background: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    least, log = Least(), run_log()
+    log.add("least", (lambda: BackgroundLogger(lambda: least)) if background else (lambda: least))
+    use(log)
+    assert (least.steps, least.closed, warnings(capsys)) == ([1, 2], True, [])
 
 
 def test_a_thread_hands_on_everything_in_order() -> None:
-    kept = Kept()
-    use(BackgroundLogger(lambda: kept))
+    kept, log = Kept(), run_log()
+    log.add("kept", lambda: BackgroundLogger(lambda: kept))
+    use(log)
     assert kept.calls == EVERYTHING
 
 
@@ -143,21 +150,20 @@ def test_a_sink_that_hangs_holds_up_one_flush_and_the_end_for_no_longer_than_its
         sink.log(1, {})
         sink.flush()
     assert 0.2 <= time.monotonic() - began < 1.0  # once, not a hundred times
-    with pytest.raises(LoggerStalledError, match=r"did not finish within 0 s"):
+    with pytest.raises(LoggerFailedError, match=r"did not finish within 0 s"):
         sink.close()
     assert time.monotonic() - began < 2.0
     gate.set()
 
 
-def test_a_library_that_exits_ends_its_thread_only() -> None:
+def test_a_library_that_exits_ends_its_thread_only(capsys: pytest.CaptureFixture[str]) -> None:
     def leave() -> Kept:
         raise SystemExit
 
-    warnings = list[str]()
-    sinks = LoggerCollection(warnings.append)
-    sinks.add("x", lambda: BackgroundLogger(leave))
-    sinks.close()
-    assert warnings == ["x receives no data from this run: it raised SystemExit; training continues"]
+    log = run_log()
+    log.add("x", lambda: BackgroundLogger(leave))
+    log.close()
+    assert warnings(capsys) == ["x receives no data from this run: it raised SystemExit; training continues"]
 
 
 def test_a_sink_that_caught_up_is_waited_for_again() -> None:
@@ -184,7 +190,7 @@ def test_records_do_not_pile_up_before_a_sink_that_hangs() -> None:
         sink.log(1, {})
     time.sleep(0.1)  # the first of them is taken, and hangs
     sink.log(1, {})
-    with pytest.raises(LoggerStalledError, match="is 5 records behind"):
+    with pytest.raises(LoggerFailedError, match="is 5 records behind"):
         sink.log(1, {})
     gate.set()
 

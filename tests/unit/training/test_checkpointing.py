@@ -68,10 +68,10 @@ def check_twins(folder: Path, flags: str, *kills: int, again: str = "") -> Path:
     assert (uninterrupted.status, uninterrupted.err) == (0, "")
     read: dict[int, Any] = {}
     for i, number in enumerate((*kills, 0)):
-        told = start(run_of(parts, f"{flags} {again if i else ''}"), before_step(number, kill))
-        assert (told.status, told.err) == (None if number else 0, "")
-        assert ("resumed from" in told.out) == (i > 0)
-        read |= told.samples
+        printed = start(run_of(parts, f"{flags} {again if i else ''}"), before_step(number, kill))
+        assert (printed.status, printed.err) == (None if number else 0, "")
+        assert ("resumed from" in printed.out) == (i > 0)
+        read |= printed.samples
     assert read == uninterrupted.samples
     assert steps(parts) == steps(whole)
     assert sorted(read) == sorted(steps(whole)) == [*range(1, STEPS + 1)]
@@ -125,23 +125,23 @@ def test_another_micro_batch_size_is_the_same_run_up_to_rounding(tmp_path: Path)
     fp64 = "--params-dtype fp64 --hidden-dropout 0.1"
     start(run_of(tmp_path / "whole", fp64))
     start(run_of(tmp_path / "parts", fp64), before_step(6, kill))
-    told = start(run_of(tmp_path / "parts", f"{fp64} --micro-batch-size 4 --recompute-granularity full"))
-    assert "--micro-batch-size: checkpoint 1 -> now 4" in told.out
+    printed = start(run_of(tmp_path / "parts", f"{fp64} --micro-batch-size 4 --recompute-granularity full"))
+    assert "--micro-batch-size: checkpoint 1 -> now 4" in printed.out
     losses = [[numbers["lm loss"] for numbers in steps(tmp_path / run).values()] for run in ("whole", "parts")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def test_fp16_after_bf16_begins_with_its_own_loss_scale(tmp_path: Path) -> None:
     start(run_of(tmp_path, "--bf16"), before_step(5, kill))
-    told = start(run_of(tmp_path, "--fp16 --initial-loss-scale 1024"))
-    assert "--params-dtype: checkpoint bf16 -> now fp16" in told.out
-    assert (told.status, steps(tmp_path)[5]["loss-scale"]) == (0, 1024.0)
+    printed = start(run_of(tmp_path, "--fp16 --initial-loss-scale 1024"))
+    assert "--params-dtype: checkpoint bf16 -> now fp16" in printed.out
+    assert (printed.status, steps(tmp_path)[5]["loss-scale"]) == (0, 1024.0)
 
 
 def test_samples_that_are_not_the_stream_s_are_noticed_at_the_save(tmp_path: Path) -> None:
-    told = start(run_of(tmp_path), before_step(4, misread))
-    assert told.status == 1
-    assert "RuntimeError: the samples read up to step 4 are not those of the sample stream" in told.err
+    printed = start(run_of(tmp_path), before_step(4, misread))
+    assert printed.status == 1
+    assert "RuntimeError: the samples read up to step 4 are not those of the sample stream" in printed.err
     assert saved_steps(tmp_path / "saved") == [2]
 
 
@@ -165,12 +165,12 @@ def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
         write_documents(tmp_path / "documents", seed=1)
     else:
         flags += " --seed 5" if other == "another seed" else " --split 10,10"
-    told = start(run_of(tmp_path, flags))
-    assert told.status == 2
+    printed = start(run_of(tmp_path, flags))
+    assert printed.status == 2
     if other.startswith("another"):
-        assert "E823 the samples, or their order, are not the checkpoint's: " in told.err
+        assert "E823 the samples, or their order, are not the checkpoint's: " in printed.err
     else:
-        assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
+        assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in printed.err
     assert saved_steps(tmp_path / "saved") == [2, 4]
 
 
@@ -181,12 +181,12 @@ def test_data_that_changed_in_their_validation_part_are_refused(tmp_path: Path) 
     path = tmp_path / "documents.bin"
     content = path.read_bytes()
     path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
-    told = start(run_of(tmp_path, flags))
-    assert told.status == 2
+    printed = start(run_of(tmp_path, flags))
+    assert printed.status == 2
     sentence = "E815 the training and validation data are not those of the checkpoint: other files, or another order\n"
     saved = tmp_path / "saved"
     fixes = f"  fix: --data-path THE_SAME_DATA | --load {saved} --save {saved}-new --resume-mode weights-only\n"
-    assert sentence + fixes in told.err
+    assert sentence + fixes in printed.err
 
 
 def per_split(folder: Path, **files: str) -> str:
@@ -203,10 +203,10 @@ def test_other_evaluation_data_are_noted(tmp_path: Path) -> None:
     after = per_split(tmp_path, train="a", valid="c", test="b")
     start(run_of(tmp_path / "whole", before))
     start(run_of(tmp_path / "parts", before), before_step(6, kill))
-    told = start(run_of(tmp_path / "parts", after))
-    assert (told.status, told.err) == (0, "")
+    printed = start(run_of(tmp_path / "parts", after))
+    assert (printed.status, printed.err) == (0, "")
     sentence = "the validation and test data are not those of the checkpoint: losses on them cannot be compared with"
-    assert told.out.count(sentence) == 1
+    assert printed.out.count(sentence) == 1
     losses = [[numbers["lm loss"] for numbers in steps(tmp_path / run).values()] for run in ("parts", "whole")]
     assert losses[0] == losses[1]
     assert differences(*(tmp_path / run / f"saved/iter_{STEPS:07d}" for run in ("parts", "whole"))) == ["data"]
@@ -217,9 +217,9 @@ def test_other_evaluation_data_are_noted(tmp_path: Path) -> None:
 def test_the_flag_that_named_the_other_files_is_named(tmp_path: Path) -> None:
     start(run_of(tmp_path, per_split(tmp_path, train="a", valid="b")), before_step(6, kill))
     elsewhere = run_of(tmp_path, per_split(tmp_path, train="b", valid="b") + f" --load {tmp_path}/saved")
-    told = start(replace(elsewhere, checkpoint=replace(elsewhere.checkpoint, save=str(tmp_path / "new"))))
-    assert told.status == 2
-    assert "  fix: --train-data-path THE_SAME_DATA | --resume-mode weights-only\n" in told.err
+    printed = start(replace(elsewhere, checkpoint=replace(elsewhere.checkpoint, save=str(tmp_path / "new"))))
+    assert printed.status == 2
+    assert "  fix: --train-data-path THE_SAME_DATA | --resume-mode weights-only\n" in printed.err
 
 
 def test_the_way_out_that_is_offered_is_one(tmp_path: Path) -> None:
@@ -239,34 +239,34 @@ def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
     def otherwise(lengths: Any, part: range, samples: int, seq_length: int, seed: int) -> SampleOrder:
         return build_sample_order(lengths, part, samples, seq_length, seed + 7)
 
-    told = start(run_of(tmp_path, flags), patch("megatron.data.build.build_sample_order", otherwise))
-    assert told.status == 2
-    assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
+    printed = start(run_of(tmp_path, flags), patch("megatron.data.build.build_sample_order", otherwise))
+    assert printed.status == 2
+    assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in printed.err
 
 
 def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> None:
     flags = write_documents(tmp_path / "documents")
     start(run_of(tmp_path, flags), before_step(6, kill))
-    told = start(run_of(tmp_path, write_documents(tmp_path / "moved")))
-    assert (told.status, told.err) == (0, "")
-    assert f"--data-path: checkpoint {tmp_path}/documents -> now {tmp_path}/moved" in told.out
+    printed = start(run_of(tmp_path, write_documents(tmp_path / "moved")))
+    assert (printed.status, printed.err) == (0, "")
+    assert f"--data-path: checkpoint {tmp_path}/documents -> now {tmp_path}/moved" in printed.out
 
 
 def test_a_full_disk_does_not_end_a_run_that_can_continue(tmp_path: Path) -> None:
-    told = start(run_of(tmp_path), full_disk(4, 6))
-    assert told.status == 0
+    printed = start(run_of(tmp_path), full_disk(4, 6))
+    assert printed.status == 0
     assert saved_steps(tmp_path / "saved") == [2, 8, 9]
-    first, second = (line for line in told.err.splitlines() if line.startswith("warning: "))
+    first, second = (line for line in printed.err.splitlines() if line.startswith("warning: "))
     assert first.startswith("warning: step 4 is not saved: ")
     assert "the disk is full (rank 0); no checkpoint was written" in second
     assert [r["iteration"] for r in records(tmp_path, "event") if r["event"] == "warning"] == [4, 6]
 
 
 def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path) -> None:
-    told = start(run_of(tmp_path), full_disk(STEPS))
-    assert (told.status, sorted(steps(tmp_path))) == (1, [*range(1, STEPS + 1)])
-    assert told.err.startswith("error: ")
-    assert "the disk is full (rank 0); no checkpoint was written\n  fix: free some space | --" in told.err
+    printed = start(run_of(tmp_path), full_disk(STEPS))
+    assert (printed.status, sorted(steps(tmp_path))) == (1, [*range(1, STEPS + 1)])
+    assert printed.err.startswith("error: ")
+    assert "the disk is full (rank 0); no checkpoint was written\n  fix: free some space | --" in printed.err
     assert saved_steps(tmp_path / "saved") == [2, 4, 6, 8]
     assert start(run_of(tmp_path)).samples.keys() == {STEPS}
     assert saved_steps(tmp_path / "saved")[-1] == STEPS
@@ -277,9 +277,9 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path)
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
 
     refusing = patch("megatron.training.checkpointer.CheckpointFolder.retain", retain)
-    told = start(run_of(tmp_path, "--keep-last 1"), refusing)
-    assert told.status == 0
-    assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in told.err
+    printed = start(run_of(tmp_path, "--keep-last 1"), refusing)
+    assert printed.status == 0
+    assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in printed.err
 
 
 @pytest.mark.parametrize(

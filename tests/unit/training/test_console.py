@@ -11,8 +11,7 @@ from megatron.planner.flops import FlopsPerToken
 from megatron.training.loggers import console
 from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
 from megatron.training.loggers.console import evaluation_line, progress_line, timing_line
-from megatron.training.metrics import evaluation_metrics
-from megatron.training.throughput import ThroughputModel
+from megatron.training.metrics import ThroughputModel, evaluation_metrics
 
 STEP = 1240
 RECORD: Metrics = {

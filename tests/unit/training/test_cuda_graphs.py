@@ -111,15 +111,15 @@ def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:
 
 
 def take_steps(trainer: Trainer, run: StepRunner, micro_batches: list[int]) -> list[tuple[float, ...]]:
-    told = []
+    printed = []
     for step, count in enumerate(micro_batches):
         model = trainer.config.model
         documents = {"documents": torch.arange(8).expand(2, 8) // 3} if count == 1 else {}
         batches = [random_batch(model, 2, 8, seed=100 * step + i, **documents) for i in range(count)]
         lr = torch.tensor(1e-2 / (step + 1), dtype=torch.float32).item()  # as it is in fp32
         metrics = run(batches, Rates(lr, 0.1))
-        told.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics) if f.name != "extra"))
-    return told
+        printed.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics) if f.name != "extra"))
+    return printed
 
 
 @pytest.mark.parametrize("mode", ["optimizer", "step"])
@@ -166,10 +166,10 @@ def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
     losses = []
     for name, more in (("eager", ""), ("recorded", f"--cuda-graph {mode}")):
         folder = tmp_path / name
-        told = start(
+        printed = start(
             tiny_run(folder, f"{flags} --save {folder}/saved {more}"), patch.object(main, "StepRunner", runner)
         )
-        assert told.status == 0, told.err
+        assert printed.status == 0, printed.err
         losses.append(column(folder, "lm loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     recordings = {"optimizer": 1, "step": 2}[mode]  # an update does not know the batch
@@ -230,9 +230,9 @@ def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> Product:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
 
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as printed:
         CudaGraphRecorder(torch.device("cuda", 0)).record(work)
-    (problem,) = told.value.problems
+    (problem,) = printed.value.problems
     assert problem.code == "E911"
     assert problem.sentence.endswith("RuntimeError: CUDA error: operation not permitted when stream is capturing")
     assert problem.fixes == ("--cuda-graph none",)

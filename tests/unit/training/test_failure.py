@@ -32,10 +32,10 @@ def test_lost_contact_takes_one_line_in_the_records_and_the_full_text_on_the_con
 
 @pytest.mark.parametrize("text", ["", "NCCL error in: x.cpp:1, unhandled " + 100 * "y" + "\nLast error:\nz"])
 def test_a_quoted_cause_is_short(text: str) -> None:
-    told = describe_error(dist.DistBackendError(text))
-    assert told.startswith(f"{LOST_CONTACT} (")
-    assert len(told) < len(LOST_CONTACT) + 70
-    assert "\n" not in told
+    printed = describe_error(dist.DistBackendError(text))
+    assert printed.startswith(f"{LOST_CONTACT} (")
+    assert len(printed) < len(LOST_CONTACT) + 70
+    assert "\n" not in printed
 
 
 def test_expected_errors_are_reported_with_their_own_text() -> None:

@@ -51,8 +51,8 @@ def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool) -> None:
 
 def recipe(name: str) -> list[str]:
     """Return the training flags of a Slurm recipe."""
-    told = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env=os.environ | {"DRY_RUN": "1"}, **OUTPUT)
-    words = shlex.split(told.stdout)
+    printed = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env=os.environ | {"DRY_RUN": "1"}, **OUTPUT)
+    words = shlex.split(printed.stdout)
     reading = parse_flags(words[words.index("pretrain_gpt.py") + 1 :])
     kept = [flag for flag in reading.given if flag.setting.group in OF_THE_MODEL and flag.setting.name != "stop_file"]
     return ["--preset", reading.known.preset, *(word for flag in kept for word in (flag.spelling, *flag.words))]
@@ -65,16 +65,16 @@ def test_a_rank_of_the_175b_recipe_takes_seconds_and_little_memory(tmp_path: Pat
     flags = [*recipe("train_175b.sh"), "--mock-data", "--vocab-size", "50257", "--world-size", "1024"]
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--fake-world", "--fake-rank", "77"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = subprocess.run(command, cwd=tmp_path, **OUTPUT).stdout
+    printed = subprocess.run(command, cwd=tmp_path, **OUTPUT).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_SECONDS
     if before.ru_maxrss * 1024 < MOST_MEMORY:  # of all children so far, the largest
         assert after.ru_maxrss * 1024 < MOST_MEMORY
     assert [*tmp_path.iterdir()] == []
-    assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in told
-    assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in told
+    assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in printed
+    assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in printed
     foretold = rank_state_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
-    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, masters" in told
+    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, main params" in printed
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gp
 
     monkeypatch.setattr(dist, "new_group", counting)
     world = world_of("--num-layers 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", 32)
-    told = Counter[int]()
+    printed = Counter[int]()
     for groups in world.chosen.groups:
-        told[groups.size] += groups.count
-    assert {size: 4 * count for size, count in told.items()} == made, "every rank of the pipeline makes all of them"
+        printed[groups.size] += groups.count
+    assert {size: 4 * count for size, count in printed.items()} == made, "every rank of the pipeline makes all of them"
     kinds = {group.name: (group.count, group.size) for group in gpt3.chosen.groups}
     assert kinds["tp"] == kinds["dp"] == kinds["dp gather"] == (128, 8)
     assert kinds["pp"] == kinds["pp up"] == kinds["pp down"] == (64, 16)
@@ -160,7 +160,7 @@ def test_all_ranks_together_update_every_parameter_once() -> None:
     flags = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --vocab-size 256 --bf16"
     flags += " --make-vocab-size-divisible-by 1 --use-distributed-optimizer --untie-embeddings-and-output-weights"
     config = config_of(f"{flags} --global-batch-size 16", 16)
-    held = sum(fake_world(config, 16, rank).chosen.state["masters"] for rank in range(16)) // 4
+    held = sum(fake_world(config, 16, rank).chosen.state["main params"] for rank in range(16)) // 4
     vectors = sum(whole for built in fake_world(config, 16, 0).pipeline for whole in vectors_of(built).values())
     assert held == config.model.num_parameters() + vectors, "each once, but what TP does not cut, twice"
 
@@ -225,8 +225,8 @@ def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_
     flags = "--mock-data --vocab-size 257 --train-iters 1 --fake-world --world-size 4 --pipeline-model-parallel-size 4"
     argv = [*flags.split(), "--num-layers", "4", "--global-batch-size", "8", "--lr-factors"]
     assert pretrain_gpt.main([*argv, "layers.3.*=2"]) == 0
-    told = capsys.readouterr().out
-    assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in told
+    printed = capsys.readouterr().out
+    assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in printed
     assert pretrain_gpt.main([*argv, "layers.4.*=2"]) == 2
     assert "E407 'layers.4.*' in --lr-factors matches no parameter" in capsys.readouterr().err
 

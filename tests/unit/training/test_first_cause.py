@@ -116,8 +116,8 @@ def test_the_line_names_rank_machine_and_sort(tmp_path: Path) -> None:
         record_failure(str(tmp_path), ValueError("shapes"), HERE)
     first, second = lines(tmp_path)
     assert abs(float(str(first.pop("time"))) - time.time()) < 60
-    told = {"rank": 5, "host": "node2", "local_rank": 1}
-    assert first == told | {"kind": "device", "sentence": "RuntimeError: CUDA error: unknown error"}
+    printed = {"rank": 5, "host": "node2", "local_rank": 1}
+    assert first == printed | {"kind": "device", "sentence": "RuntimeError: CUDA error: unknown error"}
     assert (second["kind"], second["sentence"]) == ("other", "ValueError: shapes")
 
 
@@ -207,6 +207,6 @@ def test_each_failed_start_of_a_run_leaves_one_line(tmp_path: Path) -> None:
 def test_every_kind_is_documented_and_tried() -> None:
     docs = (Path(__file__).parents[3] / "docs/operations.md").read_text(encoding="utf-8")
     section = docs.split("### When a rank fails\n")[1].split("\n### ")[0]
-    told = re.findall(r"^\| `([a-z-]+)` \|", section, flags=re.MULTILINE)
-    assert told == [*failure_report.FAILURE_KINDS]
-    assert {kind for _, kind in KINDS} == {*told}
+    printed = re.findall(r"^\| `([a-z-]+)` \|", section, flags=re.MULTILINE)
+    assert printed == [*failure_report.FAILURE_KINDS]
+    assert {kind for _, kind in KINDS} == {*printed}

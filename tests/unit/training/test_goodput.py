@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.training import checkpointer
 from megatron.training.checkpointer import SavedCheckpoint, save_checkpoint
-from megatron.training.throughput import Goodput
+from megatron.training.metrics import Goodput
 from megatron.training.trainer import Trainer
 from tests.runs import before_step, kill, records, start, tiny_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.loggers.jsonl import JsonLinesLogger, read_json_lines
+from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:

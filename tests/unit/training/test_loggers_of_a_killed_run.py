@@ -113,8 +113,8 @@ def test_names_of_curves_are_those_of_megatron_lm(folder: Path) -> None:
 
 def test_the_folder_tells_of_the_starts(folder: Path) -> None:
     lines = (folder / "run/incidents.md").read_text().splitlines()
-    said = [line.split(" step ", 1)[1].split(",")[0] for line in lines]
-    assert said == [
+    message = [line.split(" step ", 1)[1].split(",")[0] for line in lines]
+    assert message == [
         "0: started on 1 rank",
         "4: started again on 1 rank",
         "8: started again on 1 rank",

@@ -179,9 +179,9 @@ def test_a_folder_used_again_says_what_it_kept(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "config.yaml").write_text(config)
     assert "earlier start" in capsys.readouterr().out
     run_log(tmp_path).close()
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "earlier start" in line]
-    assert said.startswith(f"{tmp_path} holds an earlier start: metrics.jsonl is appended to")
-    assert "changed files were renamed to config.2.yaml" in said
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if "earlier start" in line]
+    assert message.startswith(f"{tmp_path} holds an earlier start: metrics.jsonl is appended to")
+    assert "changed files were renamed to config.2.yaml" in message
     assert (tmp_path / "config.2.yaml").read_text() == "another"
 
 
@@ -351,8 +351,8 @@ def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.Monkey
 def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "run", f"--tensorboard-dir {tmp_path}/board --wandb-project p")
     with patch.dict(sys.modules, {"torch.utils.tensorboard": None, "wandb": None}):
-        told = start(config)
-    assert told.status == 0
+        printed = start(config)
+    assert printed.status == 0
     assert column(tmp_path / "run", "iteration") == [1, 2, 3, 4, 5, 6]
     warnings = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
     client, board = sorted(warnings, key=len, reverse=True)
@@ -367,7 +367,7 @@ def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
     assert client.endswith(
         ".jsonl keeps the rows and sends them when this run is resumed from a checkpoint; training continues"
     )
-    assert told.err.count("pip install") == 2
+    assert printed.err.count("pip install") == 2
 
 
 def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> None:
@@ -375,9 +375,9 @@ def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> No
     config = tiny_run(
         tmp_path / "run", f"--tensorboard-dir {tmp_path}/file --wandb-project p --wandb-save-dir {tmp_path}/file"
     )
-    told = start(config)
-    assert told.status == 0
-    journal, board = sorted(told.err.splitlines(), key=len, reverse=True)
+    printed = start(config)
+    assert printed.status == 0
+    journal, board = sorted(printed.err.splitlines(), key=len, reverse=True)
     assert board == (
         f"warning: TensorBoard receives no data from this run: {tmp_path}/file cannot be written (File exists): "
         "--tensorboard-dir ANOTHER_FOLDER; training continues"
@@ -393,7 +393,7 @@ def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> No
 def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with patch.dict(sys.modules, wandb=None):
-        told = start(tiny_run(tmp_path / "run", "--wandb-project p"))
-    assert (told.status, told.err) == (0, "")
-    assert "Weights & Biases is turned off by WANDB_MODE=disabled\n" in told.out
+        printed = start(tiny_run(tmp_path / "run", "--wandb-project p"))
+    assert (printed.status, printed.err) == (0, "")
+    assert "Weights & Biases is turned off by WANDB_MODE=disabled\n" in printed.out
     assert not (tmp_path / "run/wandb").exists()

@@ -258,8 +258,8 @@ def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
     """After the last step of a finished run."""
     one = corpora.replace("--multiple-validation-sets", "")
     assert start(tiny_run(tmp_path, f"{one} --save {tmp_path}/saved")).status == 0
-    told = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
-    assert (told.status, told.samples) == (0, {})
+    printed = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
+    assert (printed.status, printed.samples) == (0, {})
     assert evaluations(tmp_path)[-3:] == [("test", 6), ("wiki", 6), ("code", 6)]
 
 
@@ -388,9 +388,11 @@ def check_going_on(tmp_path: Path, step: int) -> None:
 def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
     status, why = ENDS[number]
     stopped = tmp_path / "stopped"
-    told = start(tiny_run(stopped, SAVING.format(stopped)), before_step(3, lambda trainer: signal.raise_signal(number)))
-    assert (told.status, told.err) == (status, "")
-    assert f"stopped by {why} after step 3 of 6" in told.out
+    printed = start(
+        tiny_run(stopped, SAVING.format(stopped)), before_step(3, lambda trainer: signal.raise_signal(number))
+    )
+    assert (printed.status, printed.err) == (status, "")
+    assert f"stopped by {why} after step 3 of 6" in printed.out
     check_going_on(tmp_path, 3)
 
 
@@ -400,16 +402,16 @@ def test_the_clock_saves(tmp_path: Path) -> None:
     late = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: late[-1])
     with patch("megatron.training.loop.time", clock):
-        told = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
-    assert (told.status, told.err) == (124, "")
-    assert "stopped by --exit-duration-in-mins after step 4 of 6" in told.out
+        printed = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
+    assert (printed.status, printed.err) == (124, "")
+    assert "stopped by --exit-duration-in-mins after step 4 of 6" in printed.out
     check_going_on(tmp_path, 4)
 
 
 def test_an_exit_interval_saves(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
-    told = start(tiny_run(stopped, f"{SAVING.format(stopped)} --exit-interval 2"))
-    assert (told.status, told.err) == (0, "")
+    printed = start(tiny_run(stopped, f"{SAVING.format(stopped)} --exit-interval 2"))
+    assert (printed.status, printed.err) == (0, "")
     check_going_on(tmp_path, 2)
 
 

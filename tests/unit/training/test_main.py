@@ -84,9 +84,9 @@ def test_other_errors_come_with_their_traceback(
     error: Exception,
 ) -> None:
     assert run_into(error, tmp_path, monkeypatch) == 1
-    told = capsys.readouterr().err
-    assert "error: Traceback (most recent call last)" in told
-    assert f"{type(error).__name__}: " in told
+    printed = capsys.readouterr().err
+    assert "error: Traceback (most recent call last)" in printed
+    assert f"{type(error).__name__}: " in printed
     assert left == []
 
 
@@ -94,10 +94,10 @@ def test_lost_contact_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
     assert run_into(RuntimeError(GLOO), tmp_path, monkeypatch) == 1
-    told = capsys.readouterr().err
-    assert "error: lost contact with another rank: it was killed" in told
-    assert GLOO in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert "error: lost contact with another rank: it was killed" in printed
+    assert GLOO in printed
+    assert "Traceback" not in printed
 
 
 def test_an_error_that_another_rank_reported_is_not_repeated(
@@ -176,8 +176,10 @@ def test_an_unwritable_run_folder_is_refused_before_the_first_step(
     monkeypatch.setattr(main, "train", lambda *arguments: pytest.fail("it began"))
     (tmp_path / "config.yaml").mkdir()
     assert main.run(tiny_run(tmp_path)) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: E701 the run folder {tmp_path} cannot be written: Is a directory\n  fix: --run-dir")
+    printed = capsys.readouterr().err
+    assert printed.startswith(
+        f"error: E701 the run folder {tmp_path} cannot be written: Is a directory\n  fix: --run-dir"
+    )
 
 
 @pytest.mark.parametrize(

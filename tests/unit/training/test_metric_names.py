@@ -17,11 +17,17 @@ from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.callbacks.health import HealthRecord
+from megatron.training.callbacks.health import summarize_health
 from megatron.training.loggers.base import MEMORY_CAPACITY, scalar_metrics
 from megatron.training.loggers.base import METRICS as METRIC_TABLE
-from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, compare_ranks, evaluation_metrics
-from megatron.training.throughput import ThroughputModel
+from megatron.training.metrics import (
+    MetricsWindow,
+    RankStats,
+    StepMetrics,
+    ThroughputModel,
+    evaluation_metrics,
+    timer_metrics,
+)
 
 DOCS = Path(__file__).parents[3] / "docs/operations.md"
 SECTION = DOCS.read_text(encoding="utf-8").split("## Every metric\n")[1].split("\n## ")[0]
@@ -50,7 +56,7 @@ def everything() -> dict[str, Any]:
     with patch("megatron.training.metrics.gather_rank_stats", lambda *arguments: ranks):
         metrics = window.read(iteration=1, consumed_samples=1, rates=rates, samples_digest="0")
     for option in ("minmax", "all"):
-        metrics |= compare_ranks(ranks).timer_metrics(option)
+        metrics |= timer_metrics(ranks, option)
     return metrics | ThroughputModel.from_config(config, 2, "cpu").metrics(metrics) | {"world-size": 2}
 
 
@@ -96,9 +102,12 @@ def test_every_timer_is_documented() -> None:
 
 
 def test_metrics_of_health_have_the_documented_form() -> None:
-    record = HealthRecord({"grad-norm": {"layers.0": 1.0}}, {"num-zeros": 0.0})
-    assert record.metrics().keys() == {"num-zeros", "health/grad-norm/layers.0"}
-    assert {"num-zeros", "health/QUANTITY/LAYER"} < names(HEALTH)
+    step = StepMetrics(*torch.ones(5))
+    report = summarize_health(
+        ["embedding", "layers.0", "head"], torch.ones(3, 8), torch.ones(3), torch.ones(3, 2), step
+    )
+    general = {re.sub("^health/[a-z-]+/(embedding|layers.0|head)$", "health/QUANTITY/LAYER", name) for name in report}
+    assert general == names(HEALTH)
 
 
 def test_what_does_not_apply_is_left_out() -> None:

@@ -14,6 +14,7 @@ from megatron.distributed.timing import Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import metrics
 from megatron.training.metrics import (
+    Goodput,
     MetricsWindow,
     RankStats,
     StepMetrics,
@@ -21,7 +22,6 @@ from megatron.training.metrics import (
     evaluation_metrics,
     peak_memory,
 )
-from megatron.training.throughput import Goodput
 
 CPU = torch.device("cpu")
 

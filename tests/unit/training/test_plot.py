@@ -206,9 +206,9 @@ def test_what_cannot_be_written_is_told_by_the_name_that_was_given(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     assert main([str(folder), "--out", str(tmp_path / out)]) == 1
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "partial" not in told
-    assert str(tmp_path / out) in told or "Format 'foo' is not supported" in told
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert "partial" not in printed
+    assert str(tmp_path / out) in printed or "Format 'foo' is not supported" in printed
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "metrics.jsonl", "run"]
 
 

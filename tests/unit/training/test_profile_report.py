@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.planner.memory import format_binary
+from megatron.config.errors import format_bytes
 from megatron.training.callbacks.profile_report import EventTable, EventTotals, TraceSummary
 
 
@@ -83,7 +83,7 @@ def test_the_table_has_shares_of_the_steps() -> None:
         "aten::mm": ["1", "0.500"],
     }
     assert "\nactions of the pipeline " in text
-    assert f"allocated since the recording began, at most: {format_binary(2_000_000)}" in text
+    assert f"allocated since the recording began, at most: {format_bytes(2_000_000)}" in text
 
 
 def test_what_a_gpu_did_is_beside_what_the_host_did() -> None:

@@ -45,23 +45,23 @@ def _signals_as_they_were() -> Iterator[None]:
 
 
 def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequestListener, list[str]]:
-    told: list[str] = []
-    return ProfileRequestListener(None if run_dir is None else str(run_dir), rank, told.append), told
+    printed: list[str] = []
+    return ProfileRequestListener(None if run_dir is None else str(run_dir), rank, printed.append), printed
 
 
 def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
-    asked, told = requests(tmp_path, rank=3)
+    asked, printed = requests(tmp_path, rank=3)
     assert asked.take() == NO_REQUEST
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR2)
-    assert [asked.take(), asked.take(), told] == [ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST, []]
+    assert [asked.take(), asked.take(), printed] == [ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST, []]
 
 
 def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
-    asked, told = requests(None)
+    asked, printed = requests(None)
     signal.raise_signal(signal.SIGUSR2)
     assert asked.take() == NO_REQUEST
-    assert told == ["SIGUSR2 requests a profile, which needs --run-dir; this run has none"]
+    assert printed == ["SIGUSR2 requests a profile, which needs --run-dir; this run has none"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
 def test_a_file_says_what_and_how_many_steps_and_goes(
     tmp_path: Path, clock: Clock, text: str, wish: ProfileRequest
 ) -> None:
-    asked, told = requests(tmp_path)
+    asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
     assert asked.take() == wish
-    assert (list(tmp_path.iterdir()), told) == ([], [])
+    assert (list(tmp_path.iterdir()), printed) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_a_file_says_what_and_how_many_steps_and_goes(
     ],
 )
 def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
-    asked, told = requests(tmp_path)
+    asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
     assert asked.take() == NO_REQUEST
     assert list(tmp_path.iterdir()) == []
-    (sentence,) = told
+    (sentence,) = printed
     assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or contain a number of steps up to 20")
     assert len(sentence) < 250
 
@@ -124,12 +124,12 @@ def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, cloc
 
 
 def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock) -> None:
-    asked, told = requests(tmp_path)
+    asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").mkdir()
     for _ in range(3):
         assert asked.take() == NO_REQUEST
         clock.now += 2.0
-    (sentence,) = told
+    (sentence,) = printed
     assert "is ignored from now on, because it cannot be removed" in sentence
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron.config.run import ProfilingConfig
 from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training.callbacks import profiler as profiler_module
-from megatron.training.callbacks.profiler import Profiler, ProfileRequest
+from megatron.training.callbacks.profiler import Profiler
 from tests.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
 def test_a_profile_has_its_steps_their_phases_and_the_layers(
     tmp_path: Path, undisturbed: list[tuple[float, float]]
 ) -> None:
-    told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
-    assert told.status == 0
+    printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
+    assert printed.status == 0
     assert kept(tmp_path) == of_steps(3, 4)
     ranges = names(tmp_path / "profiles" / of_steps(3, 4)[0])
     assert {name for name in ranges if name.startswith("step ")} == {"step 3", "step 4"}
@@ -110,15 +110,15 @@ def test_a_step_that_fails_is_in_its_profile(tmp_path: Path) -> None:
     def fail(trainer: object) -> None:
         raise RuntimeError("no more of this")
 
-    told = start(tiny_run(tmp_path, f"--profile {WINDOW}"), before_step(4, fail))
-    assert (told.status, kept(tmp_path)) == (1, of_steps(3, 4))
-    assert "no more of this" in told.err
+    printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"), before_step(4, fail))
+    assert (printed.status, kept(tmp_path)) == (1, of_steps(3, 4))
+    assert "no more of this" in printed.err
 
 
 def test_a_file_asks_a_running_job_for_profiles(tmp_path: Path, undisturbed: list[tuple[float, float]]) -> None:
     with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
-        told = start(tiny_run(tmp_path), before_step(2, lambda trainer: (tmp_path / "PROFILE").write_text("3\n")))
-    assert told.status == 0
+        printed = start(tiny_run(tmp_path), before_step(2, lambda trainer: (tmp_path / "PROFILE").write_text("3\n")))
+    assert printed.status == 0
     assert kept(tmp_path) == of_steps(3, 5)
     assert not (tmp_path / "PROFILE").exists()
     asked = "profile requested of steps 3 to 5, recorded on --profile-ranks 0"
@@ -153,11 +153,11 @@ FAULTS = {
 @pytest.mark.parametrize("at", FAULTS)
 def test_a_profiler_that_fails_is_a_warning(tmp_path: Path, undisturbed: list[tuple[float, float]], at: str) -> None:
     with patch.object(profiler_module, "profile", Broken(at, FAULTS[at])):
-        told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
-    assert (told.status, kept(tmp_path)) == (0, [])
+        printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
+    assert (printed.status, kept(tmp_path)) == (0, [])
     error = f"{type(FAULTS[at]).__name__}: {FAULTS[at]}"
-    assert f"warning: no profile on rank 0, training continues: {error}\n" in told.err
-    assert told.err.count("warning: no profile") == 1
+    assert f"warning: no profile on rank 0, training continues: {error}\n" in printed.err
+    assert printed.err.count("warning: no profile") == 1
     assert losses(tmp_path) == undisturbed
 
 
@@ -165,17 +165,17 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     small = before_step(3, lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1])))
     try:
-        told = start(tiny_run(tmp_path, f"--profile {WINDOW}"), small)
+        printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"), small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (told.status, kept(tmp_path)) == (0, [])
-    assert "could not be written; is the disk full?" in told.err
+    assert (printed.status, kept(tmp_path)) == (0, [])
+    assert "could not be written; is the disk full?" in printed.err
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     with before_step(2, lambda trainer: (tmp_path / "profiles").write_text("in the way")):
-        told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
-    assert (told.status, "no profile on rank 0, training continues: FileExistsError" in told.err) == (0, True)
+        printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
+    assert (printed.status, "no profile on rank 0, training continues: FileExistsError" in printed.err) == (0, True)
 
 
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
@@ -183,7 +183,7 @@ def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[
     for number in steps:
         with profiler.step(number), profiler_range("work"):
             torch.ones(1)
-        profiler.ask(number, ProfileRequest(asked.get(number, 0)))
+        profiler.ask(number, asked.get(number, 0))
     profiler.close(steps[-1])
     return [name.partition("_rank")[0] for name in kept(tmp_path) if name.endswith("txt")]
 
@@ -209,12 +209,13 @@ def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monk
     assert found == ["step_000002-000004", "step_000005-000007"]
 
 
-def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_path: Path) -> None:
-    told: list[str] = []
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [], warn=told.append)
+def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [])
     with patch.object(profiler_module, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
         assert not torch.autograd._profiler_enabled()
-    assert told == ["no profile on rank 0, training continues: RuntimeError: no hooks"]
+    assert capsys.readouterr().err == "warning: no profile on rank 0, training continues: RuntimeError: no hooks\n"
 
 
 def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
@@ -240,16 +241,19 @@ def cuda_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def test_a_gpu_whose_profile_cannot_begin_records_nothing(
-    tmp_path: Path, cuda_memory: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    cuda_memory: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(profiler_module, "profile", Broken("start", FAULTS["start"]))
-    told: list[str] = []
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
-    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], warn=told.append)
+    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model])
     with profiler.step(10):
         torch.ones(1)
     assert [options for _, options in cuda_memory][-1] == {"enabled": None}
-    assert told == ["no profile on rank 0, training continues: RuntimeError: another profiler is active"]
+    printed = capsys.readouterr().err
+    assert printed == "warning: no profile on rank 0, training continues: RuntimeError: another profiler is active\n"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

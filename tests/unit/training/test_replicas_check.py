@@ -86,5 +86,5 @@ WORDS: dict[str, tuple[list[list[WeightCopy]], str]] = {
 
 @pytest.mark.parametrize("name", WORDS)
 def test_the_ranks_are_named(name: str) -> None:
-    copies, told = WORDS[name]
-    assert describe_difference("w", copies).endswith(told)
+    copies, printed = WORDS[name]
+    assert describe_difference("w", copies).endswith(printed)

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.format import marker_content
 from megatron.config.run import RunConfig
-from megatron.convert.saved_model import import_huggingface
+from megatron.convert.huggingface.convert import import_huggingface
 from megatron.data.errors import DataError
 from megatron.training import checkpointer
 from megatron.training.trainer import Trainer
@@ -74,12 +74,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(killed: Path, how: str) -> None:
     damage, name, why = DAMAGE[how]
     damage(killed / "saved/iter_0000004" / name)
-    told = go_on(killed)
-    assert (told.status, told.err, sorted(told.samples)) == (0, "", [3, 4, 5, 6])
-    (said,) = re.findall(r"^passed over (.*)$", told.out, re.MULTILINE)
-    assert said.startswith(f"{killed}/saved/iter_0000004: ")
-    assert why in said
-    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in told.out
+    printed = go_on(killed)
+    assert (printed.status, printed.err, sorted(printed.samples)) == (0, "", [3, 4, 5, 6])
+    (message,) = re.findall(r"^passed over (.*)$", printed.out, re.MULTILINE)
+    assert message.startswith(f"{killed}/saved/iter_0000004: ")
+    assert why in message
+    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in printed.out
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
 
@@ -88,16 +88,16 @@ def test_when_all_are_damaged_nothing_is_begun(killed: Path, how: str) -> None:
     damage, name, why = DAMAGE[how]
     for step in (2, 4):
         damage(killed / f"saved/iter_000000{step}" / name)
-    told = go_on(killed)
-    assert (told.status, told.samples) == (2, {})
-    assert told.err.startswith("error: E811 no checkpoint ")
-    assert told.err.count(why) == 2
+    printed = go_on(killed)
+    assert (printed.status, printed.samples) == (2, {})
+    assert printed.err.startswith("error: E811 no checkpoint ")
+    assert printed.err.count(why) == 2
 
 
 def test_a_damaged_checkpoint_newer_than_those_a_run_writes_costs_none_of_them(killed: Path) -> None:
     flip(killed / "saved/iter_0000004" / TENSORS)
-    told = start(run_of(killed, "--keep-last 1 --save-interval 1"), before_step(4, kill))
-    assert sorted(told.samples) == [3]
+    printed = start(run_of(killed, "--keep-last 1 --save-interval 1"), before_step(4, kill))
+    assert sorted(printed.samples) == [3]
     again = go_on(killed, "--keep-last 1 --save-interval 1")
     assert (again.status, sorted(again.samples)) == (0, [4, 5, 6])
     assert saved_steps(killed / "saved") == [6]
@@ -107,9 +107,9 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     rest = tmp_path / "saved/iter_0000002.tmp"
     rest.mkdir(parents=True)
     (rest / TENSORS).write_bytes(b"half")
-    told = go_on(tmp_path)
-    assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert "removed iter_0000002.tmp: its save was interrupted\n" in told.out
+    printed = go_on(tmp_path)
+    assert (printed.status, sorted(printed.samples)) == (0, [1, 2, 3, 4, 5, 6])
+    assert "removed iter_0000002.tmp: its save was interrupted\n" in printed.out
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     assert not rest.exists()
 
@@ -117,9 +117,9 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
     whole = killed / "saved/iter_0000004"
     whole.rename(whole.with_suffix(".tmp"))
-    told = go_on(killed)
-    assert (told.status, sorted(told.samples)) == (0, [5, 6])
-    assert "published iter_0000004.tmp: its save was complete except for the final rename\n" in told.out
+    printed = go_on(killed)
+    assert (printed.status, sorted(printed.samples)) == (0, [5, 6])
+    assert "published iter_0000004.tmp: its save was complete except for the final rename\n" in printed.out
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
 
@@ -129,18 +129,18 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> Non
     content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker_content(content))
-    told = go_on(killed)
-    assert (told.status, told.samples) == (2, {})
-    assert told.err.startswith(f"error: E811 {path} was written by a newer version: ")
-    assert "\n  fix: update this program\n" in told.err
+    printed = go_on(killed)
+    assert (printed.status, printed.samples) == (2, {})
+    assert printed.err.startswith(f"error: E811 {path} was written by a newer version: ")
+    assert "\n  fix: update this program\n" in printed.err
 
 
 def test_a_complete_run_is_reported(killed: Path) -> None:
     go_on(killed)
     before = steps(killed)
-    told = go_on(killed)
-    assert (told.status, told.samples, told.err) == (0, {}, "")
-    assert "nothing to do: this run ends with step 6, and 6 are taken" in told.out
+    printed = go_on(killed)
+    assert (printed.status, printed.samples, printed.err) == (0, {}, "")
+    assert "nothing to do: this run ends with step 6, and 6 are taken" in printed.out
     assert steps(killed) == before
 
 
@@ -149,9 +149,9 @@ def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
     go_on(killed)
     other = tmp_path / "other"
     flags = f"--load {killed}/saved --ckpt-step 2"
-    told = start(run_of(other, flags), before_step(STEPS, kill))
-    assert sorted(told.samples) == [3, 4, 5]
-    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in told.out
+    printed = start(run_of(other, flags), before_step(STEPS, kill))
+    assert sorted(printed.samples) == [3, 4, 5]
+    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in printed.out
     again = go_on(other, flags)
     assert sorted(again.samples) == [5, 6]
     assert f"resumed from {other}/saved/iter_0000004: step 4, 16 samples" in again.out
@@ -159,24 +159,24 @@ def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
 
 
 def test_load_one_checkpoint_by_its_folder(killed: Path, tmp_path: Path) -> None:
-    told = go_on(tmp_path / "other", f"--load {killed}/saved/iter_0000002")
-    assert sorted(told.samples) == [3, 4, 5, 6]
+    printed = go_on(tmp_path / "other", f"--load {killed}/saved/iter_0000002")
+    assert sorted(printed.samples) == [3, 4, 5, 6]
 
 
 def test_load_a_copy_of_a_checkpoint_under_a_name_of_its_own(killed: Path, tmp_path: Path) -> None:
     best = Path(shutil.copytree(killed / "saved/iter_0000002", killed / "best"))
-    told = go_on(tmp_path / "other", f"--load {best}")
-    assert (told.status, sorted(told.samples)) == (0, [3, 4, 5, 6])
-    assert f"resumed from {best}: step 2, 8 samples" in told.out
+    printed = go_on(tmp_path / "other", f"--load {best}")
+    assert (printed.status, sorted(printed.samples)) == (0, [3, 4, 5, 6])
+    assert f"resumed from {best}: step 2, 8 samples" in printed.out
     assert go_on(tmp_path / "another", f"--load {best} --ckpt-step 2").status == 0
     assert (
         f"E812 {best} has no checkpoint of step 4; it has 2\n"
         in go_on(tmp_path / "new", f"--load {best} --ckpt-step 4").err
     )
     truncate(best / TENSORS)
-    told = go_on(tmp_path / "last", f"--load {best}")
-    assert f"E811 no checkpoint in {best} can be used:\n  best: " in told.err
-    assert "\n  fix: --load ANOTHER\n" in told.err
+    printed = go_on(tmp_path / "last", f"--load {best}")
+    assert f"E811 no checkpoint in {best} can be used:\n  best: " in printed.err
+    assert "\n  fix: --load ANOTHER\n" in printed.err
 
 
 def test_what_a_run_began_with_need_not_be_there_for_ever(killed: Path, tmp_path: Path) -> None:
@@ -193,26 +193,26 @@ def test_a_start_from_scratch_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", ["", "--load {}/saved"])
 def test_a_new_schedule_of_nothing_is_refused(tmp_path: Path, load: str) -> None:
-    told = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
-    assert (told.status, told.samples) == (2, {})
+    printed = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
+    assert (printed.status, printed.samples) == (2, {})
     sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to resume from"
-    assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in told.err
+    assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in printed.err
 
 
 def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
-    told = start(tiny_run(tmp_path / "other", f"--load {killed}/saved"))
-    assert (told.status, sorted(told.samples)) == (0, [5, 6])
+    printed = start(tiny_run(tmp_path / "other", f"--load {killed}/saved"))
+    assert (printed.status, sorted(printed.samples)) == (0, [5, 6])
     assert saved_steps(killed / "saved") == [2, 4]
 
 
 @pytest.mark.parametrize("flags", ["--ckpt-step 2", "--load {}/saved --ckpt-step 2", "--load {}/saved/iter_0000002"])
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
-    told = go_on(killed, flags.format(killed))
-    assert (told.status, told.samples) == (2, {})
+    printed = go_on(killed, flags.format(killed))
+    assert (printed.status, printed.samples) == (2, {})
     sentence = (
         f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume from them"
     )
-    assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
+    assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in printed.err
     assert go_on(killed, "--ckpt-step 4").status == 0
 
 
@@ -226,23 +226,23 @@ def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str)
 def test_a_checkpoint_that_is_not_there(killed: Path, flags: str, seen: str) -> None:
     (killed / "run-dir").mkdir()
     config = tiny_run(killed, f"--save {killed}/{'saved' if 'step' in flags else 'new'} {flags.format(killed)}")
-    told = start(config)
-    assert (told.status, told.samples) == (2, {})
-    assert seen.format(killed) in told.err
+    printed = start(config)
+    assert (printed.status, printed.samples) == (2, {})
+    assert seen.format(killed) in printed.err
 
 
 def test_a_requested_step_in_an_empty_folder(tmp_path: Path) -> None:
-    told = go_on(tmp_path, "--ckpt-step 2")
-    assert "E812 " in told.err
-    assert "has no checkpoint of step 2; it has none" in told.err
+    printed = go_on(tmp_path, "--ckpt-step 2")
+    assert "E812 " in printed.err
+    assert "has no checkpoint of step 2; it has none" in printed.err
 
 
 def test_a_damaged_requested_step_is_not_replaced_by_another(killed: Path) -> None:
     truncate(killed / "saved/iter_0000004" / TENSORS)
-    told = go_on(killed, "--ckpt-step 4")
-    assert (told.status, told.samples) == (2, {})
-    assert "E811 no checkpoint of step 4 in " in told.err
-    assert "fix: --ckpt-step 2 | --save ANOTHER" in told.err
+    printed = go_on(killed, "--ckpt-step 4")
+    assert (printed.status, printed.samples) == (2, {})
+    assert "E811 no checkpoint of step 4 in " in printed.err
+    assert "fix: --ckpt-step 2 | --save ANOTHER" in printed.err
 
 
 CHANGES = {
@@ -254,10 +254,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_that_must_not_change_silently(killed: Path, change: str) -> None:
-    told = go_on(killed, change)
-    assert (told.status, told.samples) == (2, {})
-    assert told.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
-    assert re.search(r"fix: .*--resume-mode new-schedule", told.err)
+    printed = go_on(killed, change)
+    assert (printed.status, printed.samples) == (2, {})
+    assert printed.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
+    assert re.search(r"fix: .*--resume-mode new-schedule", printed.err)
 
 
 def sizes(told: Told) -> list[int]:
@@ -278,15 +278,15 @@ NEW_SCHEDULES = {
 @pytest.mark.parametrize("change", NEW_SCHEDULES)
 def test_a_new_schedule(killed: Path, change: str) -> None:
     batches, consumed = NEW_SCHEDULES[change]
-    told = go_on(killed, f"{change} --resume-mode new-schedule")
-    assert (told.status, told.err, sizes(told)) == (0, "", batches)
-    assert CHANGES.get(change, "-> now") in told.out
-    read = [number for step in sorted(told.samples) for number, _ in told.samples[step]]
+    printed = go_on(killed, f"{change} --resume-mode new-schedule")
+    assert (printed.status, printed.err, sizes(printed)) == (0, "", batches)
+    assert CHANGES.get(change, "-> now") in printed.out
+    read = [number for step in sorted(printed.samples) for number, _ in printed.samples[step]]
     assert read == [*range(16, consumed)]  # where it was, with none left out
     _, state = checkpoint(sorted((killed / "saved").glob("iter_*"))[-1])
     assert state["consumed_samples"] == consumed
     (total,) = {len(batches) + 4}
-    assert f"{total}/{total} " in told.out
+    assert f"{total}/{total} " in printed.out
     again = go_on(killed, change)  # and from now on it is its own
     assert (again.status, again.samples) == (0, {})
 
@@ -308,9 +308,9 @@ def test_only_the_weights(killed: Path, tmp_path: Path) -> None:
     begun: list[Trainer] = []
     flags = f"--load {killed}/saved --resume-mode weights-only --lr 5e-3 --optimizer sgd --seed 3"
     with before_step(1, lambda trainer: begun.append(_copied(trainer))):
-        told = go_on(other, flags)
-    assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert f"weights from {killed}/saved/iter_0000004" in told.out
+        printed = go_on(other, flags)
+    assert (printed.status, sorted(printed.samples)) == (0, [1, 2, 3, 4, 5, 6])
+    assert f"weights from {killed}/saved/iter_0000004" in printed.out
     tensors, _ = checkpoint(killed / "saved/iter_0000004")
     ((weights, moments, consumed),) = begun
     assert all(torch.equal(value[: len(tensors[name])], tensors[name]) for name, value in weights.items())
@@ -343,8 +343,8 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
         begun.append(trainer.optimizer.main_params["embedding.position_embeddings.weight"].clone())
 
     with before_step(1, stop_first):
-        told = start(run_of(tmp_path / "run", f"--load hf:{folder}"), before_step(4, kill))
-    assert f"weights from {folder}" in told.out
+        printed = start(run_of(tmp_path / "run", f"--load hf:{folder}"), before_step(4, kill))
+    assert f"weights from {folder}" in printed.out
     assert torch.equal(begun[0], weights["transformer.wpe.weight"])
     again = go_on(tmp_path / "run", f"--load hf:{folder}")
     assert (again.status, sorted(again.samples)) == (0, [3, 4, 5, 6])
@@ -354,11 +354,11 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
 def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
     import_huggingface(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
-    told = go_on(tmp_path / "run", flags)
-    assert told.err.startswith(
+    printed = go_on(tmp_path / "run", flags)
+    assert printed.err.startswith(
         f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but not the state of a run"
     )
-    assert "\n  fix: --resume-mode weights-only\n" in told.err
+    assert "\n  fix: --resume-mode weights-only\n" in printed.err
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
     own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
     assert f"fix: --load {tmp_path}/converted --save {tmp_path}/converted-new --resume-mode weights-only" in own.err

@@ -53,15 +53,15 @@ def test_a_folder_is_claimed_for_as_long_as_the_run_takes(tmp_path: Path) -> Non
 
 def test_a_second_run_in_one_folder_ends_before_it_touches_anything(tmp_path: Path) -> None:
     with acquire_lease(tmp_path / "saved"):
-        told = start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
-    assert (told.status, told.samples) == (1, {})
-    assert told.err.startswith(f"error: {tmp_path}/saved is in use by process ")
-    assert told.err.endswith("\n  fix: --save ANOTHER\n")
+        printed = start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
+    assert (printed.status, printed.samples) == (1, {})
+    assert printed.err.startswith(f"error: {tmp_path}/saved is in use by process ")
+    assert printed.err.endswith("\n  fix: --save ANOTHER\n")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [".epoch-1"]
     assert start(tiny_run(tmp_path, f"--save {tmp_path}/saved")).status == 0
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_the_first_step(tmp_path: Path) -> None:
-    told = start(tiny_run(tmp_path, "--save /proc/nope"))
-    assert (told.status, told.samples) == (1, {})
-    assert "no checkpoint can be written to /proc/nope" in told.err
+    printed = start(tiny_run(tmp_path, "--save /proc/nope"))
+    assert (printed.status, printed.samples) == (1, {})
+    assert "no checkpoint can be written to /proc/nope" in printed.err

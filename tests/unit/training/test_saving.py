@@ -62,19 +62,19 @@ def warnings(told: str) -> list[str]:
 
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp_path: Path) -> None:
     """Two more steps change every weight before the first byte is written."""
-    told = start(run_of(tmp_path), written_when(2, begins=5))
-    assert told.status == 0
+    printed = start(run_of(tmp_path), written_when(2, begins=5))
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 2, 6)
-    (skipped,) = warnings(told.err)
+    (skipped,) = warnings(printed.err)
     assert skipped.startswith("warning: step 4 is not saved: the save of step 2, begun ")
-    assert "  fix: --save-interval 4\n" in told.err
-    told_at = [told.out.index(text) for text in ("\n4/6 ", "saved/iter_0000002: ", "\n6/6 ", "saved/iter_0000006: ")]
+    assert "  fix: --save-interval 4\n" in printed.err
+    told_at = [printed.out.index(text) for text in ("\n4/6 ", "saved/iter_0000002: ", "\n6/6 ", "saved/iter_0000006: ")]
     assert told_at == sorted(told_at)
 
 
 def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -> None:
-    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(3.0, 4))
-    assert told.status == 0
+    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(3.0, 4))
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 4, 6)
     first = next(r for r in records(tmp_path, "event") if r["event"] == "checkpoint")
     (taken,) = (r["time"] for r in records(tmp_path) if r["iteration"] == 5)
@@ -84,33 +84,33 @@ def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -
 
 def test_waiting_for_the_last_save_is_logged(plain: Path, tmp_path: Path) -> None:
     event = all_of(slowly(0.5, 6), patch.object(checkpointer, "WAIT_NOTE_SECONDS", 0.2))
-    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
-    assert told.status == 0
+    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 6)
-    assert told.out.count("waiting for the checkpoint of step 6: ") >= 2
-    assert ", training stood still for 0." in told.out
+    assert printed.out.count("waiting for the checkpoint of step 6: ") >= 2
+    assert ", training stood still for 0." in printed.out
 
 
 def test_the_last_one_waits_for_the_one_before(plain: Path, tmp_path: Path) -> None:
-    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(0.7, 4))
-    assert (told.status, warnings(told.err)) == (0, [])
+    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(0.7, 4))
+    assert (printed.status, warnings(printed.err)) == (0, [])
     assert same_as(plain, tmp_path, 4, 6)
 
 
 def test_a_full_disk_costs_a_save_and_not_the_run(plain: Path, tmp_path: Path) -> None:
-    told = start(run_of(tmp_path), all_of(full_disk(2), written_when(2, begins=4)))
-    assert told.status == 0
+    printed = start(run_of(tmp_path), all_of(full_disk(2), written_when(2, begins=4)))
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 4, 6)
-    (warning,) = warnings(told.err)
+    (warning,) = warnings(printed.err)
     assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/.epoch-1/iter_0000002.tmp/")
     assert warning.endswith("the disk is full (rank 0); no checkpoint was written")
 
 
 def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path) -> None:
-    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), full_disk(6))
-    assert told.status == 1
-    assert told.err.startswith(f"error: {tmp_path}/saved/.epoch-1/iter_0000006.tmp/")
-    assert "the disk is full (rank 0); no checkpoint was written" in told.err
+    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), full_disk(6))
+    assert printed.status == 1
+    assert printed.err.startswith(f"error: {tmp_path}/saved/.epoch-1/iter_0000006.tmp/")
+    assert "the disk is full (rank 0); no checkpoint was written" in printed.err
     assert saved_steps(tmp_path / "saved") == [4]
     assert start(run_of(tmp_path)).status == 0
     assert differences(plain / "iter_0000006", tmp_path / "saved/iter_0000006") == []
@@ -118,19 +118,19 @@ def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_a_run_does_not_begin_without_room_for_a_checkpoint(tmp_path: Path, flags: str) -> None:
-    told = start(run_of(tmp_path, flags), disk_with(10))
-    assert (told.status, told.samples) == (2, {})
-    assert told.err.startswith(f"error: E816 {tmp_path}/saved: a checkpoint takes 0.0")
-    assert told.err.count("E816") == 1
+    printed = start(run_of(tmp_path, flags), disk_with(10))
+    assert (printed.status, printed.samples) == (2, {})
+    assert printed.err.startswith(f"error: E816 {tmp_path}/saved: a checkpoint takes ")
+    assert printed.err.count("E816") == 1
 
 
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Path, flags: str) -> None:
     """Free space is queried at the start and at each save, again after leftovers were removed."""
-    told = start(run_of(tmp_path, flags.replace("interval 2", "interval 4")), disk_with(1 << 30, 10, 10, 1 << 30))
-    assert told.status == 0
+    printed = start(run_of(tmp_path, flags.replace("interval 2", "interval 4")), disk_with(1 << 30, 10, 10, 1 << 30))
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 6)
-    (warning,) = warnings(told.err)
+    (warning,) = warnings(printed.err)
     assert warning.startswith(f"warning: step 4 is not saved: E816 {tmp_path}/saved: a checkpoint takes ")
 
 
@@ -144,29 +144,29 @@ def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Pa
             wait_on(at_6)
         return real(*arguments)
 
-    told = start(
+    printed = start(
         run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")),
         all_of(before_step(6, lambda _: at_6.set()), patch.object(checkpointer, "disk_space_problem", shortage)),
     )
-    assert told.status == 0
+    assert printed.status == 0
     assert same_as(plain, tmp_path, 4, 6)
 
 
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_without_room_at_the_end_there_is_an_error(tmp_path: Path, flags: str) -> None:
     config = run_of(tmp_path, f"--train-iters 1 {flags.replace('interval 2', 'interval 100')}")
-    told = start(config, disk_with(1 << 30, 10))
-    assert told.status == 1
-    assert told.err.startswith(f"error: E816 {tmp_path}/saved: ")
+    printed = start(config, disk_with(1 << 30, 10))
+    assert printed.status == 1
+    assert printed.err.startswith(f"error: E816 {tmp_path}/saved: ")
 
 
 def test_a_run_that_fails_waits_for_the_save_under_way(plain: Path, tmp_path: Path) -> None:
     event = all_of(slowly(0.5, 2), before_step(3, spoil_step))
-    told = start(run_of(tmp_path), event)
-    assert told.status == 1
+    printed = start(run_of(tmp_path), event)
+    assert printed.status == 1
     assert same_as(plain, tmp_path, 2)
-    assert f"saved {tmp_path}/saved/iter_0000002: " in told.out
-    assert "not finite" in told.err or "non-finite" in told.err
+    assert f"saved {tmp_path}/saved/iter_0000002: " in printed.out
+    assert "not finite" in printed.err or "non-finite" in printed.err
 
 
 def test_but_not_for_ever(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_an_error_that_no_disk_explains_ends_the_run(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         raise ZeroDivisionError("a bug")
 
-    told = start(run_of(tmp_path), before_writing(fail))
-    assert told.status == 1
-    assert "ZeroDivisionError: a bug" in told.err
+    printed = start(run_of(tmp_path), before_writing(fail))
+    assert printed.status == 1
+    assert "ZeroDivisionError: a bug" in printed.err
 
 
 def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> N
         return original(path)
 
     config = run_of(tmp_path, f"{ASYNC} --keep-last 1".replace("interval 2", "interval 4"))
-    told = start(config, patch.object(Manifest, "open", open_))
-    assert told.status == 0
-    assert f"older checkpoints are not deleted: {tmp_path}/saved/iter_0000006 is truncated" in told.err
+    printed = start(config, patch.object(Manifest, "open", open_))
+    assert printed.status == 0
+    assert f"older checkpoints are not deleted: {tmp_path}/saved/iter_0000006 is truncated" in printed.err
     assert saved_steps(tmp_path / "saved") == [4, 6]
 
 

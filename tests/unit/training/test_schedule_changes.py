@@ -22,10 +22,10 @@ def test_after_a_change_of_batch_size_the_schedule_continues(tmp_path: Path) -> 
     """Steps 1-4 of 4 samples, then 8 of 16: the warm-up took 12 samples, and the run takes 144."""
     start(run_of(tmp_path, WARM_UP), before_step(5, kill))
     larger = f"{WARM_UP} --global-batch-size 16"
-    told = start(run_of(tmp_path, f"{larger} --resume-mode new-schedule"), before_step(8, kill))
-    assert told.err == ""
-    told = go_on(tmp_path, larger)  # exactly so after another start
-    assert (told.status, told.err, sorted(told.samples)) == (0, "", [*range(7, 13)])
+    printed = start(run_of(tmp_path, f"{larger} --resume-mode new-schedule"), before_step(8, kill))
+    assert printed.err == ""
+    printed = go_on(tmp_path, larger)  # exactly so after another start
+    assert (printed.status, printed.err, sorted(printed.samples)) == (0, "", [*range(7, 13)])
     assert rates(tmp_path) == pytest.approx([1e-2 * (144 - n) / (144 - 12) for n in range(16, 144, 16)])
 
 
@@ -42,20 +42,20 @@ def test_a_schedule_is_checked_from_where_the_run_resumes(tmp_path: Path) -> Non
     flags = "--train-iters 12 --lr-warmup-samples 20 --global-batch-size {}"
     start(run_of(tmp_path, flags.format(8)), before_step(7, kill))
     smaller = flags.format(1)
-    told = start(run_of(tmp_path, f"{smaller} --resume-mode new-schedule"), before_step(10, kill))
-    assert told.err == ""
+    printed = start(run_of(tmp_path, f"{smaller} --resume-mode new-schedule"), before_step(10, kill))
+    assert printed.err == ""
     assert sorted(go_on(tmp_path, smaller).samples) == [9, 10, 11, 12]
 
 
 def test_a_schedule_that_does_not_fit_where_the_run_resumes(tmp_path: Path) -> None:
     start(run_of(tmp_path), before_step(6, kill))
-    told = go_on(tmp_path, "--lr-warmup-iters 9 --train-iters 10 --lr-decay-iters 8 --resume-mode new-schedule")
-    assert (told.status, told.samples) == (2, {})
-    assert "E403 the warm-up of 36 samples does not end before the decay does, at 32 (the checkpoint is " in told.err
-    assert "iter_0000004)\n  fix: --lr-warmup-iters " in told.err
-    told = go_on(tmp_path, "--lr-warmup-iters 6 --lr-decay-iters 5 --global-batch-size 8 --resume-mode new-schedule")
-    assert "the warm-up of 32 samples does not end before the decay does, at 24" in told.err
-    fix = re.findall(r"fix: (--set \S+) ", told.err)
+    printed = go_on(tmp_path, "--lr-warmup-iters 9 --train-iters 10 --lr-decay-iters 8 --resume-mode new-schedule")
+    assert (printed.status, printed.samples) == (2, {})
+    assert "E403 the warm-up of 36 samples does not end before the decay does, at 32 (the checkpoint is " in printed.err
+    assert "iter_0000004)\n  fix: --lr-warmup-iters " in printed.err
+    printed = go_on(tmp_path, "--lr-warmup-iters 6 --lr-decay-iters 5 --global-batch-size 8 --resume-mode new-schedule")
+    assert "the warm-up of 32 samples does not end before the decay does, at 24" in printed.err
+    fix = re.findall(r"fix: (--set \S+) ", printed.err)
     assert fix == ["--set optimizer.lr_warmup_samples=2"]
     mended = f"--lr-warmup-iters 6 --lr-decay-iters 5 --global-batch-size 8 --resume-mode new-schedule {fix[0]}"
     assert go_on(tmp_path, mended).err == ""

@@ -94,17 +94,17 @@ def test_a_single_process_needs_no_address(tmp_path: Path) -> None:
 
 def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
     """Return what a run reads in each step: tokens, samples, the step that keys dropout, the digest."""
-    trainer, told = build_trainer(tiny_run(folder, flags), 0, 1), []
+    trainer, printed = build_trainer(tiny_run(folder, flags), 0, 1), []
     while trainer.iteration < trainer.total_steps:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         if ahead:
             trainer.prefetch()
-        told += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
-        told.append(trainer.digest_read)
+        printed += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
+        printed.append(trainer.digest_read)
         trainer.iteration += 1
         trainer.consumed_samples += size
     assert trainer.prefetched is None
-    return told
+    return printed
 
 
 @pytest.mark.parametrize("flags", ["", "--rampup-batch-size 2 1 6 --train-samples 20 --set training.train_iters=null"])

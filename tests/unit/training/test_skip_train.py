@@ -27,14 +27,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_losses_are_those_of_the_run_and_nothing_is_changed(trained: Path, tmp_path: Path) -> None:
     before = contents(trained)
-    told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
-    assert (told.status, told.samples, told.err) == (0, {}, "")
+    printed = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
+    assert (printed.status, printed.samples, printed.err) == (0, {}, "")
     assert contents(trained) == before
     for kind in ("lm loss validation", "lm loss test"):
         assert column(tmp_path, kind, kind) == column(trained / "run", kind, kind)[-1:]
         assert column(tmp_path, "iteration", kind) == [6]
-    assert "validation at 6: loss" in told.out
-    assert "saves      none: --save is not set" in told.out
+    assert "validation at 6: loss" in printed.out
+    assert "saves      none: --save is not set" in printed.out
     assert not (tmp_path / "finished.json").exists()
     assert not (tmp_path / "loss.png").exists()
 
@@ -70,8 +70,8 @@ def test_a_run_that_is_at_work_is_not_disturbed(trained: Path, tmp_path: Path) -
 
 def test_no_step_is_taken_and_finished_json_stays(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "finished.json").write_text("{}")
-    told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train --train-iters 9 --lr-decay-iters 6"))
-    assert (told.status, told.samples) == (0, {})
+    printed = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train --train-iters 9 --lr-decay-iters 6"))
+    assert (printed.status, printed.samples) == (0, {})
     assert (tmp_path / "finished.json").read_text() == "{}"
 
 

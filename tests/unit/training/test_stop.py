@@ -93,14 +93,14 @@ def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest
     now = [0.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
-    told = [request.poll()]
+    printed = [request.poll()]
     now.append(60.0)
-    told.append(request.poll())
+    printed.append(request.poll())
     signal.raise_signal(signal.SIGUSR1)
-    told.append(request.poll())
-    assert told == [STOP_FILE_FOUND, loop.TIME_LIMIT, 128 + signal.SIGUSR1]
-    assert [exit_status(number) for number in (0, *told)] == [0, 0, 124, 138]
-    assert [stop_reason(number, "a/stop") for number in told] == [
+    printed.append(request.poll())
+    assert printed == [STOP_FILE_FOUND, loop.TIME_LIMIT, 128 + signal.SIGUSR1]
+    assert [exit_status(number) for number in (0, *printed)] == [0, 0, 124, 138]
+    assert [stop_reason(number, "a/stop") for number in printed] == [
         "--stop-file a/stop",
         "--exit-duration-in-mins",
         "signal 10 (SIGUSR1)",
@@ -113,8 +113,8 @@ FLAGS = "--save {0}/saved --eval-interval 1 --eval-iters 1 --stop-file {0}/stop"
 
 def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -> None:
     config, file = tiny_run(tmp_path / "run", FLAGS.format(tmp_path)), tmp_path / "stop"
-    told = start(config, before_step(3, lambda trainer: file.touch()))
-    assert (told.status, told.err) == (0, "")
+    printed = start(config, before_step(3, lambda trainer: file.touch()))
+    assert (printed.status, printed.err) == (0, "")
     assert saved_steps(tmp_path / "saved") == [3]
     # no further evaluation after the signal
     assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]
@@ -131,15 +131,15 @@ def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -
 def test_a_file_that_is_there_already_stops_the_run_before_a_step(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     config = tiny_run(tmp_path / "run", FLAGS.format(tmp_path))
-    told = start(config)
-    assert (told.status, told.samples, saved_steps(tmp_path / "saved")) == (0, {}, [])
-    assert "before the first step of this start: 0 of 6 are taken, and there is nothing new to save" in told.out
+    printed = start(config)
+    assert (printed.status, printed.samples, saved_steps(tmp_path / "saved")) == (0, {}, [])
+    assert "before the first step of this start: 0 of 6 are taken, and there is nothing new to save" in printed.out
     (tmp_path / "stop").unlink()
     start(config)
     (tmp_path / "stop").touch()
-    told = start(config)  # nothing to do
-    assert "nothing to do" in told.out
-    assert "stopped by" not in told.out
+    printed = start(config)  # nothing to do
+    assert "nothing to do" in printed.out
+    assert "stopped by" not in printed.out
 
 
 def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +150,13 @@ def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeyp
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(StopRequest, "__init__", signalled)
-    told = start(tiny_run(tmp_path / "run", FLAGS.format(tmp_path)))
-    assert (told.status, told.samples, told.err) == (143, {}, "")
-    assert "stopped by signal 15 (SIGTERM) before the first step" in told.out
+    printed = start(tiny_run(tmp_path / "run", FLAGS.format(tmp_path)))
+    assert (printed.status, printed.samples, printed.err) == (143, {}, "")
+    assert "stopped by signal 15 (SIGTERM) before the first step" in printed.out
 
 
 def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) -> None:
     """Otherwise a job that is requeued with a limit below the time of a start would never end."""
     flags = FLAGS.format(tmp_path) + " --exit-duration-in-mins 1e-9"
-    told = start(tiny_run(tmp_path / "run", flags))
-    assert (told.status, sorted(told.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])
+    printed = start(tiny_run(tmp_path / "run", flags))
+    assert (printed.status, sorted(printed.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])

@@ -63,20 +63,20 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
             assert f"in use by process {old.pid} on " in refused.err
             monkeypatch.setenv("SLURM_JOB_ID", "17")
             monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-            told = start(tiny_run(tmp_path, flags))
-            assert told.status == 0
-            assert f"start 1, of process {old.pid} on " in told.out
-            assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in told.out
+            printed = start(tiny_run(tmp_path, flags))
+            assert printed.status == 0
+            assert f"start 1, of process {old.pid} on " in printed.out
+            assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in printed.out
             hangs.unlink()
             left = contents(tmp_path)
             time.sleep(max(0.0, stopped + SUPERSEDED_CHECK_SECONDS - time.monotonic()))
             old.send_signal(signal.SIGCONT)
-            said, _ = old.communicate(timeout=SECONDS)
+            message, _ = old.communicate(timeout=SECONDS)
         finally:
             old.kill()
     assert old.returncode == 1
-    assert "E817 start 1 of the run in " in said
-    assert "superseded by start 2" in said
-    assert "Traceback" not in said
+    assert "E817 start 1 of the run in " in message
+    assert "superseded by start 2" in message
+    assert "Traceback" not in message
     assert contents(tmp_path) == left
     assert column(tmp_path, "iteration")[-2:] == [5, 6]

@@ -9,7 +9,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
 from megatron.planner.flops import FlopsPerToken
 from megatron.training.loggers.base import Metrics
-from megatron.training.throughput import PEAK_FLOPS, ThroughputModel, peak_flops
+from megatron.training.metrics import PEAK_FLOPS, ThroughputModel, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -178,16 +178,16 @@ def test_an_evaluation_put_off_by_a_signal_goes_into_the_next_row(tmp_path: Path
 
 
 def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
-    client, said = Client(offline=False), list[str]()
+    client, message = Client(offline=False), list[str]()
     first = sink(client, tmp_path)
     for number in (1, 2, 3):
         first.log(step(number))
     first.close()
     with patch.object(
-        WandbLogger, "_print_location", lambda run, say: said.append((run._last_reported, run._first_step))
+        WandbLogger, "_print_location", lambda run, say: message.append((run._last_reported, run._first_step))
     ):
         sink(client, tmp_path, 1)
-    assert said == [(3, 1)]
+    assert message == [(3, 1)]
 
 
 def test_steps_that_are_taken_again_are_reported_as_they_are_taken_now(tmp_path: Path) -> None:
@@ -251,13 +251,13 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path) -> No
 
 
 def test_a_run_taken_back_is_told_from_where_on_it_reports_and_how_its_files_are_sent() -> None:
-    run, told = object.__new__(WandbLogger), list[str]()
+    run, printed = object.__new__(WandbLogger), list[str]()
     run._run = SimpleNamespace(
         disabled=False, offline=True, dir="/a b/wandb/offline-run-1-run12345/files", id="run12345"
     )
     run._first_step, run._last_reported = 20, 60
-    run._print_location(told.append)
-    assert told == [
+    run._print_location(printed.append)
+    assert printed == [
         "Weights & Biases: offline; send all starts with: wandb sync '/a b/wandb'/offline-run-*-run12345",
         "Weights & Biases has this run up to step 60 and continues there from step 61",
     ]

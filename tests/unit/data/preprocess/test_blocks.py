@@ -83,8 +83,8 @@ def test_a_damaged_file_gives_its_whole_lines_and_the_reason(tmp_path: Path) -> 
     assert content.startswith(whole)
     assert whole.endswith(b"\n")
     assert len(whole) > 10_000
-    assert [block.trouble for block in blocks if block.trouble] == ["ends in the middle of a .gz stream"]
-    assert blocks[-1].trouble
+    assert [block.damage for block in blocks if block.damage] == ["ends in the middle of a .gz stream"]
+    assert blocks[-1].damage
     assert sum(block.stored for block in blocks) == file.stat().st_size
 
 

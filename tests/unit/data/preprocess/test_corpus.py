@@ -110,19 +110,19 @@ def test_an_input_without_files_is_refused(tree: Path, name: str, message: str) 
 def test_a_plain_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
     path.write_bytes(b"# caf\xc3\xa9\r\n")
-    (document,) = read_documents(path, ["text"])
-    assert document == ((b"# caf\xc3\xa9\r\n",), str(path), 9)
+    (document,) = read_documents([path], ["text"])
+    assert document == ((b"# caf\xc3\xa9\r\n",), (path, 0), 9)
     with pytest.raises(DataError, match="plain text without the keys text, url"):
-        list(read_documents(path, ["text", "url"]))
+        list(read_documents([path], ["text", "url"]))
 
 
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     records = [{"text": "één", "url": "u1"}, {"url": "", "text": ""}]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    documents = list(read_documents(path, ["url", "text"]))
+    documents = list(read_documents([path], ["url", "text"]))
     assert [d.texts for d in documents] == [("u1", "één"), ("", "")]
-    assert [d.source for d in documents] == [f"{path}:1", f"{path}:2"]
+    assert [d.place for d in documents] == [(path, 1), (path, 2)]
     assert sum(d.num_bytes + 1 for d in documents) == path.stat().st_size
 
 
@@ -142,7 +142,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     with pytest.raises(DataError) as caught:
-        list(read_documents(path, ["text"]))
+        list(read_documents([path], ["text"]))
     assert str(caught.value).startswith(f"{path}:2")
     assert message in str(caught.value)
 
@@ -150,9 +150,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
 def test_blank_lines_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\n{"text": "a"}\n\n  \r\n{"text": ""}\n\n')
-    assert [(d.texts, d.source) for d in read_documents(path, ["text"])] == [
-        (("a",), f"{path}:2"),
-        (("",), f"{path}:5"),
+    assert [(d.texts, d.place) for d in read_documents([path], ["text"])] == [
+        (("a",), (path, 2)),
+        (("",), (path, 5)),
     ]
 
 
@@ -161,7 +161,7 @@ def test_a_file_without_a_document_is_refused(tmp_path: Path, content: bytes) ->
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"x\.jsonl has no documents\n  fix: .*--exclude x\.jsonl"):
-        list(read_documents(path, ["text"]))
+        list(read_documents([path], ["text"]))
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_the_fix_for_another_encoding_works(tmp_path: Path, name: str, encoding:
     record = json.dumps({"text": "café"}, ensure_ascii=False)
     path.write_bytes(record.encode(encoding))
     with pytest.raises(DataError, match="UTF-8 text") as caught:
-        list(read_documents(path, ["text"]))
+        list(read_documents([path], ["text"]))
     subprocess.run(["sh", "-c", str(caught.value).split("fix: ")[1].split(" | ")[0]], check=True)
-    (document,) = read_documents(path.with_stem("a b.utf8"), ["text"])
+    (document,) = read_documents([path.with_stem("a b.utf8")], ["text"])
     assert document.texts == ("café" if name.endswith(".jsonl") else record.encode(),)
 
 
@@ -187,11 +187,11 @@ def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
         "e.jsonl.gz": gzip.compress(b'{"text": "4"}\n{"text": "5"}\n')[:-9],
     }.items():
         (tmp_path / name).write_bytes(content)
-    told: list[DataError] = []
+    printed: list[DataError] = []
     files = sorted(tmp_path.iterdir())
-    texts = [d.texts[0] for file in files for d in read_documents(file, ["text"], told.append)]
+    texts = [d.texts[0] for d in read_documents(files, ["text"], printed.append)]
     assert [text for text in texts if text not in ("4", "5")] == ["1", "3", b"good"]
-    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in told] == [
+    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in printed] == [
         "a.jsonl:2",
         "a.jsonl:4",
         "a.jsonl:5",
@@ -199,18 +199,18 @@ def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
         "d.jsonl",
         f"e.jsonl.gz:{len(texts) - 2}",
     ]
-    assert all("--on-bad-line skip" in error.fixes for error in told)
+    assert all("--on-bad-line skip" in error.fixes for error in printed)
 
 
 def test_a_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes('{"text": "é"}\n'.encode("utf-8-sig"))
-    assert [d.texts for d in read_documents(tmp_path / "x.jsonl", ["text"])] == [("é",)]
+    assert [d.texts for d in read_documents([tmp_path / "x.jsonl"], ["text"])] == [("é",)]
 
 
 def test_a_binary_file_is_not_taken_for_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"PK\3\4\0\0")
     with pytest.raises(DataError, match=r"x\.txt is not text: byte 4 is NUL\n  fix: .*--exclude x\.txt"):
-        list(read_documents(tmp_path / "x.txt", ["text"]))
+        list(read_documents([tmp_path / "x.txt"], ["text"]))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
@@ -218,17 +218,17 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path: Path, suffix: str
     lines, text = tmp_path / f"x.jsonl{suffix}", tmp_path / f"y.txt{suffix}"
     lines.write_bytes(COMPRESS[suffix](b'{"text": "a"}\n\n{"text": "b"}'))
     text.write_bytes(COMPRESS[suffix](b"c\n"))
-    assert [(d.texts[0], d.source) for d in read_documents(lines, ["text"])] == [
-        ("a", f"{lines}:1"),
-        ("b", f"{lines}:3"),
+    assert [(d.texts[0], d.place) for d in read_documents([lines], ["text"])] == [
+        ("a", (lines, 1)),
+        ("b", (lines, 3)),
     ]
-    assert [d.texts for d in read_documents(text, ["text"])] == [(b"c\n",)]
+    assert [d.texts for d in read_documents([text], ["text"])] == [(b"c\n",)]
     assert names(tmp_path, [str(tmp_path)], [".txt", ".jsonl"]) == [lines.name, text.name]
     assert names(tmp_path, [str(tmp_path)], [f".txt{suffix}"]) == [text.name]
     for file in (lines, text):
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(DataError, match=f"{file.name}.* ends in the middle of a {suffix} stream"):
-            list(read_documents(file, ["text"]))
+            list(read_documents([file], ["text"]))
 
 
 def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_lines_are_lines_however_their_file_is_called(tmp_path: Path, name: str)
     content = b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     (file,) = find_text_files([str(tmp_path)], [".jsonl", ".json", ".ndjson"], [])
-    assert [document.texts for document in read_documents(file, ["text"])] == [("a",), ("b",)]
+    assert [document.texts for document in read_documents([file], ["text"])] == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zstd", "a.jsonl.Z", "a.jsonl.lz4"])

@@ -18,9 +18,10 @@ import tokenizers
 import zstandard
 
 from megatron.data.errors import DataError
-from megatron.data.preprocess import run as run_module
-from megatron.data.preprocess.corpus import TextDocument, find_text_files
-from megatron.data.preprocess.run import PreprocessOptions, PreprocessTotals, output_prefix, write_dataset
+from megatron.data.preprocess import encode as encode_module
+from megatron.data.preprocess.corpus import MAX_REPORTED, TextDocument, find_text_files
+from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
+from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
 from megatron.data.tokenizers.train import save_tokenizer, train_bpe
 
@@ -59,7 +60,7 @@ class Heard:
 
 def run(plan: PreprocessOptions) -> tuple[PreprocessTotals, list[str]]:
     heard = Heard()
-    totals, _ = write_dataset(plan, build_tokenizer(plan.choice), heard)
+    totals, _ = write_dataset(plan, build_tokenizer(plan.tokenizer_options), heard)
     return totals, heard.said
 
 
@@ -72,7 +73,7 @@ def some_texts(seed: int, count: int) -> list[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE."""
     folder = tmp_path_factory.mktemp("model") / "bpe"
-    documents = [TextDocument((text,), "", 0) for text in some_texts(0, 200)]
+    documents = [TextDocument((text,), (Path(), 0), 0) for text in some_texts(0, 200)]
     save_tokenizer(train_bpe(documents, 400).files, folder)
     return folder
 
@@ -139,8 +140,8 @@ def test_the_bytes_are_those_of_a_plain_loop(
     plan = PreprocessOptions(
         files, ("text", "title"), str(tmp_path / "out"), choice, True, engine, workers, False, block_bytes
     )
-    totals, said = run(plan)
-    assert said[0].startswith("engine: tokenizers" if engine == "hf" else "engine: gigatoken")
+    totals, message_text = run(plan)
+    assert message_text[0].startswith("engine: tokenizers" if engine == "hf" else "engine: gigatoken")
     tokens = 0
     for key in plan.keys:
         expected = independent([record[key] for record in records], model)
@@ -208,12 +209,14 @@ def test_bad_documents_are_passed_over_under_all_keys_named_and_counted(
     plan = PreprocessOptions(
         files, ("text", "title"), str(tmp_path / "out"), BYTES, False, "auto", workers, True, block_bytes
     )
-    totals, said = run(plan)
-    told = [sentence.removeprefix("passed over: ") for sentence in said[1:]]
-    assert [sentence.split(" ")[0].rstrip(":") for sentence in told[:8]] == [f"{files[0]}:{n}" for n in range(2, 18, 2)]
-    assert told[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
-    assert told[9] == f"{files[2]} has no documents"
-    assert len(told) == totals.bad == 10
+    totals, message_text = run(plan)
+    printed = [sentence.removeprefix("passed over: ") for sentence in message_text[1:]]
+    assert [sentence.split(" ")[0].rstrip(":") for sentence in printed[:8]] == [
+        f"{files[0]}:{n}" for n in range(2, 18, 2)
+    ]
+    assert printed[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
+    assert printed[9] == f"{files[2]} has no documents"
+    assert len(printed) == totals.bad == 10
     assert totals.documents == 9 + 3000
     texts = "good" * 9 + "".join(str(i * i) for i in range(3000))
     assert pair(f"{plan.prefix}_text_document")[0].decode("utf-16-le") == texts
@@ -235,11 +238,11 @@ def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
     plan = PreprocessOptions(
         [tmp_path / "x.jsonl"], ("text",), str(tmp_path / "out"), BYTES, skip_bad=True, block_bytes=20
     )
-    totals, said = run(plan)
+    totals, message_text = run(plan)
     assert (totals.bad, totals.documents) == (1000, 1)
-    assert len(said) == 1 + run_module.MAX_REPORTED + 1
-    assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
-    assert said[-1] == "passed over: further ones are only counted"
+    assert len(message_text) == 1 + MAX_REPORTED + 1
+    assert message_text[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
+    assert message_text[-1] == "passed over: further ones are only counted"
 
 
 @pytest.mark.parametrize(
@@ -299,9 +302,9 @@ def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
-    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
-    monkeypatch.setattr(run_module, "SAMPLE_SEARCH_BYTES", 1000)
-    assert run_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
+    monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 1000)
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
 
 
 @pytest.mark.parametrize("engine", ["hf", "auto"])
@@ -311,7 +314,7 @@ def test_where_nothing_is_to_be_proven_no_text_is_looked_for(
     def searched(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
         raise AssertionError("the input was searched")
 
-    monkeypatch.setattr(run_module, "read_sample", searched)
+    monkeypatch.setattr(encode_module, "read_sample", searched)
     (tmp_path / "a.txt").write_bytes(b"a")
     totals, _ = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES, engine=engine))
     assert totals.tokens == 1
@@ -357,8 +360,8 @@ def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_bytes(b"a")
     left = tmp_path / "out_text_document.bin.1234567.part"
     left.write_bytes(b"half")
-    _, said = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
-    assert f"removed {left}, left by a run that was killed" in said
+    _, message_text = run(PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
+    assert f"removed {left}, left by a run that was killed" in message_text
     assert not left.exists()
 
 
@@ -367,9 +370,9 @@ def test_the_sample_is_the_beginning_of_what_can_be_read(tmp_path: Path) -> None
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_bytes(b"y" * (2 << 20))
     files = sorted(tmp_path.iterdir())
-    first, second, third = run_module.read_sample(files, ["text"])
+    first, second, third = encode_module.read_sample(files, ["text"])
     assert (first, second) == ("first", "second")
-    assert third == "y" * (run_module.SAMPLE_BYTES - len("firstsecond"))
+    assert third == "y" * (encode_module.SAMPLE_BYTES - len("firstsecond"))
 
 
 def test_without_gigatoken_the_own_library_is_used_and_said(
@@ -377,6 +380,6 @@ def test_without_gigatoken_the_own_library_is_used_and_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     choice = TokenizerOptions("HuggingFaceTokenizer", str(model))
-    _, said = run(PreprocessOptions([corpus / "0.jsonl"], ("text",), str(tmp_path / "out"), choice))
-    assert said[0].startswith("engine: tokenizers")
-    assert "pip install gigatoken" in said[0]
+    _, message_text = run(PreprocessOptions([corpus / "0.jsonl"], ("text",), str(tmp_path / "out"), choice))
+    assert message_text[0].startswith("engine: tokenizers")
+    assert "pip install gigatoken" in message_text[0]

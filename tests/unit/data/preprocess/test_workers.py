@@ -126,7 +126,9 @@ def test_who_is_at_work_is_not_waited_for() -> None:
     """Leaving takes no longer when a block takes long."""
     numbers = b'{"text": "%s"}\n' % (b"1 " * 8_000_000)
     slow = LineBlock(Path("x.jsonl"), numbers, len(numbers), first=True, last=True)
-    job = replace(JOB, choice=TokenizerOptions("NullTokenizer", vocab_size=9), fingerprint=NullTokenizer(9).fingerprint)
+    job = replace(
+        JOB, tokenizer_options=TokenizerOptions("NullTokenizer", vocab_size=9), fingerprint=NullTokenizer(9).fingerprint
+    )
     before = children()
     with encoded([block(0, 10)._replace(content=b'{"text": "1"}\n'), slow, slow], job) as results:
         next(results)

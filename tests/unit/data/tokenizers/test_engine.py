@@ -30,7 +30,7 @@ from megatron.data.tokenizers.huggingface import (
 )
 from megatron.data.tokenizers.sentencepiece import Llama2Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
-from tests.unit.data.made_tokenizers import TEXT, apart, bpe, choice, sentencepiece_model
+from tests.unit.data.made_tokenizers import TEXT, apart, bpe, options_for, sentencepiece_model
 
 ROOT = Path(__file__).parents[4]
 DATA = ROOT.parent / "shared" / "data"  # what a clone does not bring
@@ -44,7 +44,7 @@ NEARLY_WORDS = st.text(
 
 @pytest.fixture(scope="module")
 def tokenizers_made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    return {name: build_tokenizer(choice(name, tmp_path_factory.mktemp(name))) for name in TYPES}
+    return {name: build_tokenizer(options_for(name, tmp_path_factory.mktemp(name))) for name in TYPES}
 
 
 # --- the same ids ---
@@ -92,7 +92,7 @@ def test_gpt2s_own_file_and_real_text() -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_special_tokens_are_what_the_tokenizer_says(name: str, parse: bool, tmp_path: Path) -> None:
     """Whether a token that is spelled out becomes its id is the tokenizer's to say, not the engine's."""
-    tokenizer = build_tokenizer(replace(choice(name, tmp_path), parse_special_tokens=parse))
+    tokenizer = build_tokenizer(replace(options_for(name, tmp_path), parse_special_tokens=parse))
     token, number = next((t, n) for t, n in tokenizer.special_ids.items() if n == tokenizer.eod)
     engine = choose_engine(tokenizer, TEXT)
     ids = engine.encode_batch([f"one{token} two {token}"]).ids.tolist()
@@ -211,7 +211,7 @@ def test_a_difference_is_found_and_shown(
 
 def test_the_odd_texts_find_what_no_sample_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without leaving special tokens out of what gigatoken reads, it makes ids of the ones that are spelled out."""
-    tokenizer = build_tokenizer(choice("HuggingFaceTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("HuggingFaceTokenizer", tmp_path))
     monkeypatch.setattr(engine_module, "_without_special_tokens", lambda content: content)
     engine = choose_engine(tokenizer, ["nothing special"])
     assert engine.name.startswith("tokenizers ")
@@ -260,11 +260,11 @@ def test_what_gigatoken_does_not_read_is_told(tmp_path: Path) -> None:
     unigram = Llama2Tokenizer(sentencepiece_model(tmp_path / "u.model", model_type="unigram"))
     assert choose_engine(unigram, TEXT).reason == "gigatoken needs a tokenizer.json, and this tokenizer has none"
     folder = tmp_path / "odd"
-    told = choice("HuggingFaceTokenizer", folder)
+    printed = options_for("HuggingFaceTokenizer", folder)
     content = json.loads((folder / TOKENIZER_JSON).read_text())
     content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     (folder / TOKENIZER_JSON).write_text(json.dumps(content))
-    reason = choose_engine(build_tokenizer(told), TEXT).reason
+    reason = choose_engine(build_tokenizer(printed), TEXT).reason
     assert reason.startswith("gigatoken ")
     assert "\n" not in reason
 
@@ -292,7 +292,7 @@ def test_a_panic_of_its_code_is_a_reason(
 
 
 def test_what_the_tokenizer_cannot_encode_proves_nothing(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     engine = choose_engine(tokenizer, [" " * 1_000_000 + "x"])
     assert engine.encode_batch == tokenizer.encode_batch
     assert engine.reason.startswith("tiktoken cannot encode this text: ")

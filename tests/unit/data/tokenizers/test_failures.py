@@ -13,11 +13,11 @@ from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import LineBlock
 from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.data.tokenizers import engine as engine_module
-from megatron.data.tokenizers.base import Tokenizer, convert_library_errors, encode_error
+from megatron.data.tokenizers.base import Tokenizer, convert_library_errors
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, make_tokenizer_files
 from megatron.data.tokenizers.tokenizer import build_tokenizer
-from tests.unit.data.made_tokenizers import choice
+from tests.unit.data.made_tokenizers import options_for
 
 FILE = Path("x.jsonl")
 
@@ -40,13 +40,16 @@ class StoppedError(BaseException):
 )
 def test_a_failure_is_an_error_of_the_text(error: BaseException, said: str) -> None:
     message = f"^library cannot encode this text: {said}$"
-    with pytest.raises(ValueError, match=message), convert_library_errors(encode_error("library")):
+    with (
+        pytest.raises(ValueError, match=message),
+        convert_library_errors(ValueError, "library cannot encode this text"),
+    ):
         raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError(), MemoryError(), SystemExit(3), GeneratorExit()])
 def test_what_is_no_failure_goes_through(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, convert_library_errors(encode_error("library")):
+    with pytest.raises(type(error)) as caught, convert_library_errors(ValueError, "library cannot encode this text"):
         raise error
     assert caught.value is error
 
@@ -71,21 +74,21 @@ def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple
 
 
 def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> None:
-    count, told = encoded(without_unknown(tmp_path), ["a b", "a zzz", "b"])
+    count, printed = encoded(without_unknown(tmp_path), ["a b", "a zzz", "b"])
     assert count == 2
-    assert len(told) == 1
-    assert told[0].startswith("x.jsonl:2: tokenizers cannot encode this text: ")
+    assert len(printed) == 1
+    assert printed[0].startswith("x.jsonl:2: tokenizers cannot encode this text: ")
 
 
 @pytest.mark.parametrize("parse", [False, True])
 def test_a_panic_is_told_with_its_document(parse: bool, tmp_path: Path) -> None:
     """The regular expressions of tiktoken overflow their stack at a million spaces."""
-    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     tokenizer.settings = {"parse_special_tokens": parse}  # type: ignore[misc]
-    count, told = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
+    count, printed = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
     assert count == 2
-    assert len(told) == 1
-    assert told[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
+    assert len(printed) == 1
+    assert printed[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
 
 
 def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
@@ -95,6 +98,6 @@ def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(engine_module, "_from_ragged", panic)
-    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer = build_tokenizer(options_for("TikTokenizer", tmp_path))
     with pytest.raises(DataError, match="cannot encode these texts: index out of bounds\n  fix: --engine hf"):
         encoded(tokenizer, ["the cat"], "gigatoken")

@@ -37,16 +37,16 @@ def test_ids_are_those_of_transformers(pair: tuple[GPT2BPETokenizer, GPT2Tokeniz
 
 def test_a_folder_with_a_model_of_sentencepiece_is_offered_as_one(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(DataError, match=r"there is no .*tokenizer\.json") as told:
+    with pytest.raises(DataError, match=r"there is no .*tokenizer\.json") as printed:
         HuggingFaceTokenizer(tmp_path)
-    assert told.value.fixes[0] == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}"
+    assert printed.value.fixes[0] == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}"
 
 
 def test_files_that_are_swapped_are_told(tmp_path: Path) -> None:
     vocab, merges = gpt2(tmp_path)
-    with pytest.raises(DataError, match="files are swapped") as told:
+    with pytest.raises(DataError, match="files are swapped") as printed:
         GPT2BPETokenizer.from_vocabulary(merges, vocab)
-    assert told.value.fixes == (f"--vocab-file {vocab} --merge-file {merges}",)
+    assert printed.value.fixes == (f"--vocab-file {vocab} --merge-file {merges}",)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

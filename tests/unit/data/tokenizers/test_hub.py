@@ -127,8 +127,8 @@ def test_the_hub_is_asked_once_for_all_processes(hub: tuple[str, type[Hub]], tmp
 
 
 def test_other_choices_are_local() -> None:
-    for told in (TokenizerOptions("TikTokenizer", "a/b"), TokenizerOptions("ByteTokenizer")):
-        assert told.local() is told
+    for printed in (TokenizerOptions("TikTokenizer", "a/b"), TokenizerOptions("ByteTokenizer")):
+        assert printed.local() is printed
     assert TokenizerOptions("HuggingFaceTokenizer", "./a/b/c").local().tokenizer_model == "a/b/c"
 
 

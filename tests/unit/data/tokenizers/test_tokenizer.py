@@ -39,7 +39,7 @@ from megatron.data.tokenizers.tokenizer import (
     read_tokenizer_record,
     was_written_with,
 )
-from tests.unit.data.made_tokenizers import apart, choice, gpt2
+from tests.unit.data.made_tokenizers import apart, gpt2, options_for
 
 
 @settings(deadline=None)
@@ -90,9 +90,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_name_builds_a_tokenizer_of_that_name(name: str, tmp_path: Path) -> None:
-    told = choice(name, tmp_path)
-    assert pickle.loads(pickle.dumps(told)) == told
-    tokenizer = build_tokenizer(told)
+    printed = options_for(name, tmp_path)
+    assert pickle.loads(pickle.dumps(printed)) == printed
+    tokenizer = build_tokenizer(printed)
     assert type(tokenizer).__name__ == name
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = tokenizer.encode("7 8")
@@ -111,8 +111,8 @@ TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "Nu
 
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_path: Path) -> None:
-    told = choice(name, tmp_path)
-    tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
+    printed = options_for(name, tmp_path)
+    tokenizer, parsing = build_tokenizer(printed), build_tokenizer(replace(printed, parse_special_tokens=True))
     assert tokenizer.special_ids
     assert tokenizer.fingerprint == parsing.fingerprint  # the same id means the same text
     for token, number in tokenizer.special_ids.items():
@@ -129,7 +129,7 @@ def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_pat
 @pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])
 def test_what_is_no_unicode_is_refused(name: str, bad: str | bytes, tmp_path: Path) -> None:
     with pytest.raises(UnicodeError):
-        build_tokenizer(choice(name, tmp_path)).encode_batch(["good", bad])
+        build_tokenizer(options_for(name, tmp_path)).encode_batch(["good", bad])
 
 
 def test_the_option_of_a_run_knows_the_same_names() -> None:
@@ -163,7 +163,7 @@ def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: s
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r" ids, not 9,?999\n  fix: .*leave out --vocab-size"):
-        build_tokenizer(replace(choice(name, tmp_path), vocab_size=9999))
+        build_tokenizer(replace(options_for(name, tmp_path), vocab_size=9999))
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) 
     unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
     unigram.add_special_tokens(["</s>"])
     unigram.save(str(tmp_path / "tokenizer.json"))
-    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path))
+    printed = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path))
     with pytest.raises(DataError, match="'</s>' in plain text as the special token 1"):
-        build_tokenizer(told)
-    assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
+        build_tokenizer(printed)
+    assert build_tokenizer(replace(printed, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
 
 
 def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such(tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such
     for name, library in {"words": words, "unigram": unigram}.items():
         (tmp_path / name).mkdir()
         library.save(str(tmp_path / name / "tokenizer.json"))
-    told = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "words"))
-    assert build_tokenizer(told).encode("anything").tolist() == [0]
+    printed = TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "words"))
+    assert build_tokenizer(printed).encode("anything").tolist() == [0]
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(tmp_path / "unigram"))
     assert load_recorded_tokenizer(prefix) is not None
 
@@ -283,10 +283,10 @@ def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, parse: bool, tmp_path: Path) -> None:
-    told = choice(name, tmp_path / "where it came from")
+    printed = options_for(name, tmp_path / "where it came from")
     if parse and name in TEXTUAL:
-        told = replace(told, parse_special_tokens=True)
-    written = build_tokenizer(told)
+        printed = replace(printed, parse_special_tokens=True)
+    written = build_tokenizer(printed)
     prefix = record(tmp_path / "x", written)
     shutil.rmtree(tmp_path / "where it came from", ignore_errors=True)
     again = load_recorded_tokenizer(prefix, name)
@@ -298,7 +298,7 @@ def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, par
 
 @pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"])
 def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> None:
-    prefix = record(tmp_path / "x", build_tokenizer(choice(name, tmp_path / "files")))
+    prefix = record(tmp_path / "x", build_tokenizer(options_for(name, tmp_path / "files")))
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     older = {key: json.loads(path.read_text())[key] for key in ("tokenizer_type", "vocab_size", "eod", "fingerprint")}
     path.write_text(json.dumps(older))
@@ -311,21 +311,21 @@ def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", TEXTUAL)
 def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str, parse: bool, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(replace(choice(name, tmp_path / "files"), parse_special_tokens=parse))
+    tokenizer = build_tokenizer(replace(options_for(name, tmp_path / "files"), parse_special_tokens=parse))
     prefix, today = record(tmp_path / "x", tokenizer), record(tmp_path / "y", tokenizer)
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     content = next(iter(tokenizer.files.values()))
     facts = [content.decode() if name in ("HuggingFaceTokenizer", "GPT2BPETokenizer") else sha256(content).hexdigest()]
-    told = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
+    printed = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
     if name == "TikTokenizer":  # its facts are many
-        told = tokenizer.legacy_fingerprints[parse]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": told}))
+        printed = tokenizer.legacy_fingerprints[parse]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": printed}))
     again = load_recorded_tokenizer(prefix)
     assert again is not None
     assert again.settings == tokenizer.settings
     assert have_same_ids(prefix, today)
     assert have_same_ids(today, prefix)
-    assert was_written_with(prefix, build_tokenizer(choice(name, tmp_path / "files")))
+    assert was_written_with(prefix, build_tokenizer(options_for(name, tmp_path / "files")))
     assert not was_written_with(prefix, ByteTokenizer())
     assert not have_same_ids(prefix, record(tmp_path / "z", ByteTokenizer()))
 
@@ -349,7 +349,7 @@ def test_gpt2_is_one_tokenizer_in_each_of_its_forms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_three_names_are_one_type(name: str, tmp_path: Path) -> None:
-    prefix = record(tmp_path / "x", build_tokenizer(choice("Llama2Tokenizer", tmp_path / "files")))
+    prefix = record(tmp_path / "x", build_tokenizer(options_for("Llama2Tokenizer", tmp_path / "files")))
     assert read_tokenizer_record(prefix, name) is not None
     with pytest.raises(DataError, match="was written with Llama2Tokenizer, not with HuggingFaceTokenizer"):
         read_tokenizer_record(prefix, "HuggingFaceTokenizer")

@@ -31,7 +31,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "there", "then", "hat", "naïve"
 
 
 def documents(texts: list[str]) -> list[TextDocument]:
-    return [TextDocument((text,), f"d{i}", len(text)) for i, text in enumerate(texts)]
+    return [TextDocument((text,), (Path("d"), i), len(text)) for i, text in enumerate(texts)]
 
 
 FILES = make_tokenizer_files(byte_tokenizer())
@@ -121,7 +121,7 @@ def test_bytes_per_token_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch
 
 def test_what_nothing_can_be_learnt_from_is_named() -> None:
     with pytest.raises(DataError, match=r"the documents of the input are all empty \(1\)"):
-        train_bpe([TextDocument(("",), "d.txt", 9)], 300)
+        train_bpe([TextDocument(("",), (Path("d.txt"), 0), 9)], 300)
 
 
 def test_a_vocabulary_holds_all_bytes() -> None:

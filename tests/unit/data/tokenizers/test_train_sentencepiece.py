@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -26,7 +27,7 @@ from tests.unit.data.made_tokenizers import TEXT
 
 
 def documents(texts: list[str]) -> list[TextDocument]:
-    return [TextDocument((text,), f"d{i}", len(text)) for i, text in enumerate(texts)]
+    return [TextDocument((text,), (Path("d"), i), len(text)) for i, text in enumerate(texts)]
 
 
 def model(texts: list[str], vocab_size: int = 400, model_type: str = "bpe", most: int = 10**6) -> bytes:
@@ -73,7 +74,7 @@ def test_pieces_are_those_of_frequent_words() -> None:
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 def test_any_text_comes_back(text: str) -> None:
-    tokenizer = SentencePieceTokenizer.of(MADE, module.Path(MODEL_FILE))
+    tokenizer = SentencePieceTokenizer.of(MADE, Path(MODEL_FILE))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Init
-from megatron.layers.build import BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk
 from megatron.pipeline.partition import stages_from_counts
 from tests.solo import one_rank_mesh, tiny
