@@ -61,7 +61,7 @@ class GradAccumulator:
         self.multiply = multiply
         # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
         # it, the layer that computes the loss can accumulate its weight gradient during forward.
-        self.loss_seed: Tensor | None = None
+        self.loss_grad: Tensor | None = None
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}

@@ -80,8 +80,8 @@ class SelfAttention(nn.Module):
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
-            self.q_layernorm = Norm(config, context.submodule("q_layernorm"), d, partial=True)
-            self.k_layernorm = Norm(config, context.submodule("k_layernorm"), d, partial=True)
+            self.q_layernorm = Norm(config, context.submodule("q_layernorm"), d, partial_grad=True)
+            self.k_layernorm = Norm(config, context.submodule("k_layernorm"), d, partial_grad=True)
         self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 

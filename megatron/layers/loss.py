@@ -76,8 +76,8 @@ class OutputLayer(nn.Module):
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
         # A tied weight's contributions keep the order of the backward passes, which all schedules of a layout share.
         early = is_objective and not self.tied
-        seed = self.vocabulary.grad_accumulator.loss_seed if early else None
-        return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, seed)
+        loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
+        return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
 
     @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def linear_cross_entropy(
     mask_T: Tensor,
     vocabulary: VocabularyShard,
     z_coeff: float = 0.0,
-    seed: Tensor | None = None,
+    loss_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)`` over tokens, with ``Z = sum_v exp(logit_v)``.
 
@@ -115,8 +115,8 @@ def linear_cross_entropy(
         mask_T: weight of each token.
         vocabulary: this rank's shard; the weight's gradient goes to its accumulator.
         z_coeff: weight of the squared log-partition (z-loss).
-        seed: the gradient that backward will start with, 0-d, if it is known already. Then the weight's gradient is
-            accumulated during forward; otherwise a tensor of the weight's size is kept until backward.
+        loss_grad: the gradient that backward will start with, 0-d, if it is known already. Then the weight's gradient
+            is accumulated during forward; otherwise a tensor of the weight's size is kept until backward.
 
     Returns:
         ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
@@ -124,7 +124,7 @@ def linear_cross_entropy(
 
     """
     objective, cross_entropy = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, labels_T, mask_T, vocabulary, z_coeff, seed, torch.is_grad_enabled()
+        x_TH, weight_VH, labels_T, mask_T, vocabulary, z_coeff, loss_grad, torch.is_grad_enabled()
     )
     return objective, cross_entropy
 
@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask_T: Tensor,
         vocabulary: VocabularyShard,
         z_coeff: float,
-        seed: Tensor | None,
+        loss_grad: Tensor | None,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
@@ -161,8 +161,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
                 del dlogits_CV
             del chunk  # before the next chunk's logits are allocated
-        if dw_VH is not None and seed is not None:
-            vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, seed)
+        if dw_VH is not None and loss_grad is not None:
+            vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, loss_grad)
             dw_VH = None
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.vocabulary = vocabulary
@@ -171,11 +171,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         vocabulary: VocabularyShard = ctx.vocabulary
-        dw = None if dw_VH is None else vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, seed)
-        scaled_dx_TH = dx_TH.to(seed.dtype) * seed  # without the cast CUDA would round the seed to the dtype of dx
+        dw = None if dw_VH is None else vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, loss_grad)
+        # Without the cast, CUDA would round the loss gradient to the dtype of dx.
+        scaled_dx_TH = dx_TH.to(loss_grad.dtype) * loss_grad
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6
 
 

@@ -4,8 +4,7 @@ Experts are distributed over EP ranks, and each may be sharded over expert-TP. A
 ranks of its experts and back; the output of a token is the weighted sum of its experts' outputs, plus the shared
 expert's. No token is dropped, so message sizes depend on the data and the host waits for the counts once per layer.
 
-Shapes: T = S x B tokens of this rank (S is a part of the sequence under sequence parallelism), E experts, K chosen
-per
+Shapes: T = S x B tokens of this rank (S is a part of the sequence under sequence parallelism), E experts, K chosen per
 token, C = K x expert-TP, R rows that this rank receives, sorted by expert; I in, O out.
 """
 

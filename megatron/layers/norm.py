@@ -16,18 +16,18 @@ class Norm(nn.Module):
         config: kind and epsilon.
         context: of the module.
         width: size of the last dimension.
-        partial: each TP rank normalises only some of the rows, so gradients are summed over TP.
+        partial_grad: each TP rank normalises only some of the rows, so gradients are summed over TP.
 
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, width: int, partial: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, width: int, partial_grad: bool) -> None:
         super().__init__()
         self.eps, self.kernels = config.norm_epsilon, context.kernels
         replicate = context.shard.replicate
-        self.weight = context.parameter("weight", replicate((width,), Init(value=1.0), partial), autograd=True)
+        self.weight = context.parameter("weight", replicate((width,), Init(value=1.0), partial_grad), autograd=True)
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            self.bias = context.parameter("bias", replicate((width,), Init(), partial), autograd=True)
+            self.bias = context.parameter("bias", replicate((width,), Init(), partial_grad), autograd=True)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``norm(x)``, or ``(x + y, norm(x + y))``."""

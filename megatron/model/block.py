@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.recomputed, self.dropout = recomputed, config.hidden_dropout
         self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
-        norm = partial(Norm, config, width=config.hidden_size, partial=context.sequence_parallel)
+        norm = partial(Norm, config, width=config.hidden_size, partial_grad=context.sequence_parallel)
         self.input_layernorm = norm(context.submodule("input_layernorm"))
         self.self_attention = SelfAttention(
             config, context.submodule("self_attention"), output_std, "core_attn" in recomputed

@@ -97,8 +97,8 @@ class GPTChunk(nn.Module):
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
-            partial = context.sequence_parallel
-            self.final_layernorm = Norm(config, context.submodule("final_layernorm"), config.hidden_size, partial)
+            partial_grad = context.sequence_parallel
+            self.final_layernorm = Norm(config, context.submodule("final_layernorm"), config.hidden_size, partial_grad)
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )

@@ -65,7 +65,7 @@ class GradNorm:
         return comm.all_reduce(total, self._world).sqrt()
 
 
-class SharedGradReducer:
+class PartialGradReducer:
     """All-reduces partial gradients: norms under sequence parallelism, q/k norms, key/value heads shared over TP.
 
     Also the gradients of a tied weight, over the ranks of the first and the last pipeline stage. Ranks that hold the
@@ -139,7 +139,7 @@ class DistributedOptimizer:
         """
         self.buckets, self.config = buckets, config
         self.weights = ParameterStore(params, buckets, mesh, overlap_gather)
-        self.shared_grads = SharedGradReducer(specs, buckets, mesh)
+        self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
         # and fp64 models the weights themselves.
@@ -169,7 +169,7 @@ class DistributedOptimizer:
         with clock("all-grads-sync"):
             self.buckets.finish()
         with clock("layernorm-grads-all-reduce"):
-            self.shared_grads.reduce()
+            self.partial_grads.reduce()
 
     @torch.no_grad()
     def update(

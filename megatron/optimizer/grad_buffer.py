@@ -1,8 +1,7 @@
 """Contiguous gradient buckets, reduced over data-parallel ranks during backward.
 
 A bucket holds the main gradients (at least fp32) of parameters of one dtype and one reduction group, in the order in
-which backward is expected to compute them. The reduction has two steps: a reduce-scatter over the ranks that shard
-the
+which backward is expected to compute them. The reduction has two steps: a reduce-scatter over the ranks that shard the
 optimizer state (``shards``), which leaves each rank the part that it updates, and an all-reduce of that part over the
 ranks that hold the same shard (``copies``). Without ZeRO there is only the all-reduce. Gradients are communicated in
 fp32, or in bf16: then each addend is rounded once, and the sum is computed in fp32.

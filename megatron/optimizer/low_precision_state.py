@@ -1,7 +1,6 @@
 """Optimizer state in low precision: moments in bf16, and main parameters as the bits that bf16 weights lack.
 
-A moment that decays slowly changes by less than half of a bf16 step per update, which rounding to nearest would
-always
+A moment that decays slowly changes by less than half of a bf16 step per update, which rounding to nearest would always
 lose. So moments are updated in fp32 and rounded stochastically, which is exact in the mean. The random bits are a
 function of (seed, update, parameter, element of the global tensor): equal in every layout, without state to save.
 """

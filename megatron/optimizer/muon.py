@@ -1,8 +1,7 @@
 """Muon: orthogonalised momentum (Jordan et al. 2024, arXiv 2502.16982).
 
 Every *logical* matrix is orthogonalised by itself: queries, keys and values of a fused projection, gate and up
-projection, and each expert. A matrix that is sharded over tensor-parallel ranks is not gathered: the ranks sum its
-Gram
+projection, and each expert. A matrix that is sharded over tensor-parallel ranks is not gathered: the ranks sum its Gram
 matrix, and each iterates on its shard. ZeRO never divides a matrix.
 """
 

@@ -65,13 +65,13 @@ class Stage:
             self._kept[microbatch] = x, roots
         return out.detach()
 
-    def backward(self, microbatch: int, dy: Tensor, seed: Tensor) -> Tensor | None:
+    def backward(self, microbatch: int, dy: Tensor, loss_grad: Tensor) -> Tensor | None:
         """Run backward of a micro-batch and free what was kept for it.
 
         Args:
             microbatch: index in the step.
-            dy: gradient of the output; in the last stage, the seed.
-            seed: factor of the auxiliary loss in the global objective, 0-d.
+            dy: gradient of the output; in the last stage, that of the loss.
+            loss_grad: factor of the auxiliary loss in the global objective, 0-d.
 
         Returns:
             The gradient of the input; None in the first stage.
@@ -81,7 +81,7 @@ class Stage:
         """
         x, roots = self._kept.pop(microbatch)
         edges, grads = [], []
-        for root, grad in zip(roots, (dy, seed)):
+        for root, grad in zip(roots, (dy, loss_grad)):
             if root is not None:
                 edge, dtype = root
                 edges.append(edge)
@@ -134,7 +134,7 @@ class Pipeline:
         self,
         actions: Sequence[Action],
         batches: Sequence[MicroBatch],
-        seed: Tensor | None,
+        loss_grad: Tensor | None,
         clock: Clock = no_clock,
     ) -> None:
         """Run all actions and wait for all sends to complete.
@@ -142,19 +142,19 @@ class Pipeline:
         Args:
             actions: this rank's, of a valid program.
             batches: micro-batches by index.
-            seed: factor of the summed losses in the global objective, 0-d; None to evaluate without autograd.
+            loss_grad: factor of the summed losses in the global objective, 0-d; None to evaluate without autograd.
             clock: measures ``forward-compute`` and ``backward-compute``, without waiting.
 
         Raises:
             Exception: that of an action, with a note that names the action.
         """
-        self._batches, self._seed, self._clock = batches, seed, clock
+        self._batches, self._loss_grad, self._clock = batches, loss_grad, clock
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
         self._sends: dict[int, dict[Action, Pending]] = defaultdict(dict)  # by target rank, in order
-        self._grad_accumulator.loss_seed = seed
+        self._grad_accumulator.loss_grad = loss_grad
         try:
-            with torch.set_grad_enabled(seed is not None):
+            with torch.set_grad_enabled(loss_grad is not None):
                 for action in actions:
                     self.at = action
                     with profiler_range(action_name(action)):
@@ -166,7 +166,7 @@ class Pipeline:
             error.add_note(f"in the pipeline at {self.at}")
             raise
         finally:
-            self._grad_accumulator.loss_seed = None
+            self._grad_accumulator.loss_grad = None
         self.at = None
 
     def _forward(self, action: Action) -> None:
@@ -179,9 +179,9 @@ class Pipeline:
 
     def _backward(self, action: Action) -> None:
         number, _, microbatch = action
-        if self._seed is None:
-            raise ValueError(f"{action} needs a seed; without one a run has only forwards")
-        dy = self._seed
+        if self._loss_grad is None:
+            raise ValueError(f"{action} needs the gradient of the loss; an evaluation has only forwards")
+        dy = self._loss_grad
         if number + 1 < len(self._placement):
             dy = self._received.pop(Action(number, RECV_B, microbatch)).wait()
             # The gradient is back, so the output and all earlier sends of its channel have arrived. Gloo does not
@@ -190,7 +190,7 @@ class Pipeline:
             while Action(number, SEND_F, microbatch) in sends:
                 _complete_oldest(sends)
         with self._clock("backward-compute"), self.record(action):
-            dx = self._stages[number].backward(microbatch, dy, self._seed)
+            dx = self._stages[number].backward(microbatch, dy, self._loss_grad)
         if dx is not None:
             self._hand_over(dx, Action(number, SEND_B, microbatch), Action(number - 1, RECV_B, microbatch))
 

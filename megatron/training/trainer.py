@@ -96,23 +96,23 @@ class Trainer:
     leases: Leases = field(default_factory=Leases)  # leases on the folders that checkpoints are written to
 
     def compute(
-        self, batches: Sequence[MicroBatch], seed: Tensor | None, program: PipelineSchedule | None = None
+        self, batches: Sequence[MicroBatch], loss_grad: Tensor | None, program: PipelineSchedule | None = None
     ) -> None:
         """Run the pipeline over this rank's micro-batches.
 
         Args:
             batches: micro-batches of a step, or of an evaluation.
-            seed: gradient of the objective with respect to the summed losses, 0-d; None for forward only.
+            loss_grad: gradient of the objective with respect to the summed losses, 0-d; None for forward only.
             program: schedule to use instead of the run's own, which is kept by the number of micro-batches.
         """
         if program is None:
-            key = len(batches), seed is None
+            key = len(batches), loss_grad is None
             if key not in self.programs:
-                self.programs[key] = build_program(self.config.parallel, len(batches), evaluation=seed is None)
+                self.programs[key] = build_program(self.config.parallel, len(batches), evaluation=loss_grad is None)
             program = self.programs[key]
         for chunk in self.chunks.values():
-            chunk.train(seed is not None)
-        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
+            chunk.train(loss_grad is not None)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
 
     def start_at(
         self,

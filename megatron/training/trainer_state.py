@@ -227,6 +227,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "goodput": trainer.goodput.state_dict(),
         "run_id": trainer.run_id,
         "data": {
+            # "stretches" is the name of the segments in this file format.
             "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
             "fingerprints": dict(trainer.data.fingerprints),
             "digest": f"{consumed_digest(trainer):016x}",

@@ -21,7 +21,7 @@ from megatron.layers.attention import attention_dropout
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
-from megatron.optimizer.distributed_optimizer import SharedGradReducer
+from megatron.optimizer.distributed_optimizer import PartialGradReducer
 from megatron.pipeline import plan
 from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from megatron.pipeline.runtime import Pipeline, Stage
@@ -249,13 +249,13 @@ def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
 
 def tied_weight_not_summed() -> AbstractContextManager[Any]:
     """The first stage learns the embedding from its own use of it, the last one the output layer."""
-    original = SharedGradReducer.__init__
+    original = PartialGradReducer.__init__
 
     def init(self: Any, *arguments: Any) -> None:
         original(self, *arguments)
         self._tied = []
 
-    return patch.object(SharedGradReducer, "__init__", init)
+    return patch.object(PartialGradReducer, "__init__", init)
 
 
 def seed_applied_twice() -> AbstractContextManager[Any]:

@@ -174,7 +174,7 @@ def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         pipeline.run(actions, batches, seed)
     solo.buckets.finish()
-    assert solo.grad_accumulator.loss_seed is None
+    assert solo.grad_accumulator.loss_grad is None
     return solo, sum(kept)
 
 

@@ -191,7 +191,7 @@ def test_an_error_names_its_action_and_the_next_run_begins_anew() -> None:
 
 def test_backward_without_a_seed_is_refused() -> None:
     program = program_of("1f1b", 1, 1)
-    with pytest.raises(ValueError, match="0B0 needs a seed"):
+    with pytest.raises(ValueError, match="0B0 needs the gradient of the loss"):
         pipeline_of(program, 0, {}, Ends()).run(program.ranks[0], batches_of(1), None)
 
 
