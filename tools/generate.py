@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
     """Return the prompts."""
+    source = f"--prompts {args.prompts}" if args.prompts else "standard input"
     try:
         if args.prompt is None and args.prompts is None:
             if launch.world_size > 1:
@@ -83,7 +84,7 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
         for text in texts:
             text.encode()  # arguments may contain bytes that are not UTF-8
     except OSError as error:
-        raise InferenceError(f"--prompts {args.prompts} cannot be read: {error.strerror}") from error
+        raise InferenceError(f"{source} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
         what = "a prompt" if args.prompt or args.prompts else "standard input"
         raise InferenceError(f"{what} is not text in UTF-8: {error}") from error

@@ -115,12 +115,21 @@ def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
     """Yield each flag with the words after it; words before the first flag come first."""
     words: list[str] = []
     for word in argv:
-        if words and (word.startswith("--") or word == "-h"):
+        if words and _is_flag(word):
             yield words
             words = []
         words.append(word)
     if words:
         yield words
+
+
+def _is_flag(word: str) -> bool:
+    """Return True for words such as ``--x`` and ``-x``, but not for ``-`` and negative numbers."""
+    try:
+        float(word)
+    except ValueError:
+        return word.startswith("-") and word != "-"
+    return False
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from megatron.arguments.sources import ConfigSource
@@ -69,8 +69,8 @@ def foreign_flags() -> ForeignFlags:
             None if values is None else tuple(values),
         )
 
-    path = Path(__file__).with_suffix(".yaml")
-    tree = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
+    tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     for section in ("ignored", "refused", "replaced"):
         tree[section] = {spelling: flag(entry) for spelling, entry in tree[section].items()}
     tree["unsupported"] = tree["unsupported"].split()

@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -201,10 +202,17 @@ def replace_by_flags(sentence: str) -> str:
 
 
 def _help_texts(classes: Iterable[type]) -> dict[str, str]:
-    """Return the docstring below every field, which Python does not store, from the source of the classes."""
-    texts = {}
+    """Return the docstring below every field, which Python does not store, from the source of the classes.
+
+    Empty where only compiled files are installed.
+    """
+    texts: defaultdict[str, str] = defaultdict(str)
     for module in {sys.modules[cls.__module__] for cls in classes}:
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
+        try:
+            source = inspect.getsource(module)
+        except OSError:
+            continue
+        for node in ast.walk(ast.parse(source)):
             for statement, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
                 match statement, below:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):

@@ -45,6 +45,9 @@ from megatron.training.startup import StartupTimer
 MAX_RANKS_SHOWN = 4
 """Ranks listed in an error, of those with the same version."""
 
+MAX_PROGRAMS = 4
+"""Schedules kept: a large one takes 16 MiB, and every stage of a batch ramp has its own."""
+
 DIGEST_MODULUS = 2**64
 """Digests of samples are added modulo this number."""
 
@@ -108,6 +111,8 @@ class Trainer:
         if program is None:
             key = len(batches), loss_grad is None
             if key not in self.programs:
+                if len(self.programs) == MAX_PROGRAMS:
+                    del self.programs[next(iter(self.programs))]
                 self.programs[key] = build_program(self.config.parallel, len(batches), evaluation=loss_grad is None)
             program = self.programs[key]
         for chunk in self.chunks.values():

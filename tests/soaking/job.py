@@ -29,6 +29,9 @@ NOTICED = re.compile(
 )
 """What the log of a job says of a fault."""
 
+STEP_LINE = re.compile(r"\s*\d+/\d+ ")
+"""The beginning of a step's log line."""
+
 FLAGS = (
     "--vocab-size 31 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 "
     "--hidden-dropout 0.1 --attention-dropout 0 --max-position-embeddings 8 --seq-length 8 --lr 1e-2 "
@@ -164,4 +167,4 @@ class Job(ABC):
         if not self.log.exists():
             return ""
         message = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([line for line in message if "tok/s |" not in line][-lines:])
+        return "\n".join([line for line in message if not STEP_LINE.match(line)][-lines:])

@@ -119,14 +119,10 @@ def _training_columns(step: int, metrics: Metrics, throughput_model: ThroughputM
         yield ConsoleColumn(6, 7, f"scale {format_compact(metrics['loss-scale'])}")
     if skipped := len(metrics["skipped-iterations"]):
         yield ConsoleColumn(7, 1, f"skipped {skipped}")
-    if (goodput := metrics.get("goodput")) is not None:
-        lossy = metrics.get("run-seconds", 0.0) >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
-        if lossy or metrics.get("starts", 1) > 1:
-            yield ConsoleColumn(8, 8, f"goodput {goodput:.1%}")
 
 
 def _rank_columns(metrics: Metrics) -> Iterator[ConsoleColumn]:
-    """Yield the waits for other ranks and for data, the memory of the fullest rank, and a slow rank."""
+    """Yield waits for other ranks and for data, memory of the fullest rank, a slow rank, and goodput."""
     if (total := metrics.get("communication-share")) is not None:
         waits = _without_prefix(metrics, "communication-")
         del waits["share"]
@@ -146,6 +142,10 @@ def _rank_columns(metrics: Metrics) -> Iterator[ConsoleColumn]:
         yield ConsoleColumn(4, 8, f"mem {format_memory(used, capacity)}{rank}")
     if metrics.get("slowest-rank-excess", 0.0) >= SLOW_RANK_EXCESS:
         yield ConsoleColumn(5, 7, f"slow r{metrics['slowest-rank']} +{metrics['slowest-rank-excess']:.0%}")
+    if (goodput := metrics.get("goodput")) is not None:
+        lossy = metrics.get("run-seconds", 0.0) >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
+        if lossy or metrics.get("starts", 1) > 1:
+            yield ConsoleColumn(8, 8, f"goodput {goodput:.1%}")
 
 
 def _without_prefix(metrics: Metrics, prefix: str) -> dict[str, float]:

@@ -240,6 +240,13 @@ def test_words_belong_to_the_flag_before_them() -> None:
     assert sentences == ["--frobnicate: no such flag", "stray: belongs to no flag", "--nonsense: no such flag"]
 
 
+def test_a_word_with_one_dash_is_no_value() -> None:
+    with pytest.raises(UserError) as refused:
+        parse(["--run-dir", "-bf16", "--lr", "-1e-4"], {})
+    sentences = {problem.sentence for problem in refused.value.problems}
+    assert {"--run-dir: needs a value", "-bf16: belongs to no flag", "--lr -0.0001: must be at least 0"} <= sentences
+
+
 def test_an_argument_a_boolean_does_not_take_is_an_error() -> None:
     assert codes("--sequence-parallel=yes") == ["E002"]
 
