@@ -120,9 +120,12 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     raw, path = folder / "raw", folder / "iter_0000001"
     saved = entries(tensors)
     loaded = entries({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-    data = path / "tensors_00000.safetensors"
     writers = {"raw write": lambda: raw_write(raw, tensors), "save": lambda: save_sharded(path, saved, {}, {}, ALONE)}
-    readers = {"raw read": lambda: raw_read(data), "load": lambda: load_sharded(Manifest.open(path), loaded, ALONE)}
+
+    def data() -> Path:
+        return next(path.glob("*/tensors_00000.safetensors"))  # every save has a folder of its own
+
+    readers = {"raw read": lambda: raw_read(data()), "load": lambda: load_sharded(Manifest.open(path), loaded, ALONE)}
     seconds: dict[str, list[float]] = {name: [] for name in (*writers, *readers)}
 
     def time_all(actions: dict[str, Callable[[], None]], round_: int) -> None:
@@ -136,8 +139,8 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     for round_ in range(repeats + 1):
         time_all(writers, round_)
         raw.unlink()
-        raw_read(data)  # the first read after a write may find a virtual disk busy
-        forget(iter([data]))
+        raw_read(data())  # the first read after a write may find a virtual disk busy
+        forget(iter([data()]))
         time_all(readers, round_)
         shutil.rmtree(path)  # what comes next finds as much free memory as this did
         os.sync()

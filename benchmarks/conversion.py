@@ -30,6 +30,7 @@ from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import build_config_json, model_type_for
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors
+from megatron.layers.parameters import num_parameters
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Memory of a conversion, from and to Hugging Face"
@@ -140,7 +141,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Measured]:
             found.append(both_ways(Path(folder), converted))
     small, large = found
     return {
-        f"{kind}, {way}": Measured(model.num_parameters(), max(sizes), sum(sizes), small[way][0], *large[way])
+        f"{kind}, {way}": Measured(num_parameters(model), max(sizes), sum(sizes), small[way][0], *large[way])
         for way in large
     }
 

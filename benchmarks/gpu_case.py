@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contestants import CASES, REHEARSAL, Case, Ours, Setting, Step, Theirs
+from megatron.layers.parameters import num_parameters
 from megatron.planner.flops import FlopsPerToken
 from megatron.training.cuda_graphs import WARM_UP_STEPS
 from megatron.training.metrics import device_name, peak_flops
@@ -92,7 +93,7 @@ class Bench:
             "peak_flops": peak_flops(device_name(device), "bf16"),
             "flops_per_token": FlopsPerToken.from_config(config).full,
             "tokens": case.samples * config.training.seq_length,
-            "parameters": config.model.num_parameters(),
+            "parameters": num_parameters(config.model),
             "goal": case.goal,
             "trials": [],
             "notes": [],

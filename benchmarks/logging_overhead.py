@@ -109,7 +109,7 @@ class SideBySide:
             window.add(metrics, 1)
             read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
             self.log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))
-        self.log.train(read(samples_digest=t.samples_digest()))
+        self.log.train(read(samples_digest=f"{t.samples_digest():016x}"))
 
     @staticmethod
     def _count(trainer: Trainer) -> None:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.context import BuildContext
-from megatron.model.gpt import build_gpt
+from megatron.layers.parameters import gpt, num_parameters
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
@@ -54,8 +53,6 @@ class OneOf:
     ranks: int
     rank: int = 0
     world = embedding_group = tp = Group()
-    coordinate: ClassVar[Mapping[str, int]] = {"pp": 0}
-    placement = (0,)
 
     def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the group that shards the buckets."""
@@ -76,13 +73,6 @@ def values_of(specs: Mapping[str, ShardSpec], seed: int, scale: float) -> dict[s
     """Fill the tensors with the same numbers for every contestant."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(spec.local_shape, generator=generator).mul_(scale) for name, spec in specs.items()}
-
-
-def model_specs(config: RunConfig) -> dict[str, ShardSpec]:
-    """Of all parameters."""
-    context = BuildContext(cast("Mesh", OneOf(1)), GradAccumulator(), device=torch.device("meta"))
-    build_gpt(config.model, config.training, context)
-    return context.specs
 
 
 def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple[DistributedOptimizer, Contestant]:
@@ -132,7 +122,7 @@ def check(optimizer: DistributedOptimizer, params: Mapping[str, nn.Parameter]) -
 
 def measure(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Ratios of every round by what is timed, and by the number of ranks: all our ranks' seconds over torch's."""
-    specs = model_specs(config)
+    specs = gpt(config.model)
     params, torchs = theirs(config, specs)
     sides = {n: ours(config, specs, n) for n in ranks}
     ratios: dict[str, dict[str, list[float]]] = {what: {str(n): [] for n in ranks} for what in (WHOLE, RULE)}
@@ -193,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
         "ratios": figures,
         "ranks": RANKS,
         "rounds": args.repeats,
-        "parameters": config.model.num_parameters(),
+        "parameters": num_parameters(config.model),
         "load": round(load, 1),
     } | machine("torch")
     print(page(result))

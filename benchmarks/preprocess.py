@@ -104,7 +104,7 @@ def write_corpus(path: Path, megabytes: float, source: Path | None) -> int:
 def train_tokenizer(folder: Path) -> None:
     """Train a byte-level BPE of 32,000 entries."""
     from megatron.data.preprocess.corpus import TextDocument
-    from megatron.data.tokenizers.train import save_tokenizer, train_bpe
+    from tools.lib.tokenizer_training import save_tokenizer, train_bpe
 
     texts = [TextDocument((text,), (Path(), 0), 0) for text in islice(documents(2), 5000)]
     save_tokenizer(train_bpe(texts, 32_000).files, folder)

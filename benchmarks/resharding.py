@@ -34,8 +34,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training.build import build_trainer
+from megatron.training.checkpointer import local_tensors, restore_run, run_state, tensors_to_save
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import local_tensors, restore_run, run_state, tensors_to_save
 
 LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
 """What results are kept for; bytes; seconds between two looks at a process's memory."""

@@ -32,9 +32,9 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
+from megatron.training.checkpointer import restore_weights
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import restore_from_source
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
@@ -97,7 +97,7 @@ def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
     trainer = our_trainer(args)
     with tempfile.TemporaryDirectory() as folder:
         first.save_pretrained(folder)
-        restore_from_source(trainer, HuggingFaceWeights(Path(folder), trainer.config.model))
+        restore_weights(trainer, HuggingFaceWeights(Path(folder), trainer.config.model))
     (batch,) = trainer.next_batches()
     steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
     return take_turns(steps, args)

@@ -8,20 +8,31 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh dev
 export OMP_NUM_THREADS=1
 
-# Unless some of it is named, the tests run in two halves at once: tests/distributed, whose ranks mostly wait for each
-# other, and the rest, whose output is shown last.
 status=0
 ruff check . || status=1
 if [[ " $*" == *" tests"* ]]; then
     mypy || status=1
     python -m pytest "$@" || status=$?
-else
-    output=$(mktemp) one=0 rest=0
-    trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$output"' EXIT
-    { mypy && exec python -m pytest --ignore=tests/distributed "$@"; } >"$output" 2>&1 &
-    python -m pytest tests/distributed "$@" || one=$?
-    wait $! || rest=$?
-    cat "$output"
-    [[ $one$rest =~ ^(00|05|50)$ ]] || status=1 # pytest's 5: -k or -m has selected nothing, as may be in one of them
+    exit "$status"
 fi
+
+# Everything runs in three parts at once, because ranks and jobs mostly wait for each other. The output of the first part
+# is shown as it comes, that of the others at the end.
+output=$(mktemp -d) pids=() codes=
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
+python -m pytest tests/slurm tests/soaking tests/parity tests/golden "$@" &>"$output/0" &
+pids+=($!)
+{ mypy && exec python -m pytest tests/unit "$@"; } &>"$output/1" &
+pids+=($!)
+code=0
+python -m pytest tests/distributed tests/gpu "$@" || code=$?
+codes="$codes$code"
+for part in 0 1; do
+    code=0
+    wait "${pids[part]}" || code=$?
+    cat "$output/$part"
+    codes="$codes$code"
+done
+# pytest's 5: -k or -m has selected nothing, as may be in some parts.
+[[ $codes =~ ^[05]*0[05]*$ ]] || status=1
 exit "$status"

@@ -30,7 +30,7 @@ from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.training import checkpointer, main
-from megatron.training.callbacks.profile_report import is_layer
+from megatron.training.callbacks.profiler import is_layer
 from megatron.training.trainer import Trainer
 
 FLAGS = (
@@ -133,7 +133,7 @@ def start(
 ) -> Told:
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
     printed, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    no_picture = patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None)
+    no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         for context in around:

@@ -76,11 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cache_folder(config: RunConfig) -> Path:
-    """Return the folder of the tables.
-
-    Raises:
-        DataError: if there is none, or no tables are needed.
-    """
+    """Return the folder of the tables."""
     if config.data.mock_data:
         raise DataError("--mock-data needs no tables", "replace --mock-data by --data-path PREFIX")
     if config.data.data_cache_path is None:
@@ -89,12 +85,7 @@ def cache_folder(config: RunConfig) -> Path:
 
 
 def build_run_data(config: RunConfig, world_size: int) -> DataSource:
-    """Build the datasets of a run with ``world_size`` ranks, from where it will start.
-
-    Raises:
-        UserError: if it would start from a checkpoint that does not exist.
-        DataError: as `build_data`.
-    """
+    """Build the datasets of a run with ``world_size`` ranks, from where it will start."""
     origin = find_resume_source(config.checkpoint)
     begin, segments = (0, 0), None
     if origin.paths and origin.mode != "weights-only":

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.object_store import RemotePath, parse_location
+from megatron.checkpoint.location import parse_location
+from megatron.layers.parameters import num_parameters
 
 if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
@@ -35,7 +36,7 @@ def parse_size(text: str) -> int:
 def parse_output_folder(text: str) -> Path:
     """Parse a path on a disk; object stores are rejected, because the result is renamed once it is complete."""
     path = parse_location(text)
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a local folder and copy it")
     return path
 
@@ -93,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     except (CheckpointError, UserError, OSError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {done.path}: {done.model.num_parameters():,} parameters")
+    print(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
         more = f"; at worst {worst}" if worst.relative > logits.relative else ""

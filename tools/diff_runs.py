@@ -36,7 +36,7 @@ from megatron.training.loggers.run_folder import (
     DIFF_FILE,
     ENVIRONMENT_FILE,
     METRICS_FILE,
-    read_json_lines,
+    read_history,
 )
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
@@ -105,24 +105,14 @@ def _json(run: RunFolder, name: str) -> Mapping[str, Any]:
 
 
 def _read_lines(run: RunFolder) -> None:
-    path = run.folder / METRICS_FILE
-    unreadable = 0
     try:
-        for line in read_json_lines(path):
-            try:
-                if line is None:
-                    raise ValueError
-                if line.get("event") == "start":
-                    last = int(line["iteration"])
-                    run.lines = {step: log for step, log in run.lines.items() if step <= last}
-                elif "lm loss" in line:
-                    run.lines[int(line["iteration"])] = line | {"consumed-samples": int(line["consumed-samples"])}
-            except (ValueError, LookupError, TypeError):
-                unreadable += 1
-    except OSError as error:
-        run.missing.append(f"{path} cannot be read: {error.strerror}")
-    if unreadable:
-        run.missing.append(f"{path}: {unreadable} {'line' if unreadable == 1 else 'lines'} cannot be read")
+        history = read_history(run.folder / METRICS_FILE)
+    except (OSError, ValueError) as error:
+        run.missing.append(str(error))
+        return
+    run.lines = {point.iteration: point.line for point in history.train}
+    if count := len(history.unreadable):
+        run.missing.append(f"{run.folder / METRICS_FILE}: {count} {'line' if count == 1 else 'lines'} cannot be read")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron.config.errors import did_you_mean
+from megatron.config.text import did_you_mean
 from megatron.data.errors import ToolParser
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication

@@ -1,4 +1,4 @@
-"""Generate docs/flags.md from the configuration classes: ``python tools/generate_docs.py``."""
+"""Generate docs/flags.md and the tables of metrics in docs/operations.md: ``python tools/generate_docs.py``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.arguments.cli import default_text, metavar
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import build_config
-from megatron.config.settings import GROUPS, SETTINGS, Setting, replace_by_flags
+from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.layers.parameters import num_parameters
+from megatron.training.loggers.base import CONSOLE_PREFIX, EVALUATION_METRICS, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+BEGIN, END = "<!-- written by tools/generate_docs.py -->\n", "<!-- end -->\n"
+"""Lines around the generated part of docs/operations.md."""
 INTRODUCTION = """# Flags
 
 Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
@@ -44,7 +49,7 @@ def _presets() -> Iterator[str]:
     for name, values in PRESETS.items():
         config = build_config(dict(values))
         m = config.model
-        count = f"{m.num_parameters():,}" if m.vocab_size else "by the tokenizer"
+        count = f"{num_parameters(m):,}" if m.vocab_size else "by the tokenizer"
         cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
         yield _row(f"`{name}`", *cells, config.training.seq_length, count)
     yield "\nA preset also sets the optimizer settings of its paper and turns dropout off. It does not set layout,"
@@ -63,7 +68,7 @@ def _groups() -> Iterator[str]:
 
 
 def _spelling(setting: Setting) -> str:
-    if setting.kind.scalar is bool:
+    if setting.scalar is bool:
         return f"`{setting.flag}`"
     words = re.sub(r"\{.*\}", "WORD", metavar(setting))
     return f"`{setting.flag} {words}`"
@@ -82,7 +87,7 @@ def _meaning(setting: Setting) -> str:
         parts.append("One of " + ", ".join(f"`{c}`" for c in option.choices) + ".")
     if option.limits:
         parts.append(f"Must be {option.limits}.")
-    parts += [f"Has no effect without {replace_by_flags(str(need))}." for need in option.needs]
+    parts += [f"Has no effect without {need}." for need in option.needs]
     aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in option.aliases.items())
     return " ".join([*parts, *(f"{alias}." for alias in aliases)])
 
@@ -110,16 +115,41 @@ def _megatron() -> Iterator[str]:
     yield "\nAll other flags of Megatron-LM are refused by name.\n"
 
 
+def operations_page(text: str) -> str:
+    """Return the text of docs/operations.md with the tables of metrics and timers as in the code."""
+    from megatron.distributed.timing import PHASES  # imports torch
+
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    lines = ["Every `--log-interval` steps. *Step* is the last step, *window* all steps since the previous line:\n"]
+    lines += _metrics(METRICS)
+    lines += ["\nAt every evaluation, to the same three places; for test data, `test` replaces `validation`:\n"]
+    lines += _metrics(EVALUATION_METRICS)
+    lines += ["\nThe timers:\n", "| timer | level | what happens in it |", "|---|---|---|"]
+    lines += [_row(f"`{name}`", phase.level, phase.meaning) for name, phase in PHASES.items()]
+    return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + after
+
+
+def _metrics(table: Mapping[str, Metric]) -> Iterator[str]:
+    yield "| name | unit | meaning |"
+    yield "|---|---|---|"
+    for name, metric in table.items():
+        if not name.startswith(CONSOLE_PREFIX):
+            yield _row(f"`{name}`", metric.unit, metric.help)
+
+
 def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write docs/flags.md and return the exit status."""
-    parser = argparse.ArgumentParser("generate_docs.py", description="Write docs/flags.md from the code. No options.")
+    """Write the pages and return the exit status."""
+    pages = "docs/flags.md and the tables of docs/operations.md"
+    parser = argparse.ArgumentParser("generate_docs.py", description=f"Write {pages} from the code. No options.")
     parser.parse_args(argv)
     FLAGS.write_text(flags_page())
-    print(FLAGS.relative_to(ROOT))
+    OPERATIONS.write_text(operations_page(OPERATIONS.read_text()))
+    print(FLAGS.relative_to(ROOT), OPERATIONS.relative_to(ROOT), sep="\n")
     return 0
 
 

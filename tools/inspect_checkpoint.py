@@ -13,14 +13,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
-from megatron.checkpoint.object_store import Location, RemotePath, parse_location
+from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import is_complete
-from megatron.config.errors import format_bytes
+from megatron.config.text import format_bytes
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import CheckpointReader
@@ -40,7 +41,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
         print(f"no checkpoint in {args.folder}")
     for item in found:
         size = format_bytes(item.manifest.total_bytes) if item.manifest else "-"
-        if not isinstance(item.path, RemotePath):
+        if isinstance(item.path, Path):
             changed = item.path.stat().st_mtime
         else:
             changed = (item.path / MARKER).modified() if is_complete(item.path) else time.time()
@@ -52,7 +53,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Verify the checksums of a checkpoint, or of every checkpoint in a folder."""
     checkpoints = open_folder(args.path)
-    left = [path for path in checkpoints.leftovers if not is_complete(path)]
+    left = checkpoints.leftovers
     for path in left:
         print(f"{path}: left over from a save or a removal that was cut off")
     paths = [path for _, path in checkpoints.named() if path not in left]
@@ -114,8 +115,8 @@ def show_values(manifest: Manifest, pattern: str) -> int:
             fix = f"names match as a whole: '*{pattern}*'"
         raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", fix)
     for name in names:
-        record, s = manifest.tensors[name], summarize_tensor(reader, name)
-        print(f"{name}  {record.dtype} {list(record.shape)}  min {s.minimum:.6g}  max {s.maximum:.6g}  rms {s.rms:.6g}")
+        record, (low, high, rms) = manifest.tensors[name], summarize_tensor(reader, name)
+        print(f"{name}  {record.dtype} {list(record.shape)}  min {low:.6g}  max {high:.6g}  rms {rms:.6g}")
     return EQUAL
 
 

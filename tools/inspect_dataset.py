@@ -84,12 +84,7 @@ class DatasetInspection:
 
     @classmethod
     def of(cls, prefix: str, args: argparse.Namespace) -> DatasetInspection:
-        """Inspect a pair.
-
-        Raises:
-            DataError: if a file, the record or the tokenizer is damaged, or the flags name another tokenizer than the
-                record.
-        """
+        """Inspect a pair."""
         data = IndexedDataset(prefix, floats=True)
         record, tokenizer = read_tokenizer_record(prefix), None
         if args.tokenizer_type is not None:

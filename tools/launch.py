@@ -24,8 +24,9 @@ from typing import Any
 from megatron.arguments.cli import parse
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.summary import summary
-from megatron.config.errors import Problem, UserError, format_bytes
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
 from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import max_state_bytes
 

@@ -16,6 +16,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
+from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import STATE_KINDS, max_state_bytes, reduction_buffer_bytes
 
 REQUIRED_FLAGS = {
@@ -62,7 +63,7 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     held = [max_state_bytes(stage, world_size) for stage in stages]
     sums = [sum(parts.values()) for parts in held]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
-    yield f"{config.model.num_parameters():,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
+    yield f"{num_parameters(config.model):,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
     yield "GiB on the fullest rank, without activations"
     yield ""
     yield row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])

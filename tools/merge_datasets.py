@@ -55,12 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def merge_and_report(args: argparse.Namespace) -> None:
-    """Merge the pairs and print the result.
-
-    Raises:
-        DataError: if the parts do not fit together.
-        OSError: if a file cannot be written.
-    """
+    """Merge the pairs and print the result."""
     parts = [MergeInput.of(prefix) for prefix in find_prefixes(args.input)]
     check_compatible(parts)
     check_output(args.input, parts, args.output_prefix)

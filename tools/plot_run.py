@@ -12,9 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
-from megatron.training.loggers.plots import draw_health, draw_loss_curve
+from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
-from tools.lib.plots import draw_runs, short_names
 
 COMPARISON = "runs.png"
 
@@ -28,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         metavar="FILE",
         help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE_FILE}, "
-        f"and {HEALTH_FILE} if per-layer metrics "
-        f"were logged; of several runs ./{COMPARISON})",
+        f"and {HEALTH_FILE} if per-layer metrics were logged; of several runs ./{COMPARISON})",
     )
     arguments = parser.parse_args(argv)
     folders: list[Path] = arguments.run_dirs
@@ -39,12 +37,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         names = short_names(folders)
         histories = [read_history(folder / METRICS_FILE) for folder in folders]
-        if single:
-            draw_loss_curve(histories[0], names[0], out)
-        else:
-            draw_runs(dict(zip(names, histories)), out)
+        draw_runs(dict(zip(names, histories)), out)
         health = folders[0] / HEALTH_FILE
-        if single and not arguments.out and draw_health(folders[0] / METRICS_FILE, names[0], health):
+        if single and not arguments.out and draw_health(histories[0], names[0], health):
             drawn.append(health)
     except (ValueError, OSError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
@@ -55,6 +50,20 @@ def main(argv: Sequence[str]) -> int:
             print(f"plot_run: skipped unreadable lines of {folder / METRICS_FILE}: {lines}", file=sys.stderr)
     print(*drawn, sep="\n")
     return 0
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest path suffixes that distinguish the folders. Raise ValueError if a folder is given twice."""
+    paths = [folder.resolve() for folder in folders]
+    if duplicates := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
+        raise ValueError(f"{duplicates[0]} is given twice: give each run once")
+    names = []
+    for path in paths:
+        length = 1
+        while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
+            length += 1
+        names.append(str(Path(*path.parts[-length:])))
+    return names
 
 
 if __name__ == "__main__":

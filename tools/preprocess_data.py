@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.errors import format_bytes
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
 from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
-from megatron.data.progress import PreprocessProgress, PreprocessTotals, format_count
+from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
 from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
@@ -93,8 +92,7 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
         f"passed over: {totals.bad:,}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
-        f"time: {seconds:.1f}s, {format_bytes(totals.text_bytes / seconds)}/s, "
-        f"{format_count(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
+        f"time: {seconds:.1f}s, {totals.rates(seconds)}, workers: {plan.workers}, engine: {engine}"
     )
 
 

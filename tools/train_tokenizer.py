@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatron.config.errors import format_bytes
+from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files
 from megatron.data.preprocess.encode import run_in_subprocess
 from megatron.data.progress import StageProgress
-from megatron.data.tokenizers.train import (
+from tools.lib.tokenizer_training import (
     MODEL_TYPES,
     TokenizerTrainingOptions,
     TrainedTokenizer,

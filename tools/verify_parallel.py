@@ -29,6 +29,7 @@ from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
+from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, 
         notes.append("shrunk: " + (", ".join(smaller) or "nothing, it is small already"))
         config, _ = read_config([*flags, *(word for flag in assumed for word in flag), "--set", *smaller], world_size)
     model = replace(config.model, vocab_size=resolve_vocab_size(config.data, config.model.vocab_size))
-    if not shrink and smaller and model.num_parameters() > MANY_PARAMETERS:
-        notes.append(f"{model.num_parameters():,} parameters take long on CPUs; --shrink runs {', '.join(smaller)}")
+    if not shrink and smaller and num_parameters(model) > MANY_PARAMETERS:
+        notes.append(f"{num_parameters(model):,} parameters take long on CPUs; --shrink runs {', '.join(smaller)}")
     training = replace(config.training, device="cpu", rampup_batch_size=None)
     layout = replace(
         config,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.arguments.checks.model import suggest_nodes
@@ -35,40 +36,23 @@ from megatron.arguments.sources import (
 )
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import NOTES, find_problems, unused_option_notes
-from megatron.config.errors import Problem, UserError, did_you_mean
+from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, restart_notes
 from megatron.config.plugins import load_plugins
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting, replace_by_flags
+from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
+from megatron.config.text import did_you_mean
 
 MAX_CHOICES_WIDTH = 70  # characters of choices in a placeholder; longer ones are listed in the help text
 
 
 @dataclass(frozen=True)
 class GivenFlag:
-    """One flag as it was written."""
+    """One flag of a config field as it was written, with the words after it."""
 
     spelling: str
     setting: Setting
-    words: Sequence[str]  # after the flag
-
-    @property
-    def main(self) -> str:
-        """The spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
-        return self.setting.flag if self.spelling == self.setting.negative else self.spelling
-
-    def value(self) -> Any:
-        """Return the value.
-
-        Raises:
-            ValueError: if the words are not a value.
-        """
-        constants = self.setting.constants
-        if self.spelling not in constants:
-            return self.setting.from_words(self.words)
-        if self.words:
-            raise ValueError("takes no value")
-        return constants[self.spelling]
+    words: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -76,24 +60,20 @@ class CommandLine:
     """A command line, split into flags."""
 
     known: argparse.Namespace  # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size
-    given: list[GivenFlag] = field(default_factory=list)  # the flags of config fields, in order
+    given: list[GivenFlag] = field(default_factory=list)
     # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
     malformed: ConfigSource = field(default_factory=ConfigSource)  # problems of flags that argparse rejected
 
-    @property
-    def spellings(self) -> set[str]:
-        """All spellings on the command line."""
-        return {given.spelling for given in self.given} | {words[0] for words in self.foreign}
-
 
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
-    parser = make_parser()
+    parser = make_parser(of_settings={"-h", "--help"} & set(argv) != set())
     command_line = CommandLine(parser.parse_args([]))
     for words in _split_flags(argv):
         spelling, equals, value = words[0].partition("=")
         setting = SPELLINGS.get(spelling)
+        stray = words[1:]
         if setting is None:
             try:
                 _, stray = parser.parse_known_args(words, command_line.known)
@@ -102,10 +82,9 @@ def parse_flags(argv: Sequence[str]) -> CommandLine:
                 continue
         elif equals or spelling in setting.constants:
             command_line.given.append(GivenFlag(spelling, setting, [value] if equals else []))
-            stray = words[1:]
         else:
-            command_line.given.append(GivenFlag(spelling, setting, words[1:]))
-            stray = []
+            command_line.given.append(GivenFlag(spelling, setting, stray))
+            continue
         if stray:
             command_line.foreign.append(stray)
     return command_line
@@ -132,8 +111,30 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser, with one group of flags for each config class; :func:`parse_flags` parses these itself."""
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
+
+
+WORDS = {"nargs": "+", "action": "extend", "default": []}
+RANKS_TO_CHECK = "Number of ranks to check for. Default: as many as launched."
+IN_A_FAKE_WORLD = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
+OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--preset": {"metavar": "NAME", "help": f"Start from a known model: {', '.join(PRESETS)}."},
+    "--config": WORDS | {"metavar": "FILE", "help": "YAML, by group or flat; later files override earlier ones."},
+    "--set": WORDS | {"metavar": "GROUP.FIELD=VALUE", "help": "Set a field; null clears it."},
+    "--check-config": {"action": "store_true", "help": "Check everything, print a summary and stop."},
+    "--fake-world": {"action": "store_true", "help": IN_A_FAKE_WORLD},
+    "--fake-rank": {"type": _int, "metavar": "R", "help": "The rank that --fake-world builds. [0]"},
+    "--world-size": {"type": _int, "metavar": "N", "help": RANKS_TO_CHECK},
+}
+"""The flags that are no config fields, besides ``--help``, with the arguments of ``add_argument``."""
+
+
+def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
+    """Build the parser of the flags that are no config fields, and with ``of_settings`` the help of all flags."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
@@ -142,59 +143,36 @@ def make_parser() -> argparse.ArgumentParser:
         exit_on_error=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
-    sources = parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set.")
-    sources.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
-    files = "YAML, by group or flat; later files override earlier ones."
-    sources.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=files)
-    assignment = "Set a field; null clears it."
-    sources.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
-    sources.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
-    fake = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
-    sources.add_argument("--fake-world", action="store_true", help=fake)
-    sources.add_argument("--fake-rank", type=_int, metavar="R", help="The rank that --fake-world builds. [0]")
-    ranks = "Number of ranks to check for. Default: as many as launched."
-    sources.add_argument("--world-size", type=_int, metavar="N", help=ranks)
-    for group, cls in GROUPS.items():
-        arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
+    order = "Later ones override earlier ones: preset, config, flags, set."
+    sources = parser.add_argument_group("sources", order)
+    for flag, properties in OWN_FLAGS.items():
+        sources.add_argument(flag, **properties)
+    for group, cls in GROUPS.items() if of_settings else ():
+        add = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0]).add_argument
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            _add(arguments, setting)
+            text = help_text(setting).replace("%", "%%")
+            if setting.scalar is bool:
+                add(setting.flag, action="store_true", help=text)
+            else:
+                add(setting.flag, metavar=metavar(setting), help=text)
+            for alias, value in setting.option.aliases.items():
+                add(alias, action="store_true", help=f"The same as {setting.spell(value)}.")
     return parser
-
-
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
-
-
-def _add(group: Any, setting: Setting) -> None:
-    constants = setting.constants
-    text = help_text(setting).replace("%", "%%")
-    if setting.flag not in constants:
-        group.add_argument(setting.flag, metavar=metavar(setting), default=argparse.SUPPRESS, help=text)
-    for spelling, value in constants.items():
-        same = f"The same as {setting.spell(value)}."
-        shown = {setting.flag: text, setting.negative: argparse.SUPPRESS}.get(spelling, same)
-        group.add_argument(spelling, action="store_true", default=argparse.SUPPRESS, help=shown)
 
 
 def metavar(setting: Setting) -> str:
     """Return the placeholder for the value in the help."""
-    word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
+    word = {int: "N", float: "X", str: "TEXT"}[setting.scalar]
     if setting.choices:
         word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.choices) + "}"
-    return f"{word} ..." if setting.kind.open else " ".join([word] * (setting.kind.length or 1))
+    return f"{word} ..." if setting.open else " ".join([word] * (setting.length or 1))
 
 
 def help_text(setting: Setting) -> str:
     """Return the help text with the default and long lists of choices."""
-    text = setting.help
-    if _choices_are_long(setting):
-        text += f" One of {', '.join(setting.choices)}."
-    if setting.default is None or setting.default == ():
-        return text
-    return f"{text} [{default_text(setting)}]"
+    choices = f" One of {', '.join(setting.choices)}." if _choices_are_long(setting) else ""
+    default = "" if setting.default in (None, ()) else f" [{default_text(setting)}]"
+    return setting.help + choices + default
 
 
 def _choices_are_long(setting: Setting) -> bool:
@@ -204,7 +182,7 @@ def _choices_are_long(setting: Setting) -> bool:
 
 def default_text(setting: Setting) -> str:
     """Return the default as text; for a boolean, the flag that turns it off."""
-    if setting.kind.scalar is bool:
+    if setting.scalar is bool:
         return f"on; off: {setting.negative}" if setting.default else "off"
     return setting.spell(setting.default).partition(" ")[2]
 
@@ -256,7 +234,7 @@ def parse(
     """
     command_line = parse_flags(argv)
     options = command_line.known
-    unknown_flags, notes = check_unknown_flags(command_line.foreign)
+    unknown_flags, notes = check_unknown_flags(command_line.foreign, [*OWN_FLAGS, "--help"])
     given = _read_sources(command_line)
     sources = [_from_preset(options.preset), *given, command_line.malformed, unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
@@ -272,16 +250,13 @@ def parse(
     values = merge_values(source.values for source in sources)
     config = build_config(values)
     found = [problem for source in sources for problem in source.problems]
-    found += implied_default_problems(command_line.spellings, config)
+    spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
+    found += implied_default_problems(spellings, config)
     launch = Launch.read(environ)
     world_size = _world_size(options, config, launch, found, notes)
-    fake_rank = _fake_rank(options, launch, found)
+    found += _fake_world_problems(options, launch)
     doubtful = {name for source in sources for name in source.doubtful}
-    for problem in find_problems(config, world_size, doubtful):
-        explained = suggest_nodes(problem, config, world_size, launch)
-        if not problem.code.startswith(("E5", "E8")):  # those quote files, whose paths must stay as they are
-            explained = replace(explained, sentence=replace_by_flags(explained.sentence))
-        found.append(explained)
+    found += [suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and start.values and in_range:
         shape = to_dict(build_config(start.values))
@@ -298,11 +273,11 @@ def parse(
         inherited = sorted(set(start.values) - {"vocab_size"})  # usually not given but known from the data
         flags = [SETTINGS[name].spell(after[name]) for name in inherited if before[name] != after[name]]
         notes += [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
-    notes += implied_default_notes(command_line.spellings, values)
+    notes += implied_default_notes(spellings, values)
     notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
     notes += restart_notes(environ)
-    chosen = merge_values(source.values for source in given)
-    notes += map(replace_by_flags, unused_option_notes(config, chosen))
+    notes += unused_option_notes(config, merge_values(source.values for source in given))
+    fake_rank = options.fake_rank or 0 if options.fake_world else None
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
 
@@ -344,20 +319,34 @@ def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
     result = ConfigSource()
     last = dict[str, GivenFlag]()
     for flag in given:
-        name = flag.setting.name
-        try:
-            value = flag.value()
-        except ValueError as error:
-            result.refuse(flag.setting, flag.spelling, error, flag.words)
+        setting, spelling, words = flag.setting, flag.spelling, flag.words
+        before, old = last.get(setting.name), result.values.get(setting.name)
+        if spelling in setting.constants:
+            if words:
+                result.refuse(setting, spelling, "takes no value")
+                continue
+            result.values[setting.name] = setting.constants[spelling]
+        elif len(words) > 1 and setting.scalar is str and not (setting.many or setting.choices):
+            text = ("," if setting.name == "split" else " ").join(words)
+            reason = f"takes one value, not {len(words)}: {' '.join(words)}"
+            result.refuse(setting, spelling, reason, (f"{setting.flag} {shlex.quote(text)}",))
             continue
-        before = last.get(name)
-        if before is not None and before.main != flag.main and result.values[name] != value:
-            result.doubtful.add(name)
-            sentence = f"{before.spelling} and {flag.spelling} contradict each other: both set {flag.setting.flag}"
-            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
-        last[name] = flag
-        result.values[name] = result.values.get(name, ()) + value if flag.setting.option.append else value
+        elif not result.read_words(setting, spelling, words):
+            continue
+        new = result.values[setting.name]
+        if before is not None and old != new and _main(before) != _main(flag):
+            result.doubtful.add(setting.name)
+            sentence = f"{before.spelling} and {spelling} contradict each other: both set {setting.flag}"
+            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {spelling}")))
+        last[setting.name] = flag
+        if setting.option.append:
+            result.values[setting.name] = (old or ()) + new
     return result
+
+
+def _main(flag: GivenFlag) -> str:
+    """Return the spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
+    return flag.setting.flag if flag.spelling == flag.setting.negative else flag.spelling
 
 
 def _world_size(
@@ -374,28 +363,24 @@ def _world_size(
             notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
         return given or (launch.world_size if launch.launcher else fewest)
     found += launch.problems()
-    if given is not None and given != launch.world_size:
+    if given not in (None, launch.world_size):
         sentence = f"--world-size {given}, but the launcher started {launch.world_size}"
         found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {given}", "--check-config")))
     return given or launch.world_size
 
 
-def _fake_rank(options: argparse.Namespace, launch: Launch, found: list[Problem]) -> int | None:
-    """Return the rank that ``--fake-world`` builds, if any; append problems about it."""
-    rank = options.fake_rank
+def _fake_world_problems(options: argparse.Namespace, launch: Launch) -> Iterator[Problem]:
+    rank, size = options.fake_rank, options.world_size
     if not options.fake_world:
         if rank is not None:
-            sentence = f"--fake-rank {rank} needs --fake-world"
-            found.append(Problem("E010", sentence, ("--fake-world --world-size N", "drop --fake-rank")))
-        return None
+            fixes = ("--fake-world --world-size N", "drop --fake-rank")
+            yield Problem("E010", f"--fake-rank {rank} needs --fake-world", fixes)
+        return
     if launch.world_size > 1:
         sentence = f"--fake-world runs in one process, but the launcher started {launch.world_size}"
-        found.append(Problem("E010", sentence, ("python pretrain_gpt.py --fake-world --world-size N",)))
-    if options.world_size is None:
-        sentence = "--fake-world needs --world-size"
-        found.append(Problem("E010", sentence, ("--world-size 1024",)))
-    elif rank is not None and options.world_size > 0 and not 0 <= rank < options.world_size:
-        highest = options.world_size - 1
-        sentence = f"--fake-rank {rank}: the ranks of --world-size {options.world_size} are 0 to {highest}"
-        found.append(Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {highest}")))
-    return rank or 0
+        yield Problem("E010", sentence, ("python pretrain_gpt.py --fake-world --world-size N",))
+    if size is None:
+        yield Problem("E010", "--fake-world needs --world-size", ("--world-size 1024",))
+    elif rank is not None and size > 0 and not 0 <= rank < size:
+        sentence = f"--fake-rank {rank}: the ranks of --world-size {size} are 0 to {size - 1}"
+        yield Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {size - 1}"))

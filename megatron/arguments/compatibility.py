@@ -23,7 +23,7 @@ from megatron.arguments.sources import (
 )
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
-from megatron.config.errors import Problem, format_number
+from megatron.config.errors import Problem
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
@@ -137,9 +137,8 @@ def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> st
         for setting in (SETTINGS[field] for field in group if before[field] or group == (name,)):
             value = before[setting.name]
             if conflicts or setting.option.aliases:  # unlike a flag, --set overrides other flags of the same length
-                items = value if isinstance(value, tuple) else (value,)
-                text = ",".join(format_number(item) if isinstance(item, float) else str(item) for item in items)
-                words.append(f"--set {shlex.quote(f'{setting.key}={text}')}")
+                text = f"{setting.key}={setting.show(value, ',')}"
+                words.append(f"--set {shlex.quote(text)}")
             else:
                 words.append(setting.spell(value))
     return " ".join(dict.fromkeys(words))
@@ -236,11 +235,6 @@ def unknown_options(saved: Mapping[str, Any]) -> list[str]:
 
 def _read(entries: Values, source: str) -> tuple[RunConfig, Values]:
     """Return the configuration that this version can read, resolved, and the unreadable values."""
-    readable: Values = {}
-    unreadable: Values = {}
-    for name, value in entries.items():
-        result = from_mapping({name: value}, source)
-        readable |= result.values
-        unreadable |= {name: value} if result.problems else {}
+    readable = from_mapping(entries, source).values
     config = build_config(readable)
-    return resolve(config, config.parallel.model_ranks), unreadable
+    return resolve(config, config.parallel.model_ranks), {n: v for n, v in entries.items() if n not in readable}

@@ -13,27 +13,18 @@ from itertools import chain
 from typing import Any
 
 from megatron.arguments.sources import ConfigSource
-from megatron.config.errors import Problem, did_you_mean
+from megatron.config.errors import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import SPELLINGS
+from megatron.config.text import did_you_mean
 
-OWN_FLAGS = (
-    "--preset",
-    "--config",
-    "--set",
-    "--help",
-    "--check-config",
-    "--fake-world",
-    "--fake-rank",
-    "--world-size",
-)
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
 MAX_REASONS = 3  # in notes on ignored flags
 
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """What happens to a flag that this program does not have."""
+    """The handling of a flag that this program does not have."""
 
     reason: str
     instead: tuple[str, ...] = ()  # fixes to paste; without any, the fix is to drop the flag
@@ -77,11 +68,12 @@ def foreign_flags() -> ForeignFlags:
     return ForeignFlags(**tree)
 
 
-def check_unknown_flags(foreign: Iterable[Sequence[str]]) -> tuple[ConfigSource, list[str]]:
+def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] = ()) -> tuple[ConfigSource, list[str]]:
     """Return the problems of flags that the parser does not know, and notes on those that are ignored.
 
     Args:
         foreign: each unknown flag with its arguments, and arguments that follow no flag.
+        others: flags besides those of config fields, to suggest.
     """
     result = ConfigSource()
     ignored: dict[str, list[str]] = {}
@@ -95,7 +87,7 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]]) -> tuple[ConfigSource,
         if reason:
             ignored.setdefault(reason, []).append(" ".join([spelling, *arguments]))
         else:
-            result.problems.append(_problem(spelling, arguments, result.doubtful))
+            result.problems.append(_problem(spelling, arguments, result.doubtful, others))
     if len(ignored) > MAX_REASONS:
         return result, [f"ignored, as docs/flags.md explains: {', '.join(chain(*ignored.values()))}"]
     return result, [f"ignored: {', '.join(flags)} because {reason}" for reason, flags in ignored.items()]
@@ -110,7 +102,7 @@ def _ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
     return flag.reason if flag and flag.values is not None and set(arguments) <= set(flag.values) else None
 
 
-def _problem(spelling: str, arguments: list[str], doubtful: set[str]) -> Problem:
+def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: Iterable[str]) -> Problem:
     """Return the problem of an unknown flag, and add the option that was meant to ``doubtful``."""
     flags = foreign_flags()
     normalized = spelling.lower().replace("_", "-")
@@ -123,7 +115,7 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str]) -> Problem
     if refused:
         sentence = f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {refused.reason}"
         return Problem("E004", sentence, refused.instead or (f"drop {spelling}",))
-    meant = meant or did_you_mean(normalized, [*SPELLINGS, *OWN_FLAGS, *flags.ignored])
+    meant = meant or did_you_mean(normalized, [*SPELLINGS, *others, *flags.ignored])
     if meant is None:
         return Problem("E001", f"{spelling}: no such flag", ("--help",))
     if meant in SPELLINGS:

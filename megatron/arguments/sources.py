@@ -6,7 +6,6 @@ values that could be read and the problems of the others.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -15,17 +14,15 @@ from typing import Any
 
 from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
-from megatron.config.errors import Problem, UserError, did_you_mean
+from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.config.text import did_you_mean
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import resolve_pipeline
 
 Values = dict[str, Any]
-
-SEPARATED = {"split": ","}
-"""Separators of a field's parts, other than blanks."""
 
 LENGTH_OPTIONS = (
     ("train_iters", "train_samples"),
@@ -47,22 +44,29 @@ class ConfigSource:
     problems: list[Problem] = field(default_factory=list)  # of what could not be read
     doubtful: set[str] = field(default_factory=set)  # fields whose given value could not be read
 
-    def refuse(self, setting: Setting, spelling: str, error: ValueError, words: Sequence[str] = ()) -> None:
-        """Record that ``words`` are not a value of the setting; ``spelling`` is the flag or key."""
+    def read(self, setting: Setting, spelling: str, value: Any) -> bool:
+        """Set a field to a text or native value; return False and record a problem if it is none of its values."""
+        try:
+            self.values[setting.name] = setting.convert(value)
+        except ValueError as error:
+            self.refuse(setting, spelling, str(error))
+            return False
+        return True
+
+    def read_words(self, setting: Setting, spelling: str, words: Sequence[str]) -> bool:
+        """Set a field to the words after a flag; ``null`` clears it."""
+        return self.read(setting, spelling, None if list(words) == ["null"] else words)
+
+    def refuse(self, setting: Setting, spelling: str, reason: str, fixes: tuple[str, ...] = ()) -> None:
+        """Record that a value cannot be read; ``spelling`` is the flag or key."""
+        if setting.choices:
+            fixes = fixes or (f"{setting.flag} {'|'.join(setting.choices)}",)
+        elif setting.length:
+            fixes = (f"{setting.flag} {' '.join(['N'] * setting.length)}",)
+        elif setting.scalar is bool:
+            fixes = (setting.flag, setting.negative)
         self.doubtful.add(setting.name)
-        self.problems.append(Problem("E002", f"{spelling}: {error}", suggest_values(setting, words)))
-
-
-def suggest_values(setting: Setting, words: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return suggestions in place of a flag with ``words``."""
-    if len(words) > 1 and not setting.kind.many and setting.kind.scalar is str and not setting.choices:
-        text = SEPARATED.get(setting.name, " ").join(words)
-        return (f"{setting.flag} {shlex.quote(text)}",)
-    if setting.choices:
-        return (f"{setting.flag} {'|'.join(setting.choices)}",)
-    if setting.kind.length:
-        return (f"{setting.flag} {' '.join(['N'] * setting.kind.length)}",)
-    return (setting.flag, setting.negative) if setting.kind.scalar is bool else ()
+        self.problems.append(Problem("E002", f"{spelling}: {reason}", fixes))
 
 
 def from_mapping(tree: Mapping[str, Any], source: str) -> ConfigSource:
@@ -75,26 +79,19 @@ def from_mapping(tree: Mapping[str, Any], source: str) -> ConfigSource:
     result = ConfigSource()
     for key, value in tree.items():
         name = str(key).replace("-", "_")
-        if name in GROUPS and isinstance(value, Mapping):
-            for inner, v in value.items():
-                _read_value(result, source, f"{name}.{inner}", v)
-        elif name in SETTINGS or name not in GROUPS:  # optimizer is a group and one of its options
-            _read_value(result, source, name, value)
-        elif value is not None:
-            result.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
+        nested = name in GROUPS and isinstance(value, Mapping)
+        if name in GROUPS and not nested and name not in SETTINGS:  # optimizer is a group and one of its options
+            if value is not None:
+                result.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
+            continue
+        for entry, each in ((f"{name}.{inner}", v) for inner, v in value.items()) if nested else [(name, value)]:
+            setting = find_setting(result, entry, source)
+            if setting is None:
+                continue
+            if setting.name in result.values:
+                result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
+            result.read(setting, f"{source}: {setting.key}", each)
     return result
-
-
-def _read_value(result: ConfigSource, source: str, key: str, value: Any) -> None:
-    setting = find_setting(result, key, source)
-    if setting is None:
-        return
-    if setting.name in result.values:
-        result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
-    try:
-        result.values[setting.name] = setting.from_native(value)
-    except ValueError as error:
-        result.refuse(setting, f"{source}: {setting.key}", error)
 
 
 def from_assignments(assignments: Iterable[str]) -> ConfigSource:
@@ -104,16 +101,8 @@ def from_assignments(assignments: Iterable[str]) -> ConfigSource:
         key, equals, value = text.partition("=")
         if not equals:
             result.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
-            continue
-        setting = find_setting(result, key.strip(), "--set")
-        if setting is None:
-            continue
-        try:
-            result.values[setting.name] = setting.from_words(
-                value.replace(",", " ").split() if setting.kind.many else [value]
-            )
-        except ValueError as error:
-            result.refuse(setting, f"--set {text}", error)
+        elif setting := find_setting(result, key.strip(), "--set"):
+            result.read_words(setting, f"--set {text}", value.replace(",", " ").split() if setting.many else [value])
     return result
 
 
@@ -121,9 +110,9 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
     """Return the setting ``key`` (``model.hidden_size`` or ``hidden_size``), or None after adding a problem."""
     group, _, name = key.replace("-", "_").rpartition(".")
     setting = SETTINGS.get(name)
-    if setting is not None and group in ("", setting.group):
+    if setting and group in ("", setting.group):
         return setting
-    guess = setting.name if setting is not None else did_you_mean(name, SETTINGS)
+    guess = setting.name if setting else did_you_mean(name, SETTINGS)
     meant = (f"did you mean {SETTINGS[guess].key}?",) if guess else ()
     result.doubtful |= {guess} if guess else set()
     result.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))
@@ -173,11 +162,8 @@ def from_checkpoint(saved: Mapping[str, Any]) -> ConfigSource:
     Values that this version cannot read are left to :func:`megatron.arguments.compatibility.compare_configs`.
     """
     model = saved.get("model")
-    values: Values = {}
-    for name, value in model.items() if isinstance(model, Mapping) else ():
-        if name in SETTINGS and SETTINGS[name].group == "model":
-            values |= from_mapping({name: value}, "checkpoint").values
-    return ConfigSource(_limit_seq_length(values))
+    found = from_mapping({"model": model}, "checkpoint") if isinstance(model, Mapping) else ConfigSource()
+    return ConfigSource(_limit_seq_length(found.values))
 
 
 def _limit_seq_length(model: Values) -> Values:

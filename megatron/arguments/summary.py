@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.config.batch import (
     final_consumed_samples,
     final_iteration,
@@ -10,10 +12,11 @@ from megatron.config.batch import (
     padding_samples,
     rampup_stages,
 )
-from megatron.config.errors import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.config.text import counted, format_bytes
 from megatron.distributed.sharding import padded_vocab_size
+from megatron.layers.parameters import num_parameters
 from megatron.pipeline.partition import format_layout
 from megatron.pipeline.plan import (
     is_split_by_cost,
@@ -78,7 +81,7 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
         return ""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
-        layers = f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
+        layers = f"{len(stages)} stages of {counted(sizes.pop(), 'layer')}"
     elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
         layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     else:
@@ -113,13 +116,13 @@ def _parameters(config: RunConfig) -> str:
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
     if model.vocab_size is None:
-        blocks = model.num_layers * model.layer_parameters() + model.norm_parameters()
+        blocks = num_parameters(replace(model, vocab_size=0, max_position_embeddings=0))
         return f"{blocks:,} and the embeddings, whose size depends on the tokenizer"
     held = max_rank_parameters(model, config.parallel)
     padded = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {model.vocab:,}" + (f" padded to {padded:,}" if padded != model.vocab else "")
-    active = "" if model.num_experts is None else f"{model.num_parameters(active=True):,} active per token, "
-    return f"{model.num_parameters():,} ({active}{held:,} on {_holder(config)}){padding}"
+    active = "" if model.num_experts is None else f"{num_parameters(model, active=True):,} active per token, "
+    return f"{num_parameters(model):,} ({active}{held:,} on {_holder(config)}){padding}"
 
 
 def _memory(config: RunConfig, world_size: int) -> str:
@@ -139,7 +142,7 @@ def _batch(config: RunConfig, world_size: int) -> str:
     training = config.training
     dp = config.parallel.data_parallel_size(world_size)
     full = full_global_batch_size(training, dp)
-    count = _counted(get_num_microbatches(training, dp), "micro-batch", "micro-batches")
+    count = counted(get_num_microbatches(training, dp), "micro-batch")
     tokens = f"{full * training.seq_length:,} tokens"
     row = f"{full:,} samples x {training.seq_length} = {tokens} a step: "
     row += f"{count} of {training.micro_batch_size} on each DP rank"
@@ -148,10 +151,6 @@ def _batch(config: RunConfig, world_size: int) -> str:
         whole = full + extra
         row += f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)"
     return row
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def _ramp(config: RunConfig, world_size: int) -> str:
@@ -176,14 +175,14 @@ def _length(config: RunConfig, world_size: int, *begin: int) -> str:
     row = f"{steps:,} steps, {samples:,} samples, {samples * training.seq_length:,} tokens"
     if training.eval_iters:
         interval = f"every {training.eval_interval} steps and at the end" if training.eval_interval else "at the end"
-        row += f"; evaluation on {_counted(training.eval_iters, 'batch', 'batches')} {interval}"
+        row += f"; evaluation on {counted(training.eval_iters, 'batch')} {interval}"
     return row
 
 
 def _optimizer(config: RunConfig, world_size: int) -> str:
     optimizer, parallel = config.optimizer, config.parallel
     shards = parallel.data_parallel_size(world_size) // parallel.num_distributed_optimizer_instances
-    sharing = f", ZeRO-{parallel.zero_stage} over {_counted(shards, 'rank', 'ranks')}" if parallel.zero_stage else ""
+    sharing = f", ZeRO-{parallel.zero_stage} over {counted(shards, 'rank')}" if parallel.zero_stage else ""
     row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
     if optimizer.lr_decay_style != "constant":
         row += f" to {optimizer.min_lr:g}"
@@ -211,12 +210,12 @@ def _saves(config: RunConfig) -> str:
     if checkpoint.save is None:
         return "none: --save is not set"
     size = f"{format_bytes(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
-    interval = f"every {_counted(checkpoint.save_interval, 'step', 'steps')} and " if checkpoint.save_interval else ""
+    interval = f"every {counted(checkpoint.save_interval, 'step')} and " if checkpoint.save_interval else ""
     row = f"{interval}at the end, {size}to {checkpoint.save}"
     if checkpoint.keep_last is not None:
         row += f"; the last {checkpoint.keep_last:,} are kept" if checkpoint.keep_last > 1 else "; the last is kept"
         row += f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
     if checkpoint.local_save is not None:
-        steps = _counted(checkpoint.local_save_interval or 1, "step", "steps")
+        steps = counted(checkpoint.local_save_interval or 1, "step")
         row += f"; on the nodes every {steps}, to {checkpoint.local_save}"
     return row

@@ -7,8 +7,10 @@ profiling and CUDA graphs, and of options that are set without effect (``needs``
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
@@ -17,7 +19,7 @@ from typing import Any, NoReturn
 
 from megatron.arguments.checks import checkpoint, data, model, training
 from megatron.arguments.checks.checkpoint import holds_checkpoints
-from megatron.checkpoint.object_store import RemotePath, parse_location
+from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration
 from megatron.config.errors import Problem
 from megatron.config.option import Need
@@ -28,22 +30,6 @@ from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
 
 
-def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
-    words = config.compute.kernels
-    problems = list(kernel_problems(words))
-    yield from problems
-    if problems or config.model.attention_dropout == 0.0:
-        return
-    choice = kernel_choices(words)["attention"]
-    if choice.alone and choice.name != "torch":
-        sentence = (
-            f"--kernels attention={choice.name} cannot be used with --attention-dropout "
-            f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
-        )
-        yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
-
-
 def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the stop file can be created and is cheap to poll: rank 0 looks for it after every step."""
     name = config.training.stop_file
@@ -52,8 +38,8 @@ def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if name == "":
         yield Problem("E311", "--stop-file '' names no file", ("--stop-file runs/mine/stop", "drop --stop-file"))
         return
-    path = parse_location(str(name))
-    if isinstance(path, RemotePath):
+    path = parse_location(name)
+    if not isinstance(path, Path):
         sentence = f"--stop-file {path} must be on a disk, because it is polled after every step"
         yield Problem("E311", sentence, ("--stop-file runs/mine/stop",))
     elif isdir(path):
@@ -78,22 +64,95 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
 
 
-NAMED_PLACES = ("run_dir", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity")
+def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
+    words = config.compute.kernels
+    problems = list(kernel_problems(words))
+    yield from problems
+    if problems or config.model.attention_dropout == 0.0:
+        return
+    choice = kernel_choices(words)["attention"]
+    if choice.alone and choice.name != "torch":
+        sentence = (
+            f"--kernels attention={choice.name} cannot be used with --attention-dropout "
+            f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
+        )
+        yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
+
+
+NO_CUDA_GRAPH = "--cuda-graph none"
+
+
+def no_gpu_problem(mode: str) -> Problem:
+    """Return the problem of a run that captures ``mode`` on a CPU."""
+    return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
+
+
+def check_cuda_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that CUDA graphs run on a GPU."""
+    if config.compute.cuda_graph != "none" and config.training.device == "cpu":
+        yield no_gpu_problem(config.compute.cuda_graph)
+
+
+def check_cuda_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject dropout: its counter is the step number, which a captured step would not update."""
+    if config.compute.cuda_graph == "step" and (config.model.hidden_dropout or config.model.attention_dropout):
+        sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
+        fixes = ("--hidden-dropout 0 --attention-dropout 0", "--cuda-graph optimizer", NO_CUDA_GRAPH)
+        yield Problem("E907", sentence, fixes)
+
+
+def check_cuda_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject a changing weight decay: it is captured as a constant."""
+    mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
+    if mode != "none" and style != "constant":
+        sentence = (
+            f"--cuda-graph {mode} needs a constant weight decay, and --weight-decay-incr-style {style} changes it"
+        )
+        yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
+
+
+def check_cuda_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
+    mode, parallel = config.compute.cuda_graph, config.parallel
+    communicates = {"none": False, "optimizer": parallel.model_ranks > 1, "step": world_size > 1}[mode]
+    if communicates and parallel.distributed_backend == "gloo":
+        sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
+        yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
+
+
+def check_cuda_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject flash-attn with documents: their number is an argument of its call and differs in every step."""
+    words = config.compute.kernels
+    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
+        return
+    if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
+        selection = f"which --kernels {' '.join(words)} selects where it is installed"
+        without = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
+        fixes = (f"--kernels {without}", "--cuda-graph optimizer", NO_CUDA_GRAPH)
+        yield Problem("E910", f"--cuda-graph step cannot capture flash-attn on documents, {selection}", fixes)
+
+
+def check_cuda_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing a step with several pipeline ranks, which is untested."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    if config.compute.cuda_graph == "step" and ranks > 1:
+        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
+        yield Problem("E912", sentence, ("--cuda-graph optimizer", NO_CUDA_GRAPH))
 
 
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject empty names of folders and projects."""
-    for name in NAMED_PLACES:
-        if getattr(config.logging, name) == "":
-            flag = SETTINGS[name].flag
-            yield Problem("E702", f"{flag} '' is empty", (f"drop {flag}", f"{flag} NAME"))
+    for setting in SETTINGS.values():
+        if setting.group == "logging" and setting.value_in(config) == "":
+            yield Problem("E702", f"{setting.flag} '' is empty", (f"drop {setting.flag}", f"{setting.flag} NAME"))
 
 
 def check_run_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--run-dir`` is a folder or can be created. Rank 0 finds out later whether it is writable."""
     if not config.logging.run_dir:
         return
-    folder = Path(str(config.logging.run_dir))
+    folder = Path(config.logging.run_dir)
     existing = next(path for path in (folder, *folder.parents) if exists(path))
     if not isdir(existing):
         where = "it" if existing == folder else str(existing)
@@ -108,13 +167,11 @@ micro-batches."""
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the last step to profile comes after the first, and not too long after it."""
     profiling = config.profiling
-    start = profiling.profile_step_start
-    end = profiling.profile_step_end
+    start, end = profiling.profile_step_start, profiling.profile_step_end
     if (profiling.profile or profiling.profile_memory) and end - start > MAX_PROFILE_STEPS:
-        sentence = (
-            f"a profile of {end - start:,} steps; at most {MAX_PROFILE_STEPS} fit, because all events stay in memory"
-        )
-        yield Problem("E706", sentence, (f"--profile-step-end {start + MAX_PROFILE_STEPS}",))
+        limit = f"at most {MAX_PROFILE_STEPS} fit, because all events stay in memory"
+        fixes = (f"--profile-step-end {start + MAX_PROFILE_STEPS}",)
+        yield Problem("E706", f"a profile of {end - start:,} steps; {limit}", fixes)
     if _is_requested(profiling) and end <= start:
         sentence = f"--profile-step-end {end} must be above --profile-step-start {start}"
         yield Problem("E705", sentence, (f"--profile-step-end {start + 2}",))
@@ -122,12 +179,12 @@ def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the chosen ranks exist, even without steps: a running job can be asked for a profile."""
-    beyond = [rank for rank in config.profiling.profile_ranks if rank >= world_size]
+    ranks = config.profiling.profile_ranks
+    beyond = [rank for rank in ranks if rank >= world_size]
     if beyond:
-        existing = [str(rank) for rank in config.profiling.profile_ranks if rank < world_size]
+        existing = " ".join(str(rank) for rank in ranks if rank < world_size)
         available = "only rank 0 exists" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
-        sentence = f"--profile-ranks {beyond[0]}: {available}"
-        yield Problem("E704", sentence, (f"--profile-ranks {' '.join(existing) or 0}",))
+        yield Problem("E704", f"--profile-ranks {beyond[0]}: {available}", (f"--profile-ranks {existing or 0}",))
 
 
 def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -141,72 +198,6 @@ def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _is_requested(profiling: ProfilingConfig) -> bool:
     return profiling.profile or profiling.profile_memory or profiling.profile_pipeline
-
-
-NO_CUDA_GRAPH = "--cuda-graph none"
-
-
-def check_cuda_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that CUDA graphs run on a GPU."""
-    if config.compute.cuda_graph != "none" and config.training.device == "cpu":
-        yield no_gpu_problem(config.compute.cuda_graph)
-
-
-def no_gpu_problem(recorded: str) -> Problem:
-    """Return the problem of a run that captures ``recorded`` on a CPU."""
-    return Problem("E906", f"--cuda-graph {recorded} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
-
-
-def check_cuda_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout: its counter is the step number, which a captured step would not update."""
-    model = config.model
-    if config.compute.cuda_graph != "step" or not (model.hidden_dropout or model.attention_dropout):
-        return
-    fixes = ("--hidden-dropout 0 --attention-dropout 0", "--cuda-graph optimizer", NO_CUDA_GRAPH)
-    yield Problem("E907", "--cuda-graph step does not support dropout: every step would drop the same elements", fixes)
-
-
-def check_cuda_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject a changing weight decay: it is captured as a constant."""
-    optimizer = config.optimizer
-    if config.compute.cuda_graph != "none" and optimizer.weight_decay_incr_style != "constant":
-        sentence = (
-            f"--cuda-graph {config.compute.cuda_graph} needs a constant weight decay, "
-            f"and --weight-decay-incr-style {optimizer.weight_decay_incr_style} changes it"
-        )
-        yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
-
-
-def check_cuda_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
-    parallel = config.parallel
-    recorded = config.compute.cuda_graph
-    communicates = {"none": False, "optimizer": parallel.model_ranks > 1, "step": world_size > 1}[recorded]
-    if communicates and parallel.distributed_backend == "gloo":
-        sentence = f"--cuda-graph {recorded} cannot capture the communication of --distributed-backend gloo"
-        yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
-
-
-def check_cuda_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject flash-attn with documents: their number is an argument of its call and differs in every step."""
-    words = config.compute.kernels
-    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
-        return
-    if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
-        sentence = (
-            "--cuda-graph step cannot capture flash-attn on documents, "
-            f"which --kernels {' '.join(words)} selects where it is installed"
-        )
-        without = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
-        yield Problem("E910", sentence, (f"--kernels {without}", "--cuda-graph optimizer", NO_CUDA_GRAPH))
-
-
-def check_cuda_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with several pipeline ranks, which is untested."""
-    ranks = config.parallel.pipeline_model_parallel_size
-    if config.compute.cuda_graph == "step" and ranks > 1:
-        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
-        yield Problem("E912", sentence, ("--cuda-graph optimizer", NO_CUDA_GRAPH))
 
 
 def cuda_graph_notes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -253,7 +244,7 @@ for each_setting in SETTINGS.values():
         SETTINGS_BY_NEED[each_need].append(each_setting)
 
 
-def _unused_settings(need: Need, config: RunConfig) -> list[Setting]:
+def _unused(need: Need, config: RunConfig) -> list[Setting]:
     """Return the settings that are set without effect."""
     if is_met(need, config):
         return []
@@ -261,48 +252,32 @@ def _unused_settings(need: Need, config: RunConfig) -> list[Setting]:
 
 
 def _check_need(need: Need, config: RunConfig, world_size: int) -> Iterator[Problem]:
-    unused = _unused_settings(need, config)
-    if unused:
+    if unused := _unused(need, config):
         defaults = " ".join(setting.spell(setting.default) for setting in unused)
         yield Problem("E601", _no_effect(unused, need), (need.fix, defaults))
 
 
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
-    notes = []
-    for need in SETTINGS_BY_NEED:
-        unused = [] if need.fix else [setting for setting in _unused_settings(need, config) if setting.name in given]
-        if unused:
-            notes.append(_no_effect(unused, need))
-    return notes
+    unused = {need: [s for s in _unused(need, config) if s.name in given] for need in SETTINGS_BY_NEED if not need.fix}
+    return [_no_effect(settings, need) for need, settings in unused.items() if settings]
 
 
 def _no_effect(unused: Sequence[Setting], need: Need) -> str:
-    *others, last = (setting.name for setting in unused)
+    *others, last = (setting.flag for setting in unused)
     subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
     return f"{subject} no effect without {need}"
 
 
-CHECKS: tuple[Callable[[RunConfig, int], Iterator[Problem]], ...] = (
-    *model.CHECKS,
-    *training.CHECKS,
-    *data.CHECKS,
-    *checkpoint.CHECKS,
-    check_stop_file,
-    check_skip_train,
-    check_kernels,
-    check_cuda_graph_device,
-    check_cuda_graph_dropout,
-    check_cuda_graph_weight_decay,
-    check_cuda_graph_backend,
-    check_cuda_graph_documents,
-    check_cuda_graph_pipeline,
-    check_empty_names,
-    check_run_folder,
-    check_window,
-    check_ranks,
-    *(partial(_check_need, need) for need in SETTINGS_BY_NEED if need.fix),
-)
+Check = Callable[[RunConfig, int], Iterator[Problem]]
+
+
+def _checks() -> list[Check]:
+    """Return the functions named ``check_...`` of the modules of checks, in order, and a check for every need."""
+    modules = (model, training, data, checkpoint, sys.modules[__name__])
+    found = [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
+    return [*found, *(partial(_check_need, need) for need in SETTINGS_BY_NEED if need.fix)]
+
 
 NOTES = (
     training.batch_notes,
@@ -332,31 +307,31 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     wrong = set(doubtful)
     for name, setting in SETTINGS.items():
         value = setting.value_in(config)
-        if value is None or setting.kind.scalar not in (int, float):
+        if value is None or setting.scalar not in (int, float):
             continue
-        if not all(map(setting.option.allows, value if setting.kind.many else (value,))):
+        if not all(map(setting.option.allows, value if setting.many else (value,))):
             wrong.add(name)
-            shown = setting.spell(value).partition(" ")[2]
-            fix = setting.spell(_suggest(setting, value))
-            found.append(Problem("E600", f"{name} {shown}: must be {setting.option.limits}", (fix,)))
-    known = _without(config, wrong)
-    for check in CHECKS:
-        try:
+            sentence = f"{setting.flag} {setting.show(value)}: must be {setting.option.limits}"
+            found.append(Problem("E600", sentence, (setting.spell(_suggest(setting, value)),)))
+    known = config
+    for setting in (SETTINGS[name] for name in wrong):
+        group = replace(getattr(known, setting.group), **{setting.name: _Unknown()})
+        known = replace(known, **{setting.group: group})
+    for check in _checks():
+        with suppress(_UnknownError):
             found.extend(check(known, world_size))
-        except _UnknownError:
-            continue
     return found
 
 
 def _suggest(setting: Setting, value: Any) -> Any:
     """Return the upper limit for a larger value; else the default, the example or the lower limit."""
     option = setting.option
-    if setting.kind.many:
+    if setting.many:
         return setting.default or tuple(item if option.allows(item) else option.at_least for item in value)
     if option.at_most is not None and value > option.at_most:
-        return setting.kind.scalar(option.at_most)
+        return setting.scalar(option.at_most)
     suggestions = (setting.default, option.example, option.at_least)
-    return setting.kind.scalar(next(number for number in suggestions if number is not None))
+    return setting.scalar(next(number for number in suggestions if number is not None))
 
 
 class _UnknownError(Exception):
@@ -374,11 +349,3 @@ class _Unknown:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
-
-
-def _without(config: RunConfig, names: set[str]) -> RunConfig:
-    """Replace the values of ``names`` by ``_Unknown``."""
-    for name in names:
-        group = SETTINGS[name].group
-        config = replace(config, **{group: replace(getattr(config, group), **{name: _Unknown()})})
-    return config

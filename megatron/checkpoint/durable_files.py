@@ -19,7 +19,7 @@ from typing import IO, Self
 
 import xxhash
 
-from megatron.checkpoint.object_store import Location, RemotePath
+from megatron.checkpoint.location import Location
 
 Bytes = bytes | memoryview
 
@@ -76,7 +76,7 @@ def _with_filename(path: Path) -> Iterator[None]:
 
 def write_file(path: Location, content: Bytes) -> None:
     """Create a file with this content and flush it to disk."""
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         path.write_bytes(content)
         return
     with NewFile(path) as file:
@@ -85,7 +85,7 @@ def write_file(path: Location, content: Bytes) -> None:
 
 def sync_folder(path: Location) -> None:
     """Flush a folder's entries to disk where the file system supports it; object stores need no flush."""
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -103,7 +103,7 @@ def make_folder(path: Location, root: Path | None = None) -> None:
 
     Only folders below ``root``, if given, are created.
     """
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         return
     for folder in reversed((path, *path.parents)):
         if not folder.exists() and (root is None or root in folder.parents):

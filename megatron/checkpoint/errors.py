@@ -6,8 +6,10 @@ Try an older checkpoint, wait for the store, update the program, or continue tra
 from __future__ import annotations
 
 import errno
+import re
+from pathlib import Path
 
-from megatron.checkpoint.object_store import Location, RemotePath, is_permanent
+from megatron.checkpoint.location import Location
 
 
 class CheckpointError(Exception):
@@ -43,19 +45,16 @@ class SupersededError(CheckpointError):
 def read_error(path: Location, error: OSError, what: str = "") -> CheckpointError:
     """Return the error to raise for an unreadable checkpoint file: damage, or an unreachable object store."""
     summary = f"{path} cannot be read: {error.strerror}{what}"
-    if not isinstance(path, RemotePath) or isinstance(error, FileNotFoundError):
+    if isinstance(path, Path) or isinstance(error, FileNotFoundError):
         return DamagedCheckpointError(summary)
-    if is_permanent(error):
+    if error.errno != errno.EIO:
         return UnreachableError(summary, "give this process the credentials that the store wants")
     return UnreachableError(summary, "start again when the store answers")
 
 
 def strip_folder(folder: Location, problem: object) -> str:
-    """Return the text of ``problem`` without a leading ``folder`` path, for messages that already name the folder."""
-    text = str(problem)
-    for prefix in (f"{folder}/", f"{folder}: ", f"{folder} "):
-        text = text.removeprefix(prefix)
-    return text
+    """Return the text of ``problem`` without a leading path, for messages that already name the checkpoint."""
+    return re.sub(rf"^{re.escape(str(folder))}(/attempt-\w+)?(/|: | )", "", str(problem))
 
 
 def is_disk_full(error: OSError) -> bool:

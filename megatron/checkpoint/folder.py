@@ -8,7 +8,7 @@ The folder of a run is on a shared disk or in an object store; those of ``--loca
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,17 @@ from pathlib import Path
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.object_store import Location, RemotePath, local_path
+from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import (
-    LEFTOVER_NAME,
-    checkpoint_folder_of,
     delete_checkpoint,
     find_checkpoints,
+    finish_staged,
+    has_attempts,
     is_complete,
-    list_folders,
-    recover,
-    stale_uploads,
+    is_interrupted,
+    leftovers,
+    staged_leftovers,
+    staging_folders,
 )
 
 
@@ -52,7 +53,7 @@ class CheckpointFolder:
     @property
     def is_checkpoint(self) -> bool:
         """True if the folder is itself a checkpoint, valid or damaged."""
-        return any((self.folder / name).exists() for name in (MARKER, MANIFEST))
+        return any((self.folder / name).exists() for name in (MARKER, MANIFEST)) or has_attempts(self.folder)
 
     def named(self) -> list[tuple[int, Location]]:
         """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
@@ -107,10 +108,13 @@ class CheckpointFolder:
     @property
     def leftovers(self) -> list[Location]:
         """Remainders of interrupted saves and deletions."""
-        if isinstance(self.folder, RemotePath):
-            places = [path for _, path in self.named() if isinstance(path, RemotePath)]
-            return [path for place in places for path in stale_uploads(place)]
-        return sorted((path for path in list_folders(self.folder) if LEFTOVER_NAME.fullmatch(path.name)), reverse=True)
+        found: list[Location] = []
+        if isinstance(self.folder, Path):
+            stagings = [self.folder, *_nested_staging(self.folder)]
+            found += [path for staging in stagings for path in staged_leftovers(self.folder, staging)]
+        for _, path in self.named():
+            found += [path] if is_interrupted(path) else leftovers(path)
+        return found
 
     def retain(
         self,
@@ -135,11 +139,13 @@ class CheckpointFolder:
             SupersededError: if a later start holds the folder, in an object store.
         """
         staging = lease.staging if lease else None
-        for path in self.leftovers:
-            if isinstance(path, RemotePath):
-                self._remove(path, lease)
-            elif path.parent == (staging or self.folder):
-                recover(local_path(self.folder / path.name.partition(".")[0]), staging)
+        if isinstance(self.folder, Path):
+            for staged in staged_leftovers(self.folder, staging or self.folder):
+                finish_staged(self.folder, staged)
+                delete_checkpoint(staged, staging)
+        for _, path in self.named():
+            for entry in [path] if is_interrupted(path) else leftovers(path):
+                self._remove(entry, lease)
         if keep_last is None:
             return []
         deleted: list[Location] = []
@@ -158,9 +164,16 @@ class CheckpointFolder:
 
     def _remove(self, path: Location, lease: Lease | None) -> None:
         """Delete a checkpoint or a leftover; in a store, check the lease immediately before."""
-        if isinstance(path, RemotePath) and lease is not None:
+        if not isinstance(path, Path) and lease is not None:
             lease.check()
         delete_checkpoint(path, lease.staging if lease else None)
+
+
+def _nested_staging(folder: Path) -> Iterator[Path]:
+    """Yield the staging folders in ``folder``, including nested ones that were taken over."""
+    for _, staging in staging_folders(folder):
+        yield staging
+        yield from _nested_staging(staging)
 
 
 NODE_PLACEHOLDER = "{node}"
@@ -175,20 +188,4 @@ def node_folder(pattern: str, node: int) -> Path:
 def is_local_checkpoint(path: Path, pattern: str) -> bool:
     """Return True if a checkpoint lies in the local folder of any node."""
     any_node = r"\d+".join(re.escape(part) for part in str(Path(pattern)).split(NODE_PLACEHOLDER))
-    return re.fullmatch(any_node, str(checkpoint_folder_of(path))) is not None
-
-
-@dataclass(frozen=True)
-class LocalCheckpoint:
-    """A checkpoint on the nodes' disks, as far as it is on one of them or on all."""
-
-    iteration: int  # steps taken when it was saved
-    mark: str  # content of the marker; equal on nodes that took part in the same save
-    run: str | None  # the ``--save`` folder of the run that wrote it
-    # by node, the files that are present with their full size; only nodes that have the manifest
-    files: Mapping[int, frozenset[str]]
-
-    def missing(self, names: Sequence[str]) -> list[str]:
-        """Return the files in ``names`` that no node has."""
-        present = frozenset().union(*self.files.values())
-        return [name for name in names if name not in present]
+    return re.fullmatch(any_node, str(path.parent)) is not None

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import prod
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
-from megatron.checkpoint.object_store import Location, RemotePath, local_path, parse_location
+from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.distributed.sharding import Box
 
 View = tuple[int, ...]
@@ -110,12 +110,8 @@ def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
     return _sweep(view, [(box.start, box_end(box)) for box in boxes if box.numel], (), ())
 
 
-Span = tuple[View, View]
-"""Start and exclusive end of a box; precomputed because the sweep compares them repeatedly."""
-
-
-def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | None:
-    """Return the first hole or overlap among ``spans``, which all cover the column ``low..high`` swept so far."""
+def _sweep(view: View, spans: Sequence[tuple[View, View]], low: View, high: View) -> str | None:
+    """Return the first hole or overlap among boxes, as start and end, that all cover the column ``low..high``."""
     dim = len(low)
     if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
         return None
@@ -129,7 +125,7 @@ def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | No
         return f"{a} and {b} overlap in {format_box(column)}"
     edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
     waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
-    active: list[Span] = []
+    active: list[tuple[View, View]] = []
     for first, last in pairwise(sorted(edges)):
         active = [span for span in active if span[1][dim] > first]
         while waiting and waiting[-1][0][dim] == first:
@@ -224,11 +220,6 @@ class TensorRecord:
     view: tuple[int, ...]  # the shape that the chunks' boxes refer to
     chunks: tuple[TensorChunk, ...]
 
-    @property
-    def bytes(self) -> int:
-        """Size of all elements."""
-        return prod(self.view) * ITEM_BYTES[self.dtype]
-
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -249,8 +240,7 @@ class Manifest:
     files: dict[str, FileRecord]  # every file except the manifest and the marker, by name
     state: JSON  # plain numbers of the run: counters, positions, digests
     config: JSON  # options of the run that wrote it, by group
-    # Folder of the files, relative to ``path``. Uploads to an object store cannot be renamed, so each save attempt has
-    # a folder of its own, and the marker names the one that was completed.
+    # folder of the files, relative to ``path``: each save has one, and the marker names the complete one
     inside: str = ""
 
     @classmethod
@@ -262,17 +252,14 @@ class Manifest:
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
-        manifest = cls.read(path)
-        if not isinstance(manifest.folder, RemotePath):
-            for name in manifest.files:
-                manifest.check_file(name)
-            return manifest
-        try:
-            sizes = manifest.folder.files()  # a single request: there may be thousands of objects
-        except OSError as error:
-            raise read_error(manifest.folder, error) from error
+        manifest, sizes = cls.read(path), None
+        if not isinstance(manifest.folder, Path):
+            try:
+                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
+            except OSError as error:
+                raise read_error(manifest.folder, error) from error
         for name in manifest.files:
-            manifest._check_size(name, sizes.get(name))
+            manifest.check_file(name, sizes)
         return manifest
 
     @classmethod
@@ -317,23 +304,17 @@ class Manifest:
         if problem:
             raise DamagedCheckpointError(f"{self.path}: the chunks of {name} are not a partition of it: {problem}")
 
-    def check_file(self, name: str) -> None:
-        """Raise DamagedCheckpointError if a file on disk is missing or has another size."""
-        path = local_path(self.folder / name)
+    def check_file(self, name: str, sizes: Mapping[str, int] | None = None) -> None:
+        """Raise DamagedCheckpointError if a file is missing or has another size; ``sizes`` are those in a store."""
+        path, expected = self.folder / name, self.files[name].bytes
         try:
-            seen = path.stat().st_size
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from error
-        self._check_size(name, seen)
-
-    def _check_size(self, name: str, seen: int | None) -> None:
-        """Check the size of a file; ``seen`` is None if it does not exist."""
-        expected = self.files[name].bytes
-        if seen is None:
-            raise DamagedCheckpointError(f"{self.folder / name} is missing")
+            seen = local_path(path).stat().st_size if sizes is None else sizes[name]
+        except (OSError, KeyError) as error:
+            why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+            raise DamagedCheckpointError(f"{path} is missing{why}") from error
         if seen != expected:
             how = "truncated" if seen < expected else "too long"
-            raise DamagedCheckpointError(f"{self.folder / name} is {how}: {seen} bytes, not {expected}")
+            raise DamagedCheckpointError(f"{path} is {how}: {seen} bytes, not {expected}")
 
 
 def marker_content(manifest: bytes, inside: str = "") -> bytes:
@@ -378,7 +359,8 @@ def _read(folder: Location, name: str) -> bytes:
         if name == MARKER:
             message = f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted"
             raise DamagedCheckpointError(message) from error
-        raise DamagedCheckpointError(f"{folder / name} is missing") from error
+        why = f", or {MARKER} has flipped bytes or is truncated" if name == MANIFEST else ""
+        raise DamagedCheckpointError(f"{folder / name} is missing{why}") from error
     except OSError as error:
         raise read_error(folder / name, error) from error
 

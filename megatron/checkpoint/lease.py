@@ -15,12 +15,12 @@ fails and tries again.
 
 **Fencing.** Before it looks for a checkpoint to resume from, the new start renames the staging folders of all earlier
 starts into its own (`take_over_staging`). A start changes a published checkpoint only by a rename: out of its staging
-folder to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start
-fails because the path does not exist, no matter what it checked before or where it was stopped. Renames that
-succeeded before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies
-only on POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its
-folder and do not create another. Complete staged checkpoints are published by the new start. Epochs are never reused:
-the newest staging folder stays.
+folder to publish, into it to delete. Once the staging folder has moved, every such call of the old start fails
+because the path does not exist, no matter what it checked before or where it was stopped. Renames that succeeded
+before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies only on
+POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its folder and do
+not create another. A save of which only the publication was interrupted is published by the new start. Epochs are
+never reused: the newest staging folder stays.
 
 **Detection.** A start whose staging folder is gone is superseded. `Lease.check` looks for it before a save, after any
 failure in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. This is for
@@ -57,16 +57,12 @@ from typing import Any
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, make_folder, try_lock, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
-from megatron.checkpoint.object_store import Location, RemotePath, local_path
+from megatron.checkpoint.location import Location, local_path
 from megatron.checkpoint.publish import (
-    DELETED_SUFFIX,
-    LEFTOVER_NAME,
-    STAGED_SUFFIX,
     STAGING_NAME,
-    is_complete,
-    is_interrupted,
-    recover,
+    finish_staged,
     save_elsewhere_flags,
+    staged_leftovers,
     staging_folder,
     staging_folders,
 )
@@ -108,7 +104,7 @@ class Lease:
     @property
     def staging(self) -> Path | None:
         """Staging folder in which checkpoints are written; None in an object store."""
-        return None if isinstance(self.folder, RemotePath) else staging_folder(self.folder, self.epoch)
+        return None if not isinstance(self.folder, Path) else staging_folder(self.folder, self.epoch)
 
     @property
     def text(self) -> bytes:
@@ -147,24 +143,6 @@ class Lease:
         return token in ("", self.holder.token)
 
 
-@dataclass(frozen=True)
-class Leases:
-    """The leases of a start."""
-
-    save: Lease | None = None  # on the ``--save`` folder
-    node: Lease | None = None  # on the folder of this rank's node
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes of both leases."""
-        return [note for lease in (self.save, self.node) if lease is not None for note in lease.notes]
-
-    def look(self) -> None:
-        """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call."""
-        if self.save is not None and self.save.staging is not None:
-            self.save.check()
-
-
 def raise_if_superseded(lease: Lease | None) -> None:
     """Raise SupersededError if a later start holds the folder; ignore I/O errors.
 
@@ -194,7 +172,7 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
     holder = LeaseHolder(start or JobStart())
     with ExitStack() as opened:
         try:
-            if isinstance(folder, RemotePath):
+            if not isinstance(folder, Path):
                 previous = current_lease(folder)
                 lease = Lease(folder, previous.epoch + 1 if previous else 1, holder)
                 (folder / LEASE_FILE).write_bytes(lease.text)
@@ -285,13 +263,13 @@ def take_over_staging(folder: Path, epoch: int) -> list[str]:
         if match and int(match[1]) < epoch:
             with suppress(FileNotFoundError):  # removed by its own start
                 os.rename(folder / name, mine / name)
-    unleased = sorted(name for name in os.listdir(folder) if LEFTOVER_NAME.fullmatch(name))
-    oldest = staging_folder(mine, 0)  # for entries that were staged without a lease
+    unleased = staged_leftovers(folder, folder)
     if unleased:
+        oldest = staging_folder(mine, 0)
         with suppress(FileExistsError):
             os.mkdir(oldest)
-    for name in unleased:
-        os.rename(folder / name, oldest / name)
+        for path in unleased:
+            os.rename(path, oldest / path.name)
     return list(_recover(folder, mine))
 
 
@@ -299,27 +277,15 @@ def _recover(folder: Path, staging: Path) -> Iterator[str]:
     """Recover and delete the staging folders nested in ``staging``, oldest first; yield notes on interrupted saves."""
     for _, older in staging_folders(staging):
         yield from _recover(folder, older)
-        for path in sorted(older.glob(f"iter_*{STAGED_SUFFIX}")):
-            if is_complete(path):
-                yield f"published {path.name}: its save was complete except for the final rename"
-            else:
-                yield f"removed {path.name}: its save was interrupted"
-        # What is no checkpoint goes to a subfolder that is not searched, because deleting it may fail: NFS keeps a file
-        # that a stalled process of the same machine has open, and its folder.
-        rest = [path for path in older.glob("iter_*") if path.suffix == DELETED_SUFFIX or is_interrupted(path)]
-        if rest:
-            (older / "rest").mkdir(exist_ok=True)
-        for path in rest:
-            os.rename(path, older / "rest" / path.name)
-        for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
-            recover(folder / name, older)
-        with suppress(OSError):  # files still open on NFS may block it; its entries no longer count
+        notes = [finish_staged(folder, path) for path in staged_leftovers(folder, older)]
+        yield from filter(None, notes)
+        with suppress(OSError):  # NFS keeps a file that a stalled process has open; what is in here does not count
             shutil.rmtree(older)
 
 
 def current_lease(folder: Location) -> Lease | None:
     """Return the lease of the latest start in a folder; None if there was none."""
-    if isinstance(folder, RemotePath):
+    if not isinstance(folder, Path):
         try:
             return Lease(folder, *parse_lease((folder / LEASE_FILE).read_bytes()))
         except FileNotFoundError:

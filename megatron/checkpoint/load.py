@@ -1,8 +1,8 @@
 """Load a checkpoint, collectively or in a single process, whatever layout wrote it.
 
-``load_sharded`` fills the parts of every rank through torch.distributed.checkpoint; ``CheckpointStorageReader`` also
-serves any other program that uses that library. ``CheckpointReader`` reads tensors by name in a single process, for
-conversion, inspection and generation. Everything that is read is verified by its checksum.
+``CheckpointReader`` reads boxes of tensors by name and verifies everything that it reads by its checksum.
+``load_sharded`` fills the parts of every rank with it; ``CheckpointStorageReader`` serves any other program that uses
+torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -10,244 +10,78 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.durable_files import BLOCK
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, read_error
 from megatron.checkpoint.format import (
     BoxIndex,
     Manifest,
     TensorChunk,
-    TensorRecord,
     boxes_in_shape,
     format_box,
     is_inside,
     relative_box,
     whole_box,
 )
-from megatron.checkpoint.tensor_file import DTYPES, ChunkReader, GlobalTensor
+from megatron.checkpoint.tensor_file import DTYPES, GlobalTensor
+from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
 
+if TYPE_CHECKING:
+    from megatron.contrib.object_store import RemoteReader
 
-class PartsLoadPlanner(DefaultLoadPlanner):
-    """Plans the reads of this rank's parts after checking that the checkpoint has all of every requested tensor.
+READ_ATTEMPTS = 3
+"""Reads of a chunk from an object store before a wrong checksum counts as damage: transfers may corrupt data."""
 
-    The inherited methods return plans unchanged.
-    """
-
-    def __init__(self, tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> None:
-        super().__init__()
-        self._tensors, self._manifest = tensors, manifest
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the constructor has the tensors and the manifest."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return one item per part and chunk that intersect."""
-        problems = [text for name, tensor in self._tensors.items() for text in self._problems(name, tensor)]
-        if problems:
-            more = f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise CheckpointError(f"{self._manifest.path} does not match:\n" + "\n".join(problems[:10]) + more)
-        for name, tensor in self._tensors.items():
-            if tensor.parts:
-                self._manifest.check_partition(name)
-        return LoadPlan([item for name in self._tensors for item in self._items(name)])
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Raise: checkpoints hold no pickled objects."""
-        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the elements to fill, a view of the part."""
-        index = read_item.dest_index
-        target = self._tensors[index.fqn].parts[index.index or 0].resolve()
-        return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
-
-    def _problems(self, name: str, tensor: GlobalTensor) -> Iterator[str]:
-        if name not in self._manifest.tensors:
-            yield f"{name} is missing from the checkpoint"
-            return
-        record = self._manifest.tensors[name]
-        if (record.shape, record.view) != (tensor.shape, tensor.view):
-            stored, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
-            yield f"{name} is {stored} in the checkpoint, {wanted} here"
-        elif DTYPES[record.dtype] != tensor.dtype and not (
-            DTYPES[record.dtype].is_floating_point and tensor.dtype.is_floating_point
-        ):
-            yield f"{name} is {record.dtype} in the checkpoint, {tensor.dtype} here"
-        for part in tensor.parts:
-            if not is_inside(part.box, tensor.view):
-                yield f"{format_box(part.box)} is not inside {name}, which is {list(tensor.view)}"
-
-    def _items(self, name: str) -> Iterator[ReadItem]:
-        boxes = [chunk.box for chunk in self._manifest.tensors[name].chunks]
-        index = BoxIndex(boxes)
-        for number, part in enumerate(self._tensors[name].parts):
-            for chunk, shared in index.shared(part.box):
-                yield ReadItem(
-                    LoadItemType.TENSOR,
-                    dcp_metadata.MetadataIndex(name, part.box.start, number),
-                    torch.Size(relative_box(shared, part.box).start),
-                    dcp_metadata.MetadataIndex(name, boxes[chunk].start),
-                    torch.Size(relative_box(shared, boxes[chunk]).start),
-                    torch.Size(shared.size),
-                )
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A box of a chunk, and the shape in which the planner addresses it."""
+class DiskFile:
+    """A file on a disk, read block by block."""
 
-    chunk: TensorChunk
-    box: Box  # relative to the start of the chunk
-    size: tuple[int, ...]
+    block = BLOCK  # bytes of a read
 
+    def __init__(self, path: Path) -> None:
+        self._file = FileIO(path)
+        if hasattr(os, "posix_fadvise"):  # larger read-ahead by the kernel
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self.close = self._file.close
 
-class CheckpointStorageReader(StorageReader):
-    """Our checkpoints as a storage reader of torch.distributed.checkpoint.
-
-    ``dcp.load(state_dict, storage_reader=CheckpointStorageReader(Manifest.open(path)))`` fills plain tensors and
-    DTensors of the stored shapes by name in any program. Our planner addresses chunks as boxes of the view, others as
-    boxes of the stored shape; both are supported.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Switch to another checkpoint."""
-        if checkpoint_id is not None:
-            self._manifest, self._pieces = Manifest.open(Path(checkpoint_id)), {}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: readers are not created from a path."""
-        return False
-
-    def read_metadata(self) -> dcp_metadata.Metadata:
-        """Return the metadata of every tensor in its stored shape."""
-        tensors: dict[str, dcp_metadata.STORAGE_TYPES] = {}
-        for name, record in self._manifest.tensors.items():
-            outer = [box for c in record.chunks for _, box in boxes_in_shape(c.box, record.shape, record.view)]
-            chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in outer]
-            properties = dcp_metadata.TensorProperties(DTYPES[record.dtype])
-            tensors[name] = dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
-        return dcp_metadata.Metadata(tensors)
-
-    def set_up_storage_reader(self, metadata: dcp_metadata.Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the manifest suffices."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify chunks in file order, and fill all items from each."""
-        wanted: dict[TensorChunk, list[tuple[ReadItem, _Piece]]] = defaultdict(list)
-        for item in plan.items:
-            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            if name not in self._pieces:
-                self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
-            piece = self._pieces[name][offset]
-            wanted[piece.chunk].append((item, piece))
-        reader = ChunkReader(self._manifest)
-        for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
-            reader.verify_head(chunk.file)
-            _fill(reader, chunk, wanted[chunk], planner)
-        reader.close()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
-def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], _Piece]]:
-    """Yield the pieces of a tensor by start index: boxes of the stored shape, then whole chunks if the view differs."""
-    for chunk in record.chunks:
-        for inner, outer in boxes_in_shape(chunk.box, record.shape, record.view):
-            yield outer.start, _Piece(chunk, relative_box(inner, chunk.box), outer.size)
-        if record.shape != record.view:
-            yield chunk.box.start, _Piece(chunk, relative_box(chunk.box, chunk.box), chunk.box.size)
-
-
-def _fill(
-    reader: ChunkReader, chunk: TensorChunk, wanted: Sequence[tuple[ReadItem, _Piece]], planner: LoadPlanner
-) -> None:
-    """Read a chunk once and copy it into all items; read in place if one contiguous item covers the chunk."""
-    for item, piece in wanted:
-        name = item.storage_index.fqn
-        target = planner.resolve_tensor(item).detach()
-        dtype = reader.dtype(name)
-        whole = item.lengths.numel() == chunk.box.numel
-        if len(wanted) == 1 and whole and target.is_contiguous() and target.is_cpu and target.dtype == dtype:
-            reader.load_into(name, chunk, target)
-        else:
-            seen = reader.load(name, chunk)[piece.box.slices].reshape(piece.size)
-            target.copy_(seen[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
-        planner.commit_tensor(item, target)
-
-
-def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
-    """Fill this rank's parts in place from a checkpoint written with any layout.
-
-    Collective; errors are raised on every rank, and then the content of the parts is undefined.
-
-    Args:
-        manifest: of the checkpoint, the same on every rank.
-        tensors: with the parts to fill; floating-point types are converted.
-        group: the ranks that read.
-
-    Raises:
-        CheckpointError: if the checkpoint lacks a tensor or has it in another shape.
-        DamagedCheckpointError: if a file is missing or a checksum differs.
-        UnreachableError: if an object store does not answer.
-    """
-    planner, reader = PartsLoadPlanner(tensors, manifest), CheckpointStorageReader(manifest)
-    call_collectively(load, group, state_dict=dict(tensors), storage_reader=reader, planner=planner)
-
-
-def call_collectively(
-    act: Callable[..., Any], group: Group, undo: Callable[[], None] = lambda: None, **arguments: Any
-) -> None:
-    """Call a function of torch.distributed.checkpoint; raise the error of the lowest failed rank on every rank.
-
-    ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
-    """
-    ranks: dict[str, Any] = {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            act(**arguments, **ranks)
-    except CheckpointException as error:
-        undo()
-        cause = error.failures[min(error.failures)][0]
-        raise cause from None if isinstance(cause, CheckpointError) else error
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """Read at most ``len(buffer)`` bytes."""
+        self._file.seek(offset)
+        return self._file.readinto(buffer) or 0
 
 
 class CheckpointReader:
-    """Reads tensors by name; holds at most the requested box and one chunk in memory."""
+    """Reads and verifies tensors; holds at most the requested boxes and one chunk in memory.
+
+    Uses plain reads rather than a memory map: a failing disk raises an OSError instead of a signal. Methods that read
+    raise DamagedCheckpointError if a file cannot be read or a checksum differs, and UnreachableError if an object store
+    does not answer.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._chunks = ChunkReader(manifest)
-        self._indices: dict[str, BoxIndex] = {}
+        self._open: tuple[str, DiskFile | RemoteReader] | None = None
+        self._verified_heads: set[str] = set()
+        self._indices: dict[str, BoxIndex] = {}  # of chunks, by tensor
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._in_memory: TensorChunk | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -271,24 +105,243 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: if the checkpoint has no such tensor, or the box is not inside it.
-            DamagedCheckpointError: if a file is missing or a checksum differs.
         """
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.manifest.path} has no tensor {name}")
-        record = self.manifest.tensors[name]
-        box = box or whole_box(record.view)
-        if not is_inside(box, record.view):
-            raise CheckpointError(f"{format_box(box)} is not inside {name}, which is {list(record.view)}")
-        if name not in self._indices:
-            self.manifest.check_partition(name)
-            self._indices[name] = BoxIndex(chunk.box for chunk in record.chunks)
+        box = box or whole_box(self.view(name))
+        if not is_inside(box, self.view(name)):
+            raise CheckpointError(f"{format_box(box)} is not inside {name}, which is {list(self.view(name))}")
         out = torch.empty(box.size, dtype=self.dtype(name))
-        for number, shared in self._indices[name].shared(box):
-            chunk = record.chunks[number]
-            self._chunks.verify_head(chunk.file)
-            target = out[relative_box(shared, box).slices]
-            if shared == chunk.box and target.is_contiguous():
-                self._chunks.load_into(name, chunk, target)
-            else:
-                target.copy_(self._chunks.load(name, chunk)[relative_box(shared, chunk.box).slices])
+        self.fill([(name, box, out)])
         return out
+
+    def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
+        """Fill tensors, of any type, strides and device, with boxes. Every chunk is read once, in file order."""
+        wanted: dict[tuple[str, int, str, int], list[tuple[Box, Tensor]]] = defaultdict(list)
+        for name, box, out in parts:
+            chunks = self.manifest.tensors[name].chunks
+            if name not in self._indices:
+                self.manifest.check_partition(name)
+                self._indices[name] = BoxIndex(chunk.box for chunk in chunks)
+            for number, shared in self._indices[name].shared(box):
+                target = relative_box(shared, chunks[number].box), out[relative_box(shared, box).slices]
+                wanted[chunks[number].file, chunks[number].offset, name, number].append(target)
+        for file, offset, name, number in sorted(wanted):
+            self.verify_head(file)
+            self._fill_from_chunk(name, number, wanted[file, offset, name, number])
+
+    def _fill_from_chunk(self, name: str, number: int, targets: list[tuple[Box, Tensor]]) -> None:
+        """Read a chunk and copy its boxes; read in place if a single contiguous target takes all of it."""
+        chunk, dtype = self.manifest.tensors[name].chunks[number], self.dtype(name)
+        box, target = targets[0]
+        whole = len(targets) == 1 and box.size == chunk.box.size
+        if whole and target.is_contiguous() and target.is_cpu and target.dtype == dtype:
+            self.verify(name, chunk, target)
+            return
+        if len(self._memory) < chunk.bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
+        content = self._memory[: chunk.bytes].view(dtype).view(chunk.box.size)
+        if self._in_memory is not chunk:
+            self._in_memory = None
+            self.verify(name, chunk, content)
+            self._in_memory = chunk
+        for box, target in targets:
+            target.copy_(content[box.slices])
+
+    def verify(self, name: str, chunk: TensorChunk, out: Tensor | None = None) -> None:
+        """Verify the checksum of a chunk; read it into ``out``, contiguous, of its type and on the CPU, if given."""
+        buffer = None if out is None else out.detach().reshape(-1).view(torch.uint8).numpy().data
+        self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
+
+    def verify_head(self, file: str) -> None:
+        """Verify, once per file, the bytes that belong to no chunk."""
+        if file not in self._verified_heads:
+            record = self.manifest.files[file]
+            self._read(file, 0, record.head, None, record.xxh3, "header" if record.head < record.bytes else "content")
+            self._verified_heads.add(file)
+
+    def close(self) -> None:
+        """Close the open file; also called on deletion."""
+        if self._open is not None:
+            self._open[1].close()
+        self._open = None
+
+    __del__ = close
+
+    def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
+        """Read ``length`` bytes of a file, into ``buffer`` unless it is None, and verify their checksum."""
+        path = self.manifest.folder / file
+        for attempt in range(1, (1 if isinstance(path, Path) else READ_ATTEMPTS) + 1):
+            if attempt > 1 and not isinstance(path, Path):
+                again = f"reading again, attempt {attempt} of {READ_ATTEMPTS}"
+                path.warn(f"{what} arrived with flipped bytes; {again}")
+            if self._digest(file, offset, length, buffer, what) == expected:
+                return
+            self.close()  # discards data read ahead
+        raise DamagedCheckpointError(f"{path} has flipped bytes ({what})")
+
+    def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:
+        """Return the checksum of ``length`` bytes of a file, read into ``buffer`` unless it is None."""
+        path, digest, done = self.manifest.folder / file, xxhash.xxh3_64(), 0
+        if self._open is None or self._open[0] != file:
+            self.close()
+            try:
+                size = self.manifest.files[file].bytes
+                self._open = file, DiskFile(path) if isinstance(path, Path) else path.reader(size)
+            except OSError as error:
+                raise DamagedCheckpointError(f"{path} is missing or cannot be read: {error.strerror}") from error
+        source = self._open[1]
+        scratch = memoryview(bytearray(min(length, source.block) if buffer is None else 0))
+        while done < length:
+            block = scratch[: length - done] if buffer is None else buffer[done : done + source.block]
+            try:
+                count = source.read(offset + done, block)
+            except OSError as error:
+                raise read_error(path, error, f" ({what})") from error
+            if not count:
+                raise DamagedCheckpointError(f"{path} is truncated ({what})")
+            digest.update(block[:count])
+            done += count
+        return digest.hexdigest()
+
+
+def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
+    """Fill this rank's parts in place from a checkpoint written with any layout.
+
+    Collective; errors are raised on every rank, and then the content of the parts is undefined.
+
+    Args:
+        manifest: of the checkpoint, the same on every rank.
+        tensors: with the parts to fill; floating-point types are converted.
+        group: the ranks that read.
+
+    Raises:
+        CheckpointError: if the checkpoint lacks a tensor or has it in another shape.
+        DamagedCheckpointError: if a file is missing or a checksum differs.
+        UnreachableError: if an object store does not answer.
+    """
+
+    def read() -> None:
+        problems = [text for name, tensor in tensors.items() for text in _problems(manifest, name, tensor)]
+        if problems:
+            more = f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise CheckpointError(f"{manifest.path} does not match:\n" + "\n".join(problems[:10]) + more)
+        parts = ((name, part.box, part.resolve()) for name, tensor in tensors.items() for part in tensor.parts)
+        CheckpointReader(manifest).fill(parts)
+
+    gather_results(read, group)
+
+
+def _problems(manifest: Manifest, name: str, tensor: GlobalTensor) -> Iterator[str]:
+    """Yield why a tensor cannot be filled from a checkpoint."""
+    if name not in manifest.tensors:
+        yield f"{name} is missing from the checkpoint"
+        return
+    record = manifest.tensors[name]
+    if (record.shape, record.view) != (tensor.shape, tensor.view):
+        stored, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
+        yield f"{name} is {stored} in the checkpoint, {wanted} here"
+    elif DTYPES[record.dtype] != tensor.dtype and not (
+        DTYPES[record.dtype].is_floating_point and tensor.dtype.is_floating_point
+    ):
+        yield f"{name} is {record.dtype} in the checkpoint, {tensor.dtype} here"
+    for part in tensor.parts:
+        if not is_inside(part.box, tensor.view):
+            yield f"{format_box(part.box)} is not inside {name}, which is {list(tensor.view)}"
+
+
+def gather_results(act: Callable[[], T], group: Group) -> list[T]:
+    """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
+    outcome: tuple[T | None, Exception | None]
+    try:
+        outcome = act(), None
+    except Exception as error:
+        outcome = None, error
+    outcomes = comm.all_gather_objects(outcome, group)
+    for _, problem in outcomes:
+        if problem is not None:
+            raise problem
+    return [value for value, _ in outcomes]  # type: ignore[misc]
+
+
+class CheckpointStorageReader(StorageReader):
+    """Our checkpoints as a storage reader of torch.distributed.checkpoint.
+
+    ``dcp.load(state_dict, storage_reader=CheckpointStorageReader(Manifest.open(path)))`` fills plain tensors and
+    DTensors of the stored shapes by name in any program.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Switch to another checkpoint."""
+        if checkpoint_id is not None:
+            self._manifest = Manifest.open(Path(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: readers are not created from a path."""
+        return False
+
+    def read_metadata(self) -> dcp_metadata.Metadata:
+        """Return the metadata of every tensor in its stored shape."""
+        tensors: dict[str, dcp_metadata.STORAGE_TYPES] = {}
+        for name, record in self._manifest.tensors.items():
+            boxes = [box for _, box in self._boxes(name)]
+            chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes]
+            properties = dcp_metadata.TensorProperties(DTYPES[record.dtype])
+            tensors[name] = dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+        return dcp_metadata.Metadata(tensors)
+
+    def _boxes(self, name: str) -> list[tuple[Box, Box]]:
+        """Return the stored boxes of a tensor, each as a box of the view and one of the stored shape."""
+        record = self._manifest.tensors[name]
+        return [pair for c in record.chunks for pair in boxes_in_shape(c.box, record.shape, record.view)]
+
+    def set_up_storage_reader(self, metadata: dcp_metadata.Metadata, is_coordinator: bool) -> None:
+        """Do nothing: the manifest suffices."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and verify all items; consecutive items of one chunk need a single read."""
+        reader, boxes = CheckpointReader(self._manifest), dict[str, dict[tuple[int, ...], tuple[Box, Box]]]()
+        for item in plan.items:
+            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            if name not in boxes:
+                boxes[name] = {outer.start: (inner, outer) for inner, outer in self._boxes(name)}
+            inner, outer = boxes[name][offset]
+            target = planner.resolve_tensor(item).detach()
+            content = reader.read(name, inner).reshape(outer.size)
+            target.copy_(content[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
+            planner.commit_tensor(item, target)
+        reader.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def call_collectively(
+    act: Callable[..., Any], group: Group, undo: Callable[[], None] = lambda: None, **arguments: Any
+) -> None:
+    """Call a function of torch.distributed.checkpoint; raise the error of the lowest failed rank on every rank.
+
+    ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
+    """
+    ranks: dict[str, Any] = {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            act(**arguments, **ranks)
+    except CheckpointException as error:
+        undo()
+        cause = error.failures[min(error.failures)][0]
+        raise cause from None if isinstance(cause, CheckpointError) else error

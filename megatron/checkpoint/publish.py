@@ -1,17 +1,28 @@
-"""Publish checkpoints atomically, on disk by renames, in an object store by the marker.
+"""Publish checkpoints: a private folder for each attempt to save, and one marker that names the valid one.
 
-On disk, ``X.tmp`` is being written. ``X.replaced`` is the previous ``X`` until the new one is published. ``X.gone``
-is being deleted. The first two are checkpoints if and only if they contain the marker; there is a valid one at every
-moment. These paths lie in a staging folder: the one of the start that holds the lease (see
-:mod:`megatron.checkpoint.lease`), or the checkpoint folder itself for tools that write without a lease. A published
-name changes only by a rename out of or into the staging folder. So a start whose staging folder was taken away cannot
-change anything, at any point. Each path may be a symbolic link, for example to a checkpoint of another run: it is
-read through, but only the link is renamed or deleted.
+    SAVE/iter_0000100/attempt-5f3a90c1d2e4/   the files and the manifest of one save
+    SAVE/iter_0000100/COMPLETE                names that folder and holds the checksum of its manifest
 
-In an object store nothing can be renamed. Every save uploads its files under a new unique name,
-``iter_0000100/attempt-5f3a90c1d2e4/``. The marker ``iter_0000100/COMPLETE`` is written last, as one object: it names
-the upload and holds the checksum of its manifest. Writing it publishes the checkpoint, and replaces an older one of
-the same step, atomically.
+The marker is all that makes a checkpoint. It is written last, and replaced atomically when the same step is saved
+again; an attempt that no marker names is garbage. This holds on disks and in object stores. An object is written
+atomically, so in a store every file is uploaded to its final name.
+
+On a disk, a save is staged in a folder of its own, ``.epoch-7/iter_0000100/`` (see :mod:`megatron.checkpoint.lease`;
+``iter_0000100.tmp/`` for tools, which hold no lease). The attempt is written there, then the marker beside it. Two
+renames publish them: the attempt into ``iter_0000100/``, then the marker. Deletion is a rename of the checkpoint into
+the staging folder, where it is removed file by file. Two properties follow.
+
+* **Fencing.** Everything under ``SAVE/iter_*`` changes only by renames out of and into the staging folder of a start.
+  A new start renames the staging folders of earlier ones into its own, before it looks for checkpoints. From then on
+  every such call of an earlier start fails because a path does not exist, no matter what it checked before.
+* **Recovery.** A crash leaves the old checkpoint, the new one, or the new one with some of its renames still to be
+  done. `publish_staged` does those that are left, so it is called again after a crash; without a staged marker the
+  save was incomplete and is deleted.
+
+A checkpoint of version 1.0 has no attempt folder: its files lie beside a marker without a name. It can be read,
+replaced and deleted like the others. What its saves left, ``iter_N.tmp`` and ``iter_N.replaced``, is published if it is
+complete and ``iter_N`` is not, otherwise deleted. ``iter_N`` may be a symbolic link, for example to a checkpoint of
+another run: it is read through, but only the link is replaced or deleted.
 
 All functions raise OSError if the disk fails, the staging folder is gone, or the store does not answer.
 """
@@ -21,29 +32,31 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
-from megatron.checkpoint.durable_files import durable_rename, make_folder, publish_file, sync_folder
+from megatron.checkpoint.durable_files import durable_rename, make_folder, publish_file, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content
-from megatron.checkpoint.object_store import Location, RemotePath
+from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content, marker_folder, parse_manifest
+from megatron.checkpoint.location import Location, local_path
 
-STAGED_SUFFIX, REPLACED_SUFFIX, DELETED_SUFFIX = ".tmp", ".replaced", ".gone"
+CHECKPOINT_NAME = re.compile(r"iter_(\d+)")
+"""Names of checkpoints, with their iteration."""
 
-CHECKPOINT_NAME = re.compile(r"iter_(\d+)(\.tmp|\.replaced)?")
-"""Names of checkpoints, published or not, with their iteration."""
+STAGED_NAME = re.compile(r"(iter_\d+)(\.tmp|\.replaced)?")
+"""Names of staged saves, with the name of the checkpoint."""
 
-LEFTOVER_NAME = re.compile(r"iter_\d+(?=\.)(\.tmp|\.replaced)?(\.gone)?")
-"""Names of everything that an interrupted save or deletion leaves."""
-
-AGE_ORDER = (REPLACED_SUFFIX, "", STAGED_SUFFIX)
-"""Age order within an iteration: a staged complete checkpoint is newer than the published one, a replaced one older."""
+LEFTOVER_NAME = re.compile(r"iter_\d+\.(tmp|replaced|(.*\.)?gone)")
+"""Names of what interrupted saves and deletions without a lease leave in a folder of checkpoints."""
 
 STAGING_NAME = re.compile(r"\.epoch-(\d+)")
 """The name of a start's staging folder, with its epoch, a number that increases with every start."""
+
+ATTEMPT_PREFIX = "attempt-"
 
 
 def staging_folder(folder: Path, epoch: int) -> Path:
@@ -57,27 +70,23 @@ def staging_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), folder / name) for name in names if (match := STAGING_NAME.fullmatch(name)))
 
 
-def staged_entries(folder: Path) -> Iterator[Path]:
-    """Yield all entries of the staging folders in ``folder``, including nested ones that were taken over."""
-    for _, staging in staging_folders(folder):
-        with suppress(FileNotFoundError):  # taken over by a concurrent start
-            yield from sorted(path for path in staging.iterdir() if not STAGING_NAME.fullmatch(path.name))
-            yield from staged_entries(staging)
-
-
-def list_folders(folder: Location) -> list[Location]:
-    """Return all folders in a folder of checkpoints, including those in staging folders."""
-    if isinstance(folder, RemotePath):
-        return [path for path in folder.folders() if path.suffix not in (STAGED_SUFFIX, REPLACED_SUFFIX)]
-    if not folder.is_dir():
-        return []
-    return [path for path in (*folder.iterdir(), *staged_entries(folder)) if path.is_dir()]
-
-
 def find_checkpoints(folder: Location) -> list[tuple[int, Location]]:
     """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
-    found = [(int(match[1]), path) for path in list_folders(folder) if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-    return sorted(found, key=lambda item: (item[0], AGE_ORDER.index(item[1].suffix)), reverse=True)
+    paths = _folders(folder)
+    found = [(int(match[1]), path) for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+    return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def _folders(folder: Location) -> list[Location]:
+    """Return the folders in a folder; none if it does not exist."""
+    if not isinstance(folder, Path):
+        return [*folder.folders()]
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def has_attempts(path: Location) -> bool:
+    """Return True if there is an attempt to save in a folder, published or not."""
+    return any(folder.name.startswith(ATTEMPT_PREFIX) for folder in _folders(path))
 
 
 def save_elsewhere_flags(folder: Location) -> str:
@@ -85,27 +94,9 @@ def save_elsewhere_flags(folder: Location) -> str:
     with suppress(OSError):  # called after a disk error
         for _, path in find_checkpoints(folder):
             with suppress(CheckpointError):
-                if path.suffix != STAGED_SUFFIX and Manifest.open(path):
+                if Manifest.open(path):
                     return f"--load {folder} --save A_FOLDER_ELSEWHERE"
     return "--save A_FOLDER_ELSEWHERE"
-
-
-def staged_path(final: Path, staging: Path | None = None) -> Path:
-    """Return the path where the checkpoint ``final`` is written before it is published."""
-    return (staging or final.parent) / (final.name + STAGED_SUFFIX)
-
-
-def _replaced_path(final: Path, staging: Path | None) -> Path:
-    """Return the path of the older checkpoint of the same name while it is being replaced."""
-    return (staging or final.parent) / (final.name + REPLACED_SUFFIX)
-
-
-def checkpoint_folder_of(path: Location) -> Location:
-    """Return the checkpoint folder that ``path`` belongs to, even if it lies in a staging folder."""
-    folder = path.parent
-    while STAGING_NAME.fullmatch(folder.name):
-        folder = folder.parent
-    return folder
 
 
 def is_complete(path: Location) -> bool:
@@ -113,108 +104,169 @@ def is_complete(path: Location) -> bool:
     return (path / MARKER).exists()
 
 
-def create_staged(final: Path, staging: Path | None = None) -> Path:
-    """Create an empty staging path for ``final``; StorageError if ``final`` exists and is not a checkpoint."""
-    if staging is None:
-        make_folder(final.parent)
-    recover(final, staging)
-    if not _is_replaceable(final):
-        raise StorageError(
-            f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
-            f"mv {final} {final}.other",
-            "--save A_NEW_FOLDER",
-        )
-    os.mkdir(staged_path(final, staging))
-    return staged_path(final, staging)
-
-
-def write_marker(folder: Path, manifest: bytes) -> None:
-    """Write the marker, which makes a folder a checkpoint."""
-    publish_file(folder / MARKER, marker_content(manifest))  # a partly written marker must not count
-
-
-def publish_staged(final: Path, staging: Path | None = None) -> None:
-    """Rename the complete checkpoint that was staged for ``final``, and delete the one it replaces.
-
-    After an OSError nothing is published.
-    """
-    built, old = staged_path(final, staging), _replaced_path(final, staging)
-    if is_complete(final):
-        delete_checkpoint(old, staging)
-    if os.path.lexists(final) and os.path.lexists(old):  # the old one is complete, ``final`` is not
-        delete_checkpoint(final, staging)
-    elif os.path.lexists(final):
-        os.rename(final, old)
-    os.rename(built, final)
-    try:
-        sync_folder(final.parent)
-    except OSError:
-        os.rename(final, built)
-        raise
-    with suppress(OSError):  # published; the next recovery deletes what is left of the old one
-        delete_checkpoint(old, staging)
-
-
-def discard_staged(final: Path, staging: Path | None = None) -> None:
-    """Clean up a failed save as far as possible: delete the staged checkpoint and restore the replaced one."""
-    old = _replaced_path(final, staging)
-    with suppress(OSError):
-        if is_complete(old) and not os.path.lexists(final):
-            os.rename(old, final)
-    built = staged_path(final, staging)
-    with suppress(OSError):  # the marker first, which invalidates the checkpoint; a rename may fail
-        (built / MARKER).unlink(missing_ok=True)
-        _delete(built)
-
-
-def recover(final: Path, staging: Path | None = None) -> None:
-    """Recover from a crash: publish a complete staged checkpoint, delete incomplete ones."""
-    if not _is_replaceable(final):
-        return
-    built, old = staged_path(final, staging), _replaced_path(final, staging)
-    for path in (built, final, old):
-        _delete(_deletion_path(path, staging))
-    if is_complete(built):
-        publish_staged(final, staging)
-    else:
-        delete_checkpoint(built, staging)
-    if is_complete(final):
-        delete_checkpoint(old, staging)
-    elif is_complete(old) and not os.path.lexists(final):
-        durable_rename(old, final)
-
-
 def is_interrupted(path: Location) -> bool:
-    """Return True if ``path`` is named like a checkpoint but is the remainder of an interrupted save."""
-    return (path.suffix == STAGED_SUFFIX or isinstance(path, RemotePath)) and not is_complete(path)
+    """Return True if ``path`` is the remainder of an interrupted upload; on disk these are in staging folders."""
+    return not isinstance(path, Path) and not is_complete(path)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to save a checkpoint: `start`, write the files to `folder`, then `publish` or `discard`."""
+
+    final: Location  # the checkpoint, such as ``save/iter_0000100``
+    staging: Path | None = None  # staging folder of the lease, on disk
+    # name of the folder that the marker will name; "" for a copy of a checkpoint that has none
+    name: str = field(default_factory=lambda: f"{ATTEMPT_PREFIX}{secrets.token_hex(6)}")
+
+    @property
+    def folder(self) -> Location:
+        """Folder to which all ranks write their files."""
+        if not isinstance(self.final, Path):
+            return self.final / self.name
+        return _staged_path(self.final, self.staging) / self.name
+
+    def start(self) -> None:
+        """Create the folder; StorageError if the path of the checkpoint is used for something else."""
+        if not isinstance(self.final, Path):
+            return
+        if not _is_replaceable(self.final):
+            raise StorageError(
+                f"{self.final} exists and is not a checkpoint of this program; no checkpoint was written",
+                f"mv {self.final} {self.final}.other",
+                "--save A_NEW_FOLDER",
+            )
+        staged = _staged_path(self.final, self.staging)
+        if self.staging is None:
+            make_folder(self.final.parent)
+        finish_staged(self.final.parent, staged)
+        _delete(staged)
+        try:
+            os.mkdir(staged)
+            if self.name:
+                os.mkdir(staged / self.name)
+        except OSError:
+            self.discard()
+            raise
+
+    def write_manifest(self, manifest: bytes) -> None:
+        """Write the manifest; all other files are complete."""
+        write_file(self.folder / MANIFEST, manifest)
+        sync_folder(self.folder)
+
+    def publish(self, manifest: bytes) -> None:
+        """Write the marker, and delete older attempts.
+
+        After an OSError nothing is published, unless the store's answer was lost, or the flush of a marker failed that
+        replaces an older one; then the attempt is complete, and both are kept.
+        """
+        mark = marker_content(manifest, self.name)
+        if not isinstance(self.final, Path):
+            (self.final / MARKER).write_bytes(mark)
+            return
+        staged = _staged_path(self.final, self.staging)
+        publish_file(staged / MARKER, mark)
+        publish_staged(self.final, staged)
+        with suppress(OSError):  # published; `CheckpointFolder.retain` deletes the rest
+            for path in leftovers(self.final):
+                delete_checkpoint(path, self.staging)
+            _delete(staged)
+
+    def discard(self) -> None:
+        """Delete the files of a failed attempt, as far as possible, unless it was published."""
+        folder = self.folder
+        with suppress(OSError):
+            if not isinstance(folder, Path):  # with a manifest, the marker may be there and only the answer lost
+                if not (folder / MANIFEST).exists():
+                    folder.remove_all()
+            elif isinstance(self.final, Path):
+                discard_staged(self.final, _staged_path(self.final, self.staging), self.name)
+
+
+OLD_LINK, NEW_FOLDER = "link", "new"
+"""Names in a staged save: the link that the checkpoint replaces, and the checkpoint's folder before it has its name."""
+
+
+def _staged_path(final: Path, staging: Path | None) -> Path:
+    """Return the folder in which a save is staged."""
+    return final.with_name(f"{final.name}.tmp") if staging is None else staging / final.name
+
+
+def publish_staged(final: Path, staged: Path) -> None:
+    """Publish the save in ``staged``, whose marker is written; also after a crash during an earlier call."""
+    name = marker_folder((staged / MARKER).read_bytes())
+    if not name or staged.is_symlink():  # it is itself the checkpoint
+        if not is_complete(final):
+            delete_checkpoint(final, staged.parent)
+            durable_rename(staged, final)
+        return
+    if final.is_symlink():
+        os.rename(final, staged / OLD_LINK)
+    if not final.exists():
+        with suppress(FileExistsError):
+            os.mkdir(staged / NEW_FOLDER)
+        durable_rename(staged / NEW_FOLDER, final)
+    if (staged / name).exists() and not (final / name).exists():
+        durable_rename(staged / name, final / name)
+    replaces = is_complete(final)
+    try:
+        durable_rename(staged / MARKER, final / MARKER)
+    except OSError:
+        with suppress(OSError):
+            if not replaces:  # where only the flush failed: the save is reported as failed, so it must not count
+                os.rename(final / MARKER, staged / MARKER)
+        raise
+
+
+def discard_staged(final: Path, staged: Path, name: str) -> None:
+    """Undo what `publish_staged` has done of the attempt ``name``, unless that is published, and delete it."""
+    (staged / MARKER).unlink(missing_ok=True)  # first: without it nothing publishes the rest
+    is_published = is_complete(final) and marker_folder((final / MARKER).read_bytes()) == name
+    if name and (final / name).exists() and not is_published:
+        os.rename(final / name, staged / name)
+    if final.is_dir() and not any(final.iterdir()):
+        os.rename(final, staged / NEW_FOLDER)
+    if (staged / OLD_LINK).is_symlink() and not os.path.lexists(final):
+        os.rename(staged / OLD_LINK, final)
+    _delete(staged)
+
+
+def finish_staged(folder: Path, staged: Path) -> str | None:
+    """Publish an interrupted save in ``folder`` if only its publication was interrupted; return a note on it, if any.
+
+    What is left at ``staged`` afterwards is to be deleted.
+    """
+    match = STAGED_NAME.fullmatch(staged.name)
+    if match is None or not staged.is_dir():
+        return None
+    final = folder / match[1]
+    if is_complete(staged) and _is_replaceable(final):
+        publish_staged(final, staged)
+        if not is_complete(staged):
+            return f"published {final.name}: its save was complete except for the final rename"
+    return f"removed {staged.name}: its save was interrupted"
 
 
 def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
-    """Delete a checkpoint or a remainder; renamed first, so that a crash never leaves a partial checkpoint.
+    """Delete a checkpoint or a leftover, which stops to be a checkpoint before its first file is deleted.
 
-    Of a symbolic link only the link is deleted. In a store the marker is deleted first.
+    Of a symbolic link only the link is deleted.
     """
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         (path / MARKER).remove()
         path.remove_all()
-        return
-    if not os.path.lexists(path):
-        return
-    doomed = _deletion_path(path, staging)
-    _delete(doomed)
-    os.rename(path, doomed)
-    sync_folder(path.parent)
-    _delete(doomed)
-
-
-def _deletion_path(path: Path, staging: Path | None) -> Path:
-    """Return the path of a folder or link while it is being deleted."""
-    return (staging or path.parent) / (path.name + DELETED_SUFFIX)
+    elif os.path.lexists(path):
+        inside = CHECKPOINT_NAME.fullmatch(path.parent.name) is not None
+        name = f"{path.parent.name}.{path.name}.gone" if inside else f"{path.name}.gone"
+        target = (staging or path.parents[inside]) / name
+        _delete(target)
+        os.rename(path, target)
+        sync_folder(path.parent)
+        _delete(target)
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder or a link if it exists."""
-    if path.is_symlink():
+    """Delete a file, a folder or a link if it exists."""
+    if path.is_symlink() or path.is_file():
         os.unlink(path)
     elif path.exists():
         shutil.rmtree(path)
@@ -222,38 +274,34 @@ def _delete(path: Path) -> None:
 
 def _is_replaceable(path: Path) -> bool:
     """Return True if ``path`` may be replaced: missing, a checkpoint or its remainder, empty, or a dangling link."""
-    if is_complete(path) or not path.exists() or not any(path.iterdir()):
+    if is_complete(path) or not path.exists():
+        return True
+    names = os.listdir(path)
+    if not names or any(name.startswith(ATTEMPT_PREFIX) for name in names):
         return True
     with suppress(OSError, ValueError, AttributeError):
         return bool(json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT)
     return False
 
 
-UPLOAD_PREFIX = "attempt-"
-
-
-def publish_upload(upload: RemotePath, manifest: bytes) -> None:
-    """Write the manifest and the marker of a complete upload."""
-    (upload / MANIFEST).write_bytes(manifest)
-    (upload.parent / MARKER).write_bytes(marker_content(manifest, upload.name))
-
-
-def discard_upload(upload: RemotePath) -> None:
-    """Delete the files of a failed upload, as far as possible.
-
-    Kept once it has a manifest: the marker may have been written by a request whose answer was lost.
-    """
-    with suppress(OSError):
-        if not (upload / MANIFEST).exists():
-            upload.remove_all()
-
-
-def stale_uploads(path: RemotePath) -> list[RemotePath]:
-    """Return interrupted and replaced uploads of a checkpoint, or its whole folder if it has no marker."""
-    if not (path / MARKER).exists():
-        return [path]
-    try:
+def leftovers(path: Location) -> Iterator[Location]:
+    """Yield what earlier saves of the same step have left in a checkpoint; nothing if the checkpoint is damaged."""
+    attempts = [found for found in _folders(path) if found.name.startswith(ATTEMPT_PREFIX)]
+    flat = isinstance(path, Path) and (path / MANIFEST).exists()
+    if len(attempts) + flat < 2 or (isinstance(path, Path) and path.is_symlink()):
+        return
+    with suppress(CheckpointError):  # damaged: the published attempt is unknown
         inside = Manifest.read(path).inside
-    except CheckpointError:  # damaged: the published upload is unknown
+        yield from (found for found in attempts if found.name != inside)
+        if flat and inside:
+            names = parse_manifest(path, local_path(path / MANIFEST).read_bytes()).files
+            yield from (path / name for name in sorted({PurePosixPath(name).parts[0] for name in names}))
+            yield path / MANIFEST
+
+
+def staged_leftovers(folder: Path, staging: Path) -> list[Path]:
+    """Return what interrupted saves and deletions have left in a staging folder, or in ``folder`` without a lease."""
+    if not staging.is_dir():
         return []
-    return [folder for folder in path.folders() if folder.name.startswith(UPLOAD_PREFIX) and folder.name != inside]
+    is_leftover = LEFTOVER_NAME.fullmatch if staging == folder else lambda name: name.startswith("iter_")
+    return [staging / name for name in sorted(os.listdir(staging), reverse=True) if is_leftover(name)]

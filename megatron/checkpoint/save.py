@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,7 +31,6 @@ from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder
 from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
-    MANIFEST,
     FileRecord,
     TensorChunk,
     TensorRecord,
@@ -44,19 +42,11 @@ from megatron.checkpoint.format import (
 )
 from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.load import call_collectively
-from megatron.checkpoint.object_store import Location, RemotePath, is_permanent, local_path, retry
-from megatron.checkpoint.publish import (
-    UPLOAD_PREFIX,
-    create_staged,
-    discard_staged,
-    discard_upload,
-    publish_staged,
-    publish_upload,
-    save_elsewhere_flags,
-    write_marker,
-)
+from megatron.checkpoint.location import Location
+from megatron.checkpoint.publish import Attempt, save_elsewhere_flags
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
-from megatron.config.errors import Problem, format_bytes
+from megatron.config.errors import Problem
+from megatron.config.text import format_bytes
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
@@ -182,15 +172,12 @@ class CheckpointWriter(StorageWriter):
 
     def __init__(self, final: Location, extra: CheckpointExtras, rank: int, lease: Lease | None = None) -> None:
         self._final, self._extra, self._rank, self._lease = final, extra, rank, lease
-        self._staging = lease.staging if lease else None
-        self._folder: Location | None = None
+        self._attempt: Attempt | None = None  # on rank 0
 
     def abandon(self) -> None:
         """Remove the files of a failed save, as far as possible; does nothing on ranks other than 0."""
-        if isinstance(self._folder, RemotePath):
-            discard_upload(self._folder)
-        elif self._folder is not None and isinstance(self._final, Path):
-            discard_staged(self._final, self._staging)
+        if self._attempt is not None:
+            self._attempt.discard()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: each writer writes one checkpoint."""
@@ -209,16 +196,14 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the staging folder on rank 0 and send its path to all ranks in their plans."""
+        """Create the folder of the attempt on rank 0 and send its path to all ranks in their plans."""
         with storage_errors(self._final, self._rank, self._lease):
             if self._lease is not None:
                 self._lease.ready()
-            if isinstance(self._final, RemotePath):
-                folder: Location = self._final / f"{UPLOAD_PREFIX}{secrets.token_hex(6)}"
-            else:
-                folder = create_staged(self._final, self._staging)
-        self._folder = folder
-        return [replace(plan, storage_data=folder) for plan in plans]
+            attempt = Attempt(self._final, self._lease.staging if self._lease else None)
+            attempt.start()
+        self._attempt = attempt
+        return [replace(plan, storage_data=attempt.folder) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's file, chunk by chunk."""
@@ -226,35 +211,28 @@ class CheckpointWriter(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             with storage_errors(self._final, self._rank, self._lease):
-                if isinstance(folder, RemotePath):  # a failed multipart upload must restart from the beginning
-                    results = retry(lambda: write_tensors(folder, self._rank, plan, planner))
-                else:
+                if isinstance(folder, Path):
                     results = write_tensors(folder, self._rank, plan, planner)
+                else:  # a failed multipart upload must restart from the beginning
+                    results = folder.retry(lambda: write_tensors(folder, self._rank, plan, planner))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
 
     def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """Write small files, manifest and marker, and publish the checkpoint."""
-        folder = self._folder
-        if folder is None:
+        if self._attempt is None:
             raise ValueError("finish() was called before prepare_global_plan()")
+        folder = self._attempt.folder
         flat = [result for of_rank in results for result in of_rank]
         with storage_errors(self._final, self._rank, self._lease):
             small = write_small_files(folder, self._extra.files)
             content, files = build_manifest(metadata.planner_data, flat, small, self._extra)
-            if isinstance(folder, RemotePath):
-                _check_lengths(folder, files, folder.files())
-                if self._lease is not None:
-                    self._lease.check()
-                publish_upload(folder, content)
-                return
-            write_file(folder / MANIFEST, content)
-            sync_folder(folder)
-            lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
-            _check_lengths(folder, files, lengths)
-            write_marker(folder, content)
-            publish_staged(local_path(self._final), self._staging)
+            self._attempt.write_manifest(content)
+            _check_lengths(folder, files)
+            if self._lease is not None and not isinstance(folder, Path):  # on disk, staging fences this start off
+                self._lease.check()
+            self._attempt.publish(content)
 
 
 @contextmanager
@@ -277,12 +255,12 @@ def storage_error(error: OSError, final: Location, rank: int, local: bool = Fals
     fixes = ["free some space"] if is_disk_full(error) else []
     if local:
         fixes.append("--local-save ELSEWHERE")
-    elif isinstance(final, RemotePath):
+    elif not isinstance(final, Path):
         store_fixes = {
             errno.ENOENT: "create the bucket",
             errno.EACCES: "give this process credentials with write access",
         }
-        other = "check the store" if is_permanent(error) else "start again when the store answers"
+        other = "check the store" if error.errno != errno.EIO else "start again when the store answers"
         fixes = [store_fixes.get(error.errno or 0, other), *fixes, save_elsewhere_flags(final.parent)]
     elif error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
@@ -341,8 +319,12 @@ def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> di
     return records
 
 
-def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:
+def _check_lengths(folder: Location, files: Mapping[str, FileRecord]) -> None:
     """Check that all files are visible here, not on another disk or removed by another process."""
+    if not isinstance(folder, Path):
+        lengths = folder.files()
+    else:
+        lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
     for name, record in files.items():
         seen = lengths.get(name)
         if seen != record.bytes:
@@ -455,7 +437,7 @@ def disk_space_message(folder: Location, size: int, lease: Lease | None = None) 
 
 def _free_bytes(folder: Location) -> int | None:
     """Return the free bytes of the disk that holds or will hold ``folder``; None if unknown."""
-    if isinstance(folder, RemotePath):
+    if not isinstance(folder, Path):
         return None
     with suppress(OSError):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

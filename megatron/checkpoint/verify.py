@@ -16,27 +16,23 @@ import torch
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, TensorChunk, split_box
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.tensor_file import ChunkReader
 from megatron.distributed.sharding import Box
 
 
 def list_damage(manifest: Manifest) -> Iterator[str]:
     """Yield one message per damaged place of a checkpoint; reads all of it, one block at a time."""
-    reader = ChunkReader(manifest)
     for name in manifest.tensors:
         try:
             manifest.check_partition(name)
         except DamagedCheckpointError as error:
             yield str(error)
     for file, chunks in chunks_by_file(manifest).items():
-        record = manifest.files[file]
-        starts = [*(chunk.offset for _, chunk in chunks), record.bytes]
-        ends = [record.head, *(chunk.offset + chunk.bytes for _, chunk in chunks)]
-        for end, start in zip(ends, starts):
+        end = manifest.files[file].head
+        for start, size in [*((chunk.offset, chunk.bytes) for _, chunk in chunks), (manifest.files[file].bytes, 0)]:
             if end != start:
                 yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
-        yield from list_file_damage(reader, file, chunks)
-    reader.close()
+            end = start + size
+        yield from list_file_damage(manifest, file, chunks)
 
 
 NamedChunks = list[tuple[str, TensorChunk]]
@@ -52,10 +48,10 @@ def chunks_by_file(manifest: Manifest) -> dict[str, NamedChunks]:
     return {file: sorted(inside, key=lambda item: item[1].offset) for file, inside in chunks.items()}
 
 
-def list_file_damage(reader: ChunkReader, file: str, chunks: NamedChunks) -> Iterator[str]:
+def list_file_damage(manifest: Manifest, file: str, chunks: NamedChunks) -> Iterator[str]:
     """Yield one message per checksum of a file that differs: that of its head, then those of its ``chunks``."""
-    checks = [partial(reader.verify_head, file), *(partial(reader.verify, name, chunk) for name, chunk in chunks)]
-    for check in checks:
+    reader = CheckpointReader(manifest)
+    for check in (partial(reader.verify_head, file), *(partial(reader.verify, *chunk) for chunk in chunks)):
         try:
             check()
         except DamagedCheckpointError as error:
@@ -66,13 +62,16 @@ COMPARE_ELEMENTS = 1 << 20
 """Elements computed with at a time, in addition to the chunk in memory."""
 
 
-@dataclass(frozen=True)
-class TensorSummary:
-    """Statistics of a tensor; NaN if any element is."""
-
-    minimum: float
-    maximum: float
-    rms: float
+def summarize_tensor(reader: CheckpointReader, name: str) -> tuple[float, float, float]:
+    """Return minimum, maximum and root mean square of a tensor of at least one element; NaN if any element is."""
+    minimum, maximum = torch.tensor(math.inf).double(), torch.tensor(-math.inf).double()
+    squares, count = 0.0, 0
+    for box in _small_boxes(reader, name):
+        values = reader.read(name, box).double()
+        low, high = values.aminmax()
+        minimum, maximum = torch.minimum(minimum, low), torch.maximum(maximum, high)  # these propagate NaN
+        squares, count = squares + float(values.square().sum()), count + values.numel()
+    return float(minimum), float(maximum), math.sqrt(squares / count) if count else 0.0
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,6 @@ class TensorDifference:
     identical: bool  # same type and bitwise equal
     largest: float  # maximum absolute difference of two elements
     relative: float  # norm of the difference over the norm of the first tensor
-
-
-def summarize_tensor(reader: CheckpointReader, name: str) -> TensorSummary:
-    """Summarise a tensor of at least one element."""
-    minimum, maximum = torch.tensor(math.inf).double(), torch.tensor(-math.inf).double()
-    squares, count = 0.0, 0
-    for box in _small_boxes(reader, name):
-        values = reader.read(name, box).double()
-        low, high = values.aminmax()
-        minimum, maximum = torch.minimum(minimum, low), torch.maximum(maximum, high)  # these propagate NaN
-        squares, count = squares + float(values.square().sum()), count + values.numel()
-    return TensorSummary(float(minimum), float(maximum), math.sqrt(squares / count) if count else 0.0)
 
 
 def compare_tensors(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference:

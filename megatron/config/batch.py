@@ -31,9 +31,7 @@ def padding_samples(config: TrainingConfig, data_parallel_size: int, batch: int)
     """Return the number of samples that ``--pad-global-batch`` adds to a global batch; the loss excludes them."""
     if not config.pad_global_batch:
         return 0
-    return (
-        get_num_microbatches(config, data_parallel_size, batch) * config.micro_batch_size * data_parallel_size - batch
-    )
+    return -batch % (config.micro_batch_size * data_parallel_size)
 
 
 def rampup_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:

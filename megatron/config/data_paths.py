@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from megatron.config.errors import Problem, UserError, did_you_mean
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.text import counted, did_you_mean
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -152,21 +153,20 @@ def train_data_flag(data: DataConfig) -> str | None:
 
 def source_problems(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem unless tokens come from exactly one source."""
-    given = [[name for name in group if getattr(data, name) not in (None, (), False)] for group in SOURCE_OPTIONS]
+    given = ([name for name in group if getattr(data, name) not in (None, (), False)] for group in SOURCE_OPTIONS)
     used = [names for names in given if names]
     if not used:
         yield Problem("E501", "there are no data", ("--data-path PREFIX", "--mock-data"))
     elif len(used) > 1:
-        flags = [SETTINGS[names[0]].flag for names in used]
-        named = ", ".join(flags[:-1]) + f" and {flags[-1]}"
-        each = "both" if len(used) == 2 else "all"
-        others = ([name for names in used if names is not kept for name in names] for kept in used)
-        fixes = [" ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in some) for some in others]
+        *flags, last = (SETTINGS[names[0]].flag for names in used)
+        off = {name: SETTINGS[name].spell(SETTINGS[name].default) for names in used for name in names}
+        fixes = [" ".join(off[name] for names in used if names is not kept for name in names) for kept in used]
         if used[0] == ["data_path"] and used[1][0] in ("valid_data_path", "test_data_path") and len(used) == 2:
             # evaluation files were given with --data-path: use that for training only
             for_training = DataPathArgs(data.data_path, "--train-data-path").replace_with(data.data_path)
-            fixes = [*(f"{fix} {SETTINGS['data_path'].spell(())}" for fix in for_training), *fixes]
-        yield Problem("E501", f"{named} {each} give the source of tokens", tuple(fixes))
+            fixes = [*(f"{fix} {off['data_path']}" for fix in for_training), *fixes]
+        each = "both" if len(used) == 2 else "all"
+        yield Problem("E501", f"{', '.join(flags)} and {last} {each} give the source of tokens", tuple(fixes))
 
 
 def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
@@ -199,38 +199,36 @@ def _argument_file(path: str) -> tuple[str, ...]:
 
 
 def _per_split(path: str) -> dict[str, DataPathArgs]:
-    """Read the lists of a ``--per-split-data-args-path`` JSON file."""
-    flag = f"--per-split-data-args-path {path}"
+    """Read a ``--per-split-data-args-path`` JSON file."""
+    where = f"--per-split-data-args-path {path}"
     form = '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": null}'
     text = _read(path, "--per-split-data-args-path")
     try:
         pairs = json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=list)
     except ValueError as error:
-        raise _unusable(f"{flag} is not JSON: {error}", form) from None
+        raise _unusable(f"{where} is not JSON: {error}", form) from None
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
-        raise _unusable(f"{flag} must be an object with train, valid and test", form)
-    found = [problem for key, value in pairs for problem in _entry_problems(flag, key, value)]
+        raise _unusable(f"{where} must be an object with train, valid and test", form)
+    found = [Problem("E507", f"{where}: {rule}", fixes) for pair in pairs for rule, fixes in _entry_problems(*pair)]
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    found += [Problem("E507", f"{flag}: {key} occurs twice", (f"write {key} once",)) for key in twice]
+    found += [Problem("E507", f"{where}: {key} occurs twice", (f"write {key} once",)) for key in twice]
     if found:
         raise UserError(found)
     lists = {key: tuple(value.split() if isinstance(value, str) else value or ()) for key, value in pairs}
     if not any(lists.values()):
-        raise _unusable(f"{flag} contains no prefixes", form)
+        raise _unusable(f"{where} contains no prefixes", form)
     return {key: DataPathArgs(words, key, path) for key, words in lists.items() if words}
 
 
-def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
-    """Yield problems of one entry of the JSON file."""
+def _entry_problems(key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield what is wrong with one entry of the JSON file, and fixes."""
+    is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
     if key not in SPLITS:
         meant = SPLIT_ALIASES.get(key.lower()) or did_you_mean(key, SPLITS)
-        fixes = (f"call it {meant}",) if meant else (f"remove {key}",)
-        yield Problem("E507", f"{flag}: there is no split {key!r}, only train, valid and test", fixes)
-    elif isinstance(value, list) and all(isinstance(word, str) for word in value):
-        return
-    elif value is not None and not isinstance(value, str):
-        sentence = f"{flag}: {key} must be text or a list of weights and prefixes"
-        yield Problem("E507", sentence, (f'write in it: "{key}": ["PREFIX"]',))
+        fix = f"call it {meant}" if meant else f"remove {key}"
+        yield f"there is no split {key!r}, only train, valid and test", (fix,)
+    elif not (is_list or value is None or isinstance(value, str)):
+        yield f"{key} must be text or a list of weights and prefixes", (f'write in it: "{key}": ["PREFIX"]',)
 
 
 def _read(path: str, flag: str) -> str:
@@ -368,9 +366,5 @@ def name_problems(data: DataConfig, lists: Mapping[str, DataPathArgs]) -> Iterat
     if twice:
         yield Problem("E506", f"two validation sets are named {twice[0]}", fixes)
     if len(names) != len(prefixes) and not any(True for _ in blend_problems(paths)):
-        sentence = f"{_count(len(names), 'name')} for {_count(len(prefixes), 'validation set')} ({paths.origin})"
+        sentence = f"{counted(len(names), 'name')} for {counted(len(prefixes), 'validation set')} ({paths.origin})"
         yield Problem("E506", sentence, fixes)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

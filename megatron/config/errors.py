@@ -1,4 +1,4 @@
-"""User-facing errors, and the parts of their texts: formatted numbers, and values to suggest.
+"""User-facing errors.
 
 A ``Problem`` has a code, a sentence and fixes to paste; ``UserError`` reports all problems at once. Each code has a
 section in docs/troubleshooting.md.
@@ -6,10 +6,8 @@ section in docs/troubleshooting.md.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 
 @dataclass(frozen=True)
@@ -38,47 +36,3 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
         """Pickle by the problems, not by the message."""
         return type(self), (self.problems,)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word closest to a misspelt ``word``, or None."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.72)), None)
-
-
-def nearest(value: int, among: Iterable[int]) -> list[int]:
-    """Return the nearest of ``among`` below ``value`` and the nearest above it."""
-    numbers = sorted(among)
-    return [*[n for n in numbers if n < value][-1:], *[n for n in numbers if n > value][:1]]
-
-
-def nearest_multiples(value: int, of: int) -> list[int]:
-    """Return the nearest positive multiples of ``of`` below and above ``value``."""
-    return nearest(value, (n for n in (value // of * of, (value // of + 1) * of, (-(-value // of) - 1) * of) if n > 0))
-
-
-MAX_TRIED = 1_000_000  # trial divisors; bounds the time for a mistyped number of 30 digits
-
-
-def divisors(of: int) -> list[int]:
-    """Return all divisors, ascending; above ``MAX_TRIED`` squared only those that pair with a smaller one."""
-    small = [d for d in range(1, min(math.isqrt(of), MAX_TRIED) + 1) if of % d == 0]
-    return sorted({*small, *(of // d for d in small)})
-
-
-def flag_fixes(flag: str, numbers: Iterable[int]) -> tuple[str, ...]:
-    """Return one fix for each number."""
-    return tuple(f"{flag} {n}" for n in numbers)
-
-
-def format_number(number: float) -> str:
-    """Return the shortest text that reads back as the same number."""
-    short = f"{number:g}"
-    return short if float(short) == number else repr(number).removesuffix(".0")
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes in powers of 1024: ``812 bytes``, ``43.30 KiB``, ``12.50 MiB``, ``1.87 GiB``."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:,.2f} {name}"
-    return f"{round(count)} byte{'' if round(count) == 1 else 's'}"

@@ -1,7 +1,4 @@
-"""Model architecture as independent options; there are no model families.
-
-`ModelConfig` also has the closed formula for the number of parameters, of the whole model and of a pipeline stage.
-"""
+"""Model architecture as independent options; there are no model families."""
 
 from __future__ import annotations
 
@@ -201,56 +198,3 @@ class ModelConfig:
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
         return int(self.head_dim * self.rotary_percent)
-
-    def num_parameters(self, active: bool = False) -> int:
-        """Return the number of trainable parameters without vocabulary padding.
-
-        A closed formula, compared with the built model when it is built.
-
-        Args:
-            active: count only the experts that one token uses.
-        """
-        inactive = self.layer_parameters() - self.layer_parameters(active)
-        return self.stage_parameters(self.num_layers, first=True, last=True) - self.num_layers * inactive
-
-    def stage_parameters(self, layers: int, first: bool, last: bool) -> int:
-        """Return the number of parameters of a pipeline stage.
-
-        Args:
-            layers: number of blocks.
-            first: include the embeddings.
-            last: include the final norm and the output layer. A tied weight counts once.
-
-        Raises:
-            ValueError: when the vocabulary size or the number of positions is not set.
-        """
-        tables = first + last if self.untie_embeddings_and_output_weights else first or last
-        count = layers * self.layer_parameters() + (self.vocab * self.hidden_size * tables if tables else 0)
-        if first and self.position_embedding_type == "learned_absolute":
-            if self.max_position_embeddings is None:
-                raise ValueError("max_position_embeddings is not known yet")
-            count += self.max_position_embeddings * self.hidden_size
-        return count + (self.norm_parameters() if last else 0)
-
-    def norm_parameters(self) -> int:
-        """Return the number of parameters of one norm over the hidden size."""
-        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
-
-    def layer_parameters(self, active: bool = False) -> int:
-        """Return the number of parameters of one block; with ``active``, of the experts that one token uses."""
-        h, d, bias = self.hidden_size, self.head_dim, int(self.add_bias_linear)
-        qkv_rows = (self.heads_per_group + 2) * self.kv_groups * d
-        attention = qkv_rows * (h + int(self.qkv_bias)) + self.num_attention_heads * d * h + bias * h
-        if self.qk_layernorm:
-            attention += 2 * d * (2 if self.normalization == "LayerNorm" else 1)
-        return attention + self.mlp_parameters(active) + 2 * self.norm_parameters()
-
-    def mlp_parameters(self, active: bool = False) -> int:
-        """Return the number of parameters of a block's MLP, or of its router and experts; ``active`` as above."""
-        h, matrices = self.hidden_size, 3 if self.gated else 2
-        if self.num_experts is None:
-            bias = (matrices - 1) * self.ffn + h if self.add_bias_linear else 0
-            return matrices * self.ffn * h + bias
-        experts = self.moe_router_topk if active else self.num_experts
-        shared = self.moe_shared_expert_intermediate_size or 0
-        return self.num_experts * h + matrices * h * (experts * self.expert_ffn + shared)

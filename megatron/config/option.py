@@ -6,12 +6,13 @@ Flags, YAML keys, ``--help``, docs/flags.md and validation are derived from them
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron.config.errors import format_number
+from megatron.config.text import flag, format_number
 
 
 class Role(Enum):
@@ -35,11 +36,15 @@ class Need:
 
     # ``field`` (set or on), ``field=value|value``, a condition of ``arguments.validate``, or a predicate of RunConfig
     condition: str | Callable[[Any], bool]
-    text: str = ""  # the condition in words, with names of fields; default: as written
+    text: str = ""  # the condition in words; default: as a flag
     fix: str = ""
 
     def __str__(self) -> str:
-        return self.text or str(self.condition).replace("=", " ").replace("|", " or ")
+        name, _, values = str(self.condition).partition("=")
+        return self.text or f"{flag(name)} {values.replace('|', ' or ')}".strip()
+
+
+INSIDE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,20 @@ class Option:
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The limits that are set, by their names in words."""
+        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return {words: limit for words, limit in limits.items() if limit is not None}
+
     def allows(self, number: float) -> bool:
         """Return True if ``number`` lies inside the limits."""
-        return (
-            (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-            and (self.at_most is None or number <= self.at_most)
-            and (self.below is None or number < self.below)
-        )
+        return all(INSIDE[words](number, bound) for words, bound in self.bounds.items())
 
     @property
     def limits(self) -> str:
         """The limits in words; empty without any."""
-        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return " and ".join(f"{words} {format_number(bound)}" for words, bound in bounds.items() if bound is not None)
+        return " and ".join(f"{words} {format_number(bound)}" for words, bound in self.bounds.items())
 
 
 def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] = (), **properties: Any) -> Any:

@@ -73,7 +73,7 @@ class ParallelConfig:
     use_distributed_optimizer: bool = option(False, role="free")
     """Shard main params and moments over data-parallel ranks (ZeRO-1), unless a sharding strategy is set."""
     data_parallel_sharding_strategy: str | None = option(None, role="free", choices=tuple(ZERO_STAGES))
-    """What is sharded over data-parallel ranks: no_shard (nothing), optim (main params and moments, ZeRO-1), or
+    """State to shard over data-parallel ranks: no_shard (nothing), optim (main params and moments, ZeRO-1), or
     optim_grads (gradients too, ZeRO-2). Default: no_shard, or optim with use_distributed_optimizer."""
     num_distributed_optimizer_instances: int = option(1, role="free", at_least=1)
     """Groups of data-parallel ranks that each hold a complete copy of the sharded state."""

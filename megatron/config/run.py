@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from megatron.config.errors import Problem, did_you_mean
+from megatron.config.errors import Problem
 from megatron.config.model import ModelConfig
 from megatron.config.option import Need, option
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
+from megatron.config.text import did_you_mean
 
 DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Data options that take effect at the end of a document."""
@@ -29,7 +30,7 @@ def _keeps_moment(kind: str, *optimizers: str) -> Need:
         name = config.optimizer.optimizer
         return name in optimizers or kind in getattr(registered("optimizer").get(name), "state_kinds", ())
 
-    return Need(is_kept, f"optimizer {' or '.join(optimizers)}", f"--optimizer {optimizers[0]}")
+    return Need(is_kept, f"--optimizer {' or '.join(optimizers)}", f"--optimizer {optimizers[0]}")
 
 
 FP16 = Need("params_dtype=fp16", "fp16", "--fp16")
@@ -39,7 +40,7 @@ DYNAMIC_LOSS_SCALE = Need(
     "--set precision.loss_scale=null",
 )
 FULL_RECOMPUTE = Need("recompute_granularity=full", fix="--recompute-granularity full")
-TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (skip_train takes none)")
+TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
 WSD = Need("lr_decay_style=WSD", fix="--lr-decay-style WSD")
 WARMUP = Need(
     lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples),
@@ -47,13 +48,13 @@ WARMUP = Need(
 )
 PARAM_REMAINDERS = Need(
     lambda c: c.precision.params_dtype == "bf16" and c.optimizer.optimizer != "muon",
-    "bf16 and optimizer adam, lion or sgd",
+    "--bf16 and --optimizer adam, lion or sgd",
     "--bf16",
 )
 FIRST_MOMENT = _keeps_moment("exp_avg", "adam", "lion")
 SECOND_MOMENT = _keeps_moment("exp_avg_sq", "adam")
 SAVE = Need("save", "a folder to save to", "--save checkpoints")
-KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "keep_last", "--keep-last 3")
+KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last", "--keep-last 3")
 START_POINT = Need(
     lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
     "a checkpoint to start from",
@@ -65,19 +66,19 @@ DOCUMENTS = Need(
 )
 DOCUMENT_OPTIONS = Need(
     lambda c: any(getattr(c.data, name) for name in DOCUMENT_BOUNDARY_OPTIONS),
-    "reset_position_ids, reset_attention_mask or eod_mask_loss",
+    "--reset-position-ids, --reset-attention-mask or --eod-mask-loss",
 )
 GPT2_BPE = Need("tokenizer_type=GPT2BPETokenizer", fix="--tokenizer-type GPT2BPETokenizer")
 TIKTOKEN = Need("tokenizer_type=TikTokenizer", fix="--tokenizer-type TikTokenizer")
 TOKENIZER_WITH_MODEL = Need(
     "tokenizer_type=HuggingFaceTokenizer|SentencePieceTokenizer|GPTSentencePieceTokenizer|Llama2Tokenizer|TikTokenizer",
-    "a tokenizer_type that reads it",
+    "a --tokenizer-type that reads it",
     "--tokenizer-type HuggingFaceTokenizer",
 )
 WANDB = Need("wandb_project", fix="--wandb-project mine")
 PROFILE = Need(
     lambda c: c.profiling.profile or c.profiling.profile_memory or c.profiling.profile_pipeline,
-    "profile, profile_memory or profile_pipeline",
+    "--profile, --profile-memory or --profile-pipeline",
 )
 
 
@@ -105,7 +106,7 @@ class LoggingConfig:
         "minmax",
         role="start",
         choices=("max", "minmax", "all"),
-        needs=Need(lambda c: c.logging.timing_log_level > 0, "timing_log_level above 0"),
+        needs=Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0"),
     )
     """Values logged of each timer over all ranks."""
     log_health_interval: int | None = option(None, role="start", at_least=1)
@@ -181,7 +182,7 @@ class TrainingConfig:
         None,
         role="free",
         at_least=1,
-        needs=(Need(lambda c: c.training.eval_iters > 0, "eval_iters above 0"), TRAINING_STEPS),
+        needs=(Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0"), TRAINING_STEPS),
     )
     """Steps between evaluations. Default: only at the end."""
     eval_iters: int = option(0, role="free", at_least=0)
@@ -237,15 +238,25 @@ class ComputeConfig:
     """Part captured and replayed as a CUDA graph: the optimizer, or the whole step."""
 
 
-MOMENTS_PER_PARAMETER = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
-"""State tensors per parameter of each update rule."""
+RULE_STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "muon": ("exp_avg",),
+}
+"""What each built-in update rule keeps of every element. Muon updates the matrices of blocks, and adam the rest."""
+
+
+def state_kinds(rule: str) -> tuple[str, ...]:
+    """Return what an update rule, built in or registered by a plugin, keeps of every element."""
+    return RULE_STATE[rule] if rule in RULE_STATE else tuple(registered("optimizer")[rule].state_kinds)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
-    optimizer: str = option("adam", role="state", choices=tuple(MOMENTS_PER_PARAMETER), kind="optimizer")
+    optimizer: str = option("adam", role="state", choices=tuple(RULE_STATE), kind="optimizer")
     """Update rule; adam is AdamW."""
     lr: float = option(1e-4, role="schedule", at_least=0)
     """Peak learning rate."""
@@ -379,7 +390,7 @@ class DataConfig:
     data_path: tuple[str, ...] = option((), role="free")
     """PREFIX of .bin/.idx files, or several to blend: WEIGHT PREFIX pairs, or prefixes weighted by their size."""
     split: str | None = option(
-        None, role="data", needs=Need(lambda c: bool(c.data.data_path or c.data.data_args_path), "data_path")
+        None, role="data", needs=Need(lambda c: bool(c.data.data_path or c.data.data_args_path), "--data-path")
     )
     """Weights of the train, validation and test splits of every prefix in data_path. Default: 969, 30, 1."""
     train_data_path: tuple[str, ...] = option((), role="free")
@@ -471,8 +482,8 @@ class CheckpointConfig:
         },
         needs=START_POINT,
     )
-    """What to restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size,
-    run length, optimizer settings and schedules from the flags), or weights-only."""
+    """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
+    length, optimizer settings and schedules from the flags), or weights-only."""
 
 
 @dataclass(frozen=True)

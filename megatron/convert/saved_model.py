@@ -15,7 +15,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.location import Location
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import check_model_config

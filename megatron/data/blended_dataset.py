@@ -30,11 +30,7 @@ BlendIndex = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
 def normalize_weights(weights: ArrayLike) -> NDArray[np.float64]:
-    """Divide weights ``[k]`` by their sum.
-
-    Raises:
-        DataError: when there are too many or too few, or one is not above 0 and finite.
-    """
+    """Divide weights ``[k]`` by their sum."""
     values = np.asarray(weights, dtype=np.float64)
     if not 1 <= len(values) <= MAX_BLEND_DATASETS:
         raise DataError(f"a blend has 1 to {MAX_BLEND_DATASETS:,} sources, not {len(values):,}", "merge some of them")
@@ -50,9 +46,6 @@ def build_blend_index(weights: ArrayLike, size: int) -> BlendIndex:
 
     Place ``i`` goes to the first dataset ``k`` with the largest ``weights[k] * max(i, 1) - taken[k]``, in float64,
     where the weights are normalised and ``taken`` counts the places already given to a dataset.
-
-    Raises:
-        DataError: for invalid weights, or when numba is needed and not installed.
     """
     shares = normalize_weights(weights)
     interleave = _interleave if size * len(shares) < COMPILE_ABOVE else _compiled()

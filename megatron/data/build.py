@@ -5,13 +5,12 @@
 that continues beyond its plan therefore appends a segment with its own seed, and no earlier sample changes its place.
 
 One segment is one dataset, or a blend of several, by Megatron-LM's rules (`FileSegmentBuilder`). Files too short for
-one sample of a split are reported with a ``--split`` that would work (`DataShortage`).
+one sample of a split are reported with a ``--split`` that would work.
 """
 
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -69,9 +68,6 @@ def file_segment_builders(
     """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
     Test data are left out, with a note, where only the default split asks for them and there are none.
-
-    Raises:
-        DataError: when files are damaged, or a source of a needed split is too short for one sample.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     sources = resolve_sources(data, read)
@@ -88,19 +84,19 @@ def file_segment_builders(
         default = data.split is None and source.split == DEFAULT_SPLIT
         wanted = [other for other in read if split_kind(other) != "test" or split == "test" or not default]
         better = _suggest_split(sources, wanted, open_files, training.seq_length)
-        shortage = DataShortage(split, source, short, training.seq_length, default, better)
+        seen = _describe_shortage(split, source, short[0], training.seq_length, default)
         if split != "test" or not default:
-            raise shortage.error(needed)
-        notes.append(shortage.note())
+            fixes = _shortage_fixes(source, short, better)
+            if better is None and source.split is not None and split_kind(split) != "train":
+                fixes.insert(0, "--eval-iters 0")
+            samples = f"{split_label(split)} samples" if source.split is None else "samples"
+            raise DataError(f"{seen}, but {needed:,} {samples} are needed", *fixes)
+        notes.append(seen if better is None else f"{seen}; {better} leaves some")
     return builders, notes
 
 
 def resolve_sources(data: DataConfig, needed: Iterable[str]) -> dict[str, SplitSource]:
-    """Return the data source of each split; needed splits without files of their own use the files that are cut.
-
-    Raises:
-        DataError: when there are no files for a needed split.
-    """
+    """Return the data source of each split; needed splits without files of their own use the files that are cut."""
     sources = data_sources(data)
     cut = next((source for source in sources.values() if source.split is not None), None)
     for split in needed:
@@ -113,11 +109,7 @@ def resolve_sources(data: DataConfig, needed: Iterable[str]) -> dict[str, SplitS
 
 
 def split_parts(split: str, source: SplitSource, open_files: OpenFiles) -> list[SourceSlice]:
-    """Return the files of a split's sources with the sequences that are its own, possibly none.
-
-    Raises:
-        DataError: when files are damaged.
-    """
+    """Return the files of a split's sources with the sequences that are its own, possibly none."""
     files = [open_files(prefix) for prefix in source.blend.prefixes]
     if source.split is None:
         return [(indexed, range(len(indexed))) for indexed in files]
@@ -130,9 +122,6 @@ def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: i
 
     All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
     its end. Returns the samples, and the sizes that all segments were built for.
-
-    Raises:
-        DataError: when a segment holds no sample.
     """
     counts, held = list(sizes), 0
     segments: list[Dataset] = []
@@ -158,11 +147,7 @@ class FileSegmentBuilder:
     cache: IndexCache | None  # stores the index tables; None builds them in memory
 
     def __call__(self, num_samples: int, before: Sequence[Dataset] = ()) -> Dataset:
-        """Build the segment of ``num_samples`` samples that follows the segments ``before``.
-
-        Raises:
-            DataError: when a source holds no sample, a weight is not above 0, or numba is needed and missing.
-        """
+        """Build the segment of ``num_samples`` samples that follows the segments ``before``."""
         seed = (self.seed + len(before)) % SEED_MODULUS
         if before and isinstance(before[-1], BlendedDataset):
             return self._extend(before[-1], num_samples, seed)
@@ -258,54 +243,31 @@ def _is_too_short(part: SourceSlice, source: SplitSource, seq_length: int) -> bo
     return _slice_tokens(part) < (seq_length + 1 if _is_in_proportion(source) else 1)
 
 
-@dataclass(frozen=True)
-class DataShortage:
-    """Files that are too short for one sample of a split."""
+def _describe_shortage(split: str, source: SplitSource, short: SourceSlice, seq_length: int, default: bool) -> str:
+    """Describe what a split has of a file that is too short."""
+    indexed, sequences = short
+    label = split_label(split)
+    tokens = f"{_slice_tokens(short):,} tokens, no sample of {seq_length} + 1"
+    if source.split is None:
+        held = f"{tokens} ({len(sequences):,} sequences)" if sequences else "no sequence"
+        return f"{indexed.prefix} holds {held}"
+    part = f"of the {len(indexed):,} sequences in {indexed.prefix}"
+    left = f"{label} data of {tokens} ({len(sequences):,} {part})" if sequences else f"no {label} data {part}"
+    return f"{'the default ' if default else ''}--split '{source.split}' leaves {left}"
 
-    split: str  # its name
-    source: SplitSource  # its data source
-    short: Sequence[SourceSlice]  # the files that are too short, at least one
-    seq_length: int  # tokens per sample
-    default: bool  # whether the split is the default one
-    better: str | None  # a ``--split`` that leaves enough of every file, if one exists
 
-    def error(self, needed: int) -> DataError:
-        """Return the error for a split of which ``needed`` samples are needed."""
-        indexed, sequences = self.short[0]
-        kind, label, prefixes = split_kind(self.split), split_label(self.split), self.source.blend.prefixes
-        short = {indexed.prefix for indexed, _ in self.short}
-        several_files_fixes = [f"leave out {' '.join(sorted(short))}"] if short < set(prefixes) else []
-        if _is_in_proportion(self.source) and len(prefixes) <= MAX_FILES_IN_FIX:
-            command = f"python tools/merge_datasets.py --input {' '.join(prefixes)} --output-prefix merged"
-            several_files_fixes.append(f"{command} and read merged instead")
-        if self.source.split is None:
-            held = f"{self._tokens()} ({len(sequences):,} sequences)" if sequences else "no sequence"
-            seen = f"{indexed.prefix} holds {held}, but {needed:,} {label} samples are needed"
-            return DataError(seen, *(several_files_fixes or ["use more data"]))
-        split_fixes = [] if self.better is None else [self.better]
-        if self.better is None and kind != "train":
-            split_fixes.append("--eval-iters 0")
-            if len(prefixes) == 1:
-                whole = f"--train-data-path {shlex.quote(prefixes[0])}"
-                split_fixes.append(f"{whole} --{kind}-data-path ANOTHER_PREFIX instead")
-        seen = f"{self._cut(f'no {label} data', f'{label} data of ')}, but {needed:,} samples are needed"
-        more = f"a dataset of more documents than {len(indexed)}"
-        return DataError(seen, *split_fixes, *several_files_fixes, more)
-
-    def note(self) -> str:
-        """Return the note for test data that only the default split asks for."""
-        better = "" if self.better is None else f"; {self.better} leaves some"
-        return f"no test data: {self._cut('none', '')}{better}"
-
-    def _cut(self, none: str, some: str) -> str:
-        """Describe what the split leaves of the first short file."""
-        indexed, sequences = self.short[0]
-        all_of_it = f"of the {len(indexed):,} sequences in {indexed.prefix}"
-        left = f"{some}{self._tokens()} ({len(sequences):,} {all_of_it})" if sequences else f"{none} {all_of_it}"
-        return f"{'the default ' if self.default else ''}--split '{self.source.split}' leaves {left}"
-
-    def _tokens(self) -> str:
-        return f"{_slice_tokens(self.short[0]):,} tokens, no sample of {self.seq_length} + 1"
+def _shortage_fixes(source: SplitSource, short: Sequence[SourceSlice], better: str | None) -> list[str]:
+    """Return the fixes for files that are too short."""
+    fixes = [] if better is None else [better]
+    names = {indexed.prefix for indexed, _ in short}
+    if names < set(source.blend.prefixes):
+        fixes.append(f"leave out {' '.join(sorted(names))}")
+    if _is_in_proportion(source) and len(source.blend.prefixes) <= MAX_FILES_IN_FIX:
+        command = f"python tools/merge_datasets.py --input {' '.join(source.blend.prefixes)} --output-prefix merged"
+        fixes.append(f"{command} and read merged instead")
+    if source.split is not None:
+        fixes.append(f"a dataset of more documents than {len(short[0][0])}")
+    return fixes or ["use more data"]
 
 
 def _suggest_split(

@@ -49,11 +49,7 @@ class TokenizerInfo:
 
 
 def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Return every dataset that the splits read, once; none for generated data.
-
-    Raises:
-        UserError: when the data path options are invalid.
-    """
+    """Return every dataset that the splits read, once; none for generated data."""
     sources = {} if data.mock_data else data_sources(data)
     return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
 
@@ -75,11 +71,7 @@ def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | 
 
 
 def check_vocab_size(known: TokenizerInfo | None, vocab_size: int | None, weights: str | None = None) -> int:
-    """Return the vocabulary size: ``vocab_size`` if given, else that of the ``known`` tokenizer.
-
-    Raises:
-        DataError: when neither is known, or ``vocab_size`` is too small for the tokenizer.
-    """
+    """Return the vocabulary size: ``vocab_size`` if given, else that of the ``known`` tokenizer."""
     size = known.vocab_size if vocab_size is None and known is not None else vocab_size
     if size is None:
         raise DataError("the vocabulary size is unknown", "--vocab-size 50257", "--tokenizer-type ByteTokenizer")
@@ -162,11 +154,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
 
 
 def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """Build the tokenizer that the flags name; None if they do not name its files.
-
-    Raises:
-        DataError: when it cannot be built.
-    """
+    """Build the tokenizer that the flags name; None if they do not name its files."""
     if data.tokenizer_type is None:
         return None
     if data.tokenizer_type not in ("ByteTokenizer", "NullTokenizer") and not _has_files(data):
@@ -175,12 +163,7 @@ def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer 
 
 
 def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
-    """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data.
-
-    Raises:
-        DataError: when the tokenizer cannot be built, or differs from the record.
-        UserError: when the data path options are invalid.
-    """
+    """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data."""
     recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
     if recorded is not None:
         return hugging_face_files_of(recorded)
@@ -189,11 +172,7 @@ def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping
 
 
 def find_eod_id(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> int | None:
-    """Return the id that ends a document; None if unknown.
-
-    Raises:
-        DataError: when ``eod_id`` is beyond the vocabulary, or differs from the tokenizer's.
-    """
+    """Return the id that ends a document; None if unknown."""
     if data.eod_id is None:
         return None if known is None else known.eod
     if data.eod_id >= vocab_size:

@@ -17,11 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.config.errors import did_you_mean
+from megatron.config.text import did_you_mean
 
 
 class DataError(ValueError):
-    """A data file is wrong, or does not fit what the run needs."""
+    """A data file is wrong, or does not fit what the run needs.
+
+    Functions of this package raise it, and UserError for invalid options, without a mention of their own.
+    """
 
     def __init__(self, seen: str, *fixes: str) -> None:
         self.seen = seen  # what is wrong

@@ -99,11 +99,7 @@ class GPTDataset(Dataset):
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:
-    """Return the sequences of the train, validation and test splits; an omitted weight is 0.
-
-    Raises:
-        DataError: when ``split`` is not one to three weights.
-    """
+    """Return the sequences of the train, validation and test splits; an omitted weight is 0."""
     try:
         shares = split_shares(split)
     except ValueError as error:
@@ -123,9 +119,6 @@ def build_sample_order(
         num_samples: samples needed; None for one epoch.
         seq_length: tokens per sample.
         seed: of both shuffles.
-
-    Raises:
-        DataError: when the split has no tokens, or ``num_samples`` is None and one epoch is shorter than a sample.
     """
     tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
     if tokens == 0 or (num_samples is None and tokens <= seq_length):

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,15 +36,12 @@ from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
 CACHE_FORMAT = 1  # increased when the tables of the same facts change
-ABOUT, FILES = "about.json", "files"
+ABOUT = "about.json"
 BUILDING = ".building"
 WAIT_MESSAGE_SECONDS = 30.0
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 Tables = dict[str, NDArray[Any]]
-
-EntryIdentity = tuple[int, int] | None
-"""Inode and modification time, which tell an entry from its replacement; None if there is no entry."""
 
 
 class IndexCache:
@@ -61,7 +57,7 @@ class IndexCache:
 
         Args:
             kind: kind of the tables, the start of the entry's name.
-            facts: everything that decides them, in JSON types; ``files`` is the fingerprint of the files that are read.
+            facts: everything that decides them, in JSON types.
             build: builds them; no table may be empty.
             source: name of the files, recorded for people.
 
@@ -71,32 +67,25 @@ class IndexCache:
         about = {"format": CACHE_FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(CACHE_FORMAT, json.dumps(facts, sort_keys=True))}"
         try:
-            seen = _identity(path)
-            found = self._read(path, about) if seen else None
+            found = self._read(path, about)
             if found is None and self._is_writable:
-                contents = self._contents.get(source)
-                if contents and facts.get(FILES) not in (None, *contents):
-                    self._note(
-                        f"{source} has changed since its tables were cached in {self.folder}: they are built again"
-                    )
                 self.folder.mkdir(parents=True, exist_ok=True)
-                found = self._build_once(path, about, build, seen)
+                found = self._build_once(path, about, build)
             return found or build()
         except OSError as error:
             self._give_up(error)
             return build()
 
-    def _build_once(
-        self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: EntryIdentity
-    ) -> Tables:
+    def _build_once(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables]) -> Tables:
         """Return the entry once any process has built it; if this one builds it and cannot publish, what it built."""
         with open(f"{path}.lock", "ab") as lock:
-            found = self._wait(lock, path, about, seen)
+            found = self._wait(lock, path, about)
             if found is not None:
                 return found
+            shutil.rmtree(path, ignore_errors=True)  # damaged
             built = build()
             try:
-                _publish(path, about, built, seen)
+                _publish(path, about, built)
                 return self._read(path, about) or built
             except OSError as error:
                 self._give_up(error)
@@ -110,11 +99,10 @@ class IndexCache:
         fix = f" ({OPEN_FILES_FIX})" if is_too_many_open_files(error) else ""
         self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{fix}")
 
-    def _wait(self, lock: IO[bytes], path: Path, about: Mapping[str, Any], seen: EntryIdentity) -> Tables | None:
+    def _wait(self, lock: IO[bytes], path: Path, about: Mapping[str, Any]) -> Tables | None:
         """Return the entry once another process has built it, or None if this process must build it.
 
-        It must once it holds the lock, or if the file system has no locks. ``seen`` identifies a damaged entry that is
-        already there.
+        It must once it holds the lock, or if the file system has no locks.
 
         Raises:
             OSError: when another process held the lock and could not publish.
@@ -123,15 +111,12 @@ class IndexCache:
         pause = SHORTEST_PAUSE_SECONDS
         while True:
             state = try_lock(lock)
+            if (found := self._read(path, about)) is not None:
+                return found
             if state is LockState.UNSUPPORTED:  # the first to publish is kept
                 self._note(f"{self.folder} has no file locks: every process builds its tables itself")
                 return None
-            now = _identity(path)
-            if now not in (None, seen):
-                found, seen = self._read(path, about), now
-                if found is not None:
-                    return found
-            if not _is_named(lock):
+            if not os.path.exists(lock.name) or not os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
                 raise OSError("another process could not write to it")
             if state is LockState.ACQUIRED:
                 for left in path.parent.glob(f"{path.name}.*{BUILDING}"):  # of killed processes
@@ -145,7 +130,7 @@ class IndexCache:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
-        """Return the verified tables of an entry; None, with a note, when it is damaged.
+        """Return the verified tables of an entry; None when it is missing or, with a note, damaged.
 
         Raises:
             OSError: when it cannot be read: it may be intact, and others may be reading it.
@@ -157,18 +142,9 @@ class IndexCache:
             tables = written["tables"].items()
             return {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in tables}
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
-            self._note(f"the tables in {path} are damaged and not used: {error}")
+            if path.exists():
+                self._note(f"the tables in {path} are damaged and not used: {error}")
             return None
-
-    @cached_property
-    def _contents(self) -> dict[str, set[str]]:
-        """Fingerprints of the files that the entries were made from, by source; read once."""
-        found: dict[str, set[str]] = {}
-        for path in self.folder.glob(f"*/{ABOUT}"):
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                about = json.loads(path.read_bytes())
-                found.setdefault(about["source"], set()).add(about["facts"][FILES])
-        return found
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -181,22 +157,6 @@ def cache_entry_of(table: NDArray[Any]) -> Path | None:
     while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
         base = base.base
     return Path(base.filename).parent if isinstance(base, np.memmap) and base.filename is not None else None
-
-
-def _identity(path: Path) -> EntryIdentity:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _is_named(lock: IO[bytes]) -> bool:
-    """Return True if the open lock file still has its name."""
-    try:
-        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
@@ -217,8 +177,8 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
         return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape))
 
 
-def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: EntryIdentity) -> None:
-    """Write and sync an entry, then rename it into place of the ``damaged`` one, if any."""
+def _publish(path: Path, about: Mapping[str, Any], tables: Tables) -> None:
+    """Write and sync an entry, then rename it into place."""
     folder = Path(f"{path}.{os.urandom(8).hex()}{BUILDING}")
     folder.mkdir()
     try:
@@ -235,8 +195,6 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Entr
                 file.write(content)
             written[name] = header.tell() + content.nbytes, checksum.hexdigest()
         write_file(folder / ABOUT, json.dumps({**about, "tables": written}, indent=2).encode())
-        if damaged is not None and _identity(path) == damaged:
-            shutil.rmtree(path)
         sync_folder(folder)
         try:
             durable_rename(folder, path)

@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,8 +54,15 @@ class IndexedDatasetWriter:
     that an unfinished pair is never read. An existing pair stays intact until then.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, extra_files: Mapping[str, bytes] | None = None) -> None:
         """Prepare ``<prefix>.bin`` and ``<prefix>.idx`` for ids of a type in `DTYPE_CODES`; creates no file yet.
+
+        Args:
+            prefix: path of the files without their suffixes.
+            dtype: of the ids.
+            extra_files: small files that are published together with the pair, by suffix, which may be
+                ``folder/name``; other files in such a folder are removed. The tokenizer record and files of an older
+                pair are removed too if none are added.
 
         Raises:
             DataError: when the format does not have the type.
@@ -64,9 +71,8 @@ class IndexedDatasetWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         if self._dtype not in DTYPE_CODES.values():
             raise DataError(f"{self._prefix}: the format has no {self._dtype}", "uint16 | int32")
-        self._extra_files: dict[str, bytes] = {}
+        self._extra_files = dict(extra_files or {})
         self._sequences = 0
-        self._sequences_of_documents = 0
         self._published = False
         self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"  # another container may have the same process id
         self.num_documents = 0
@@ -90,19 +96,6 @@ class IndexedDatasetWriter:
         self._boundaries.write(np.zeros(1, "<i8").data)
         return self
 
-    def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence of ids ``[n]`` to the current document.
-
-        Raises:
-            DataError: when an id does not fit the file's type, or the sequence is too long for the format.
-        """
-        ids = np.asarray(tokens)
-        self._add_sequences(ids, np.array([ids.size]))
-
-    def end_document(self) -> None:
-        """End the current document; it is empty if no sequence was added."""
-        self._add_boundaries(np.array([self._sequences]))
-
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence of ids ``[n]``, or an empty one when ``n`` is 0."""
         ids = np.asarray(tokens)
@@ -117,17 +110,26 @@ class IndexedDatasetWriter:
         """
         if lengths.size and lengths.min() < 0:
             raise ValueError(f"{self._prefix}: a document of {lengths.min()} tokens")
-        before = self._sequences
-        self._add_sequences(ids, lengths[lengths > 0])
-        self._add_boundaries(before + np.cumsum(lengths > 0))
+        if lengths.size and lengths.max() > MAX_SEQUENCE_LENGTH:
+            seen = f"{self._prefix}: a sequence of {lengths.max()} tokens; at most {MAX_SEQUENCE_LENGTH}"
+            raise DataError(seen, "cut the document")
+        if lengths.sum(dtype=np.int64) != ids.size:
+            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {ids.size} ids")
+        stored = ids
+        if not np.can_cast(ids.dtype, self._dtype, "safe"):
+            with np.errstate(all="ignore"):
+                stored = ids.astype(self._dtype)
+            changed = ids[(stored != ids) & (ids == ids)]  # NaN differs from itself
+            if changed.size:
+                raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}")
+        self._bin.write(np.ascontiguousarray(stored, dtype=self._dtype).data)
+        self._add_boundaries(self._sequences + np.cumsum(lengths > 0))
+        self._add_lengths(lengths[lengths > 0])
 
     def add_pair(self, data: IndexedDataset, report: Callable[[int], None] = lambda _: None) -> None:
         """Append all documents of another pair of the same id type, copying its bytes.
 
         ``report`` is called with the size in bytes of every block copied.
-
-        Raises:
-            DataError: when the file has changed since it was opened.
         """
         for first in range(1, len(data.documents), TABLE_BLOCK):
             self._add_boundaries(data.documents[first : first + TABLE_BLOCK] + self._sequences)
@@ -145,14 +147,6 @@ class IndexedDatasetWriter:
                 "merge again after all writers have finished",
             )
 
-    def add_file(self, suffix: str, content: bytes) -> None:
-        """Add a small file ``<prefix>.<suffix>`` that is published together with the pair.
-
-        ``suffix`` may be ``folder/name``; other files in such a folder are removed. The tokenizer record and files of
-        an older pair are removed too if none are added.
-        """
-        self._extra_files[suffix] = content
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -169,8 +163,6 @@ class IndexedDatasetWriter:
 
     def _prepare(self) -> None:
         """Write and sync everything, so that only renames are left."""
-        if self._sequences != self._sequences_of_documents:
-            raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
         targets = [self._path(suffix) for suffix in ("bin", "idx", *self._extra_files)]
         targets += [path for folder in self._folders() if folder.is_dir() for path in folder.iterdir()]
         for path in targets:
@@ -231,32 +223,6 @@ class IndexedDatasetWriter:
         """Return the folders of the added files."""
         return {self._path(suffix).parent for suffix in self._extra_files if "/" in suffix}
 
-    def _add_sequences(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
-        """Append ``ids [total]`` as sequences of ``lengths [n]`` tokens."""
-        if lengths.size and lengths.max() > MAX_SEQUENCE_LENGTH:
-            seen = f"{self._prefix}: a sequence of {lengths.max()} tokens; at most {MAX_SEQUENCE_LENGTH}"
-            raise DataError(seen, "cut the document")
-        if lengths.sum(dtype=np.int64) != ids.size:
-            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {ids.size} ids")
-        if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
-            self._check_values(ids)
-        self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
-        self._add_lengths(lengths)
-
-    def _check_values(self, ids: NDArray[Any]) -> None:
-        """Refuse values that the file's type cannot hold exactly."""
-        if self._dtype.kind == "f":
-            with np.errstate(over="ignore"):
-                stored = ids.astype(self._dtype)
-            changed = ids[(stored != ids) & (ids == ids)]
-            if changed.size:
-                raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}, which would round it")
-            return
-        info = np.iinfo(self._dtype)
-        for value in (ids.min(), ids.max()):
-            if not info.min <= value <= info.max or ids.dtype.kind not in "iu":
-                raise DataError(f"{self._prefix}: id {value} does not fit {self._dtype} ({info.min}..{info.max})")
-
     def _add_lengths(self, lengths: NDArray[np.integer[Any]]) -> None:
         self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._sequences += len(lengths)
@@ -266,8 +232,6 @@ class IndexedDatasetWriter:
         """Append ``boundaries [n]``: sequences before the end of each of ``n`` documents."""
         self._boundaries.write(np.ascontiguousarray(boundaries, dtype="<i8").data)
         self.num_documents += len(boundaries)
-        if len(boundaries):
-            self._sequences_of_documents = int(boundaries[-1])
 
 
 def publish_all(writers: Sequence[IndexedDatasetWriter]) -> None:
@@ -277,7 +241,6 @@ def publish_all(writers: Sequence[IndexedDatasetWriter]) -> None:
     intact. While files are renamed no pair has an index, so that an old one is never read beside a new one.
 
     Raises:
-        ValueError: when a last document was not ended.
         DataError: when a folder is in the place of a file.
         OSError: when the disk refuses.
     """
@@ -309,11 +272,7 @@ def remove_unfinished_files(prefix: str | Path) -> list[Path]:
 
 
 def check_not_existing(prefixes: Iterable[str], overwrite: bool) -> None:
-    """Refuse prefixes that already have files, unless ``overwrite``.
-
-    Raises:
-        DataError: naming an existing file.
-    """
+    """Refuse prefixes that already have files, unless ``overwrite``."""
     paths = [f"{prefix}.{suffix}" for prefix in prefixes for suffix in DATASET_SUFFIXES]
     found = [path for path in paths if os.path.lexists(path)]
     if found and not overwrite:
@@ -350,11 +309,7 @@ class MergeInput:
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Return the pairs to merge: of a folder all pairs in it, by name; anything else is itself a prefix.
-
-    Raises:
-        DataError: when a folder holds no pair or an unfinished one, or a pair is named twice.
-    """
+    """Return the pairs to merge: of a folder all pairs in it, by name; anything else is itself a prefix."""
     prefixes: dict[str, str] = {}
     for path in inputs:
         for prefix in _prefixes_in(Path(path)) if _is_folder(path) else [path]:
@@ -388,11 +343,7 @@ def _prefixes_in(folder: Path) -> list[str]:
 
 
 def check_compatible(parts: Sequence[MergeInput]) -> None:
-    """Check that ids mean the same in all parts.
-
-    Raises:
-        DataError: when two have different types or tokenizers; it names both.
-    """
+    """Check that ids mean the same in all parts."""
     for a, b in pairwise(parts):
         if a.dtype != b.dtype:
             raise DataError(
@@ -422,11 +373,7 @@ def check_compatible(parts: Sequence[MergeInput]) -> None:
 
 
 def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str) -> None:
-    """Check that the merged pair can be written beside its parts.
-
-    Raises:
-        DataError: when it is one of them, or would be one in the next merge, or the disk has too little space.
-    """
+    """Check that the merged pair can be written beside its parts."""
     if not os.path.basename(output):
         raise DataError(f"--output-prefix {output} is a folder", f"--output-prefix {output}merged")
     folder = os.path.realpath(os.path.dirname(output) or ".")
@@ -459,7 +406,15 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
         OSError: when the disk refuses; nothing is left behind then.
     """
     remove_unfinished_files(output)
-    with IndexedDatasetWriter(output, parts[0].dtype) as writer:
+    extra_files = {}
+    recorded = [(part.record, part.prefix) for part in parts if part.record is not None]
+    if recorded:
+        _, prefix = max(recorded, key=lambda pair: (pair[0].special_ids is not None, pair[0].parses_special_tokens))
+        extra_files[RECORD_SUFFIX] = Path(f"{prefix}.{RECORD_SUFFIX}").read_bytes()
+        for path in sorted(Path(f"{prefix}.{FILES_SUFFIX}").glob("*")):
+            if path.is_file():
+                extra_files[f"{FILES_SUFFIX}/{path.name}"] = path.read_bytes()
+    with IndexedDatasetWriter(output, parts[0].dtype, extra_files) as writer:
         for part in parts:
             data = IndexedDataset(part.prefix, floats=True)
             if (data.dtype, data.num_tokens, len(data)) != (part.dtype, part.tokens, part.sequences):
@@ -467,10 +422,3 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
                     f"{part.prefix} has changed since the merge began", "merge again after all writers have finished"
                 )
             writer.add_pair(data, report)
-        recorded = [(part.record, part.prefix) for part in parts if part.record is not None]
-        if recorded:
-            _, prefix = max(recorded, key=lambda pair: (pair[0].special_ids is not None, pair[0].parses_special_tokens))
-            writer.add_file(RECORD_SUFFIX, Path(f"{prefix}.{RECORD_SUFFIX}").read_bytes())
-            for path in sorted(Path(f"{prefix}.{FILES_SUFFIX}").glob("*")):
-                if path.is_file():
-                    writer.add_file(f"{FILES_SUFFIX}/{path.name}", path.read_bytes())

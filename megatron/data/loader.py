@@ -198,19 +198,12 @@ class DataSource:
         """Return a 64-bit digest of the samples at places ``first .. stop - 1`` and of what they are made from.
 
         It is a sum modulo 2**64 over the places: digests of parts add up to that of the whole.
-
-        Raises:
-            DataError: when the split has no such samples.
         """
         starts = range(first, stop, DIGEST_BLOCK)
         return self.digest_places(split, (range(at, min(at + DIGEST_BLOCK, stop)) for at in starts))
 
     def digest_places(self, split: str, groups: Iterable[range]) -> int:
-        """Return the `sample_digest` of all places in ``groups``, such as those returned by `rank_places`.
-
-        Raises:
-            DataError: when the split has no such samples.
-        """
+        """Return the `sample_digest` of all places in ``groups``, such as those returned by `rank_places`."""
         total = 0
         for places in groups:
             dataset = self._dataset(split, places)
@@ -225,9 +218,6 @@ class DataSource:
 
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
         and their losses can be compared (Megatron-LM advances through the validation data).
-
-        Raises:
-            DataError: when the split has no such samples.
         """
         self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
         return rank_micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
@@ -397,11 +387,7 @@ def build_data(
 
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> MaskBuilder:
-    """Return the masks of a run.
-
-    Raises:
-        DataError: when the end-of-document id is needed and unknown, or ``--eod-id`` is invalid.
-    """
+    """Return the masks of a run."""
     if data.mock_data:
         return MaskBuilder()
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]

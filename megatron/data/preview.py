@@ -140,11 +140,7 @@ def _percent(share: float) -> str:
 
 
 def dataset_size(prefix: str) -> DatasetSize:
-    """Return the contents of a dataset, from the sizes of its files and the header of its index.
-
-    Raises:
-        DataError: if they are inconsistent, or a file cannot be read.
-    """
+    """Return the contents of a dataset, from the sizes of its files and the header of its index."""
     try:
         with open(f"{prefix}.idx", "rb") as index:
             magic, version, code, sequences, boundaries = INDEX_HEADER.unpack(index.read(INDEX_HEADER.size))

@@ -4,81 +4,85 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
-from megatron.config.errors import format_bytes
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-BAR_COLUMNS = 24  # width of the progress bar in columns
+from megatron.config.text import format_bytes
+
 TERMINAL_INTERVAL, FILE_INTERVAL = 0.2, 10.0  # seconds between lines
+BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
-class ProgressLine:
-    """A line about work in progress."""
+class _WholeLines:
+    """Stream that turns the updates of a progress line into lines of a file."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._stream.write(f"{text.strip()}\n")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class ProgressLine:
+    """A line about work in progress, in a format of tqdm."""
+
+    def __init__(self, stream: TextIO, line: str, **options: Any) -> None:
+        self._stream = stream
         self._terminal = stream.isatty()
-        self._interval = TERMINAL_INTERVAL if self._terminal else FILE_INTERVAL
-        self._start = self._last = time.monotonic()
-        self._shown = False
+        interval = TERMINAL_INTERVAL if self._terminal else FILE_INTERVAL
+        self._bar: tqdm[Any] = tqdm(
+            bar_format=line,
+            ascii=".#",
+            file=stream if self._terminal else _WholeLines(stream),
+            mininterval=interval,
+            miniters=0,
+            delay=interval,
+            smoothing=0,  # rates are averages from the start
+            leave=False,
+            **options,
+        )
 
     def message(self, text: str) -> None:
         """Print a message."""
-        self.close()
+        if self._terminal:
+            self._bar.clear()
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Erase the line on a terminal."""
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._shown = False
-
-    def _is_due(self, now: float) -> bool:
-        return now - self._last >= self._interval
-
-    def _show(self, line: str, now: float) -> None:
-        self._last = now
-        self._shown = self._terminal
-        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
-        self._stream.flush()
+        self._bar.close()
 
 
 class ByteProgress(ProgressLine):
     """Show the bytes done, the rate and the time left."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
-        super().__init__(stream)
-        self._total = total
-        self._done = 0
+        super().__init__(stream, "{n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left", total=total, **BYTES)
 
     def add(self, num_bytes: int) -> None:
         """Count ``num_bytes`` as done."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if not self._is_due(now):
-            return
-        rate = self._done / (now - self._start)
-        left = (self._total - self._done) / rate
-        done, total = format_bytes(self._done), format_bytes(self._total)
-        self._show(f"{done} of {total}, {format_bytes(rate)}/s, {left:,.0f} s left", now)
+        self._bar.update(num_bytes)
 
 
 class StageProgress(ProgressLine):
     """Show the current stage of a long task and its duration."""
 
-    _stage = "starting"
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, "{desc}, {elapsed}")
 
     def set_stage(self, stage: str) -> None:
         """Set the current stage."""
-        self._stage = stage
+        self._bar.set_description_str(stage, refresh=False)
         self.tick()
 
     def tick(self) -> None:
         """Show the stage, if a line is due."""
-        now = time.monotonic()
-        if self._is_due(now):
-            self._show(f"{self._stage}, {format_duration(now - self._start)}", now)
+        self._bar.update(0)
 
 
 @dataclass
@@ -92,6 +96,10 @@ class PreprocessTotals:
     tokens: int = 0  # of all keys
     bad: int = 0  # documents skipped, and files not readable to their end
 
+    def rates(self, seconds: float) -> str:
+        """Format the speed after ``seconds``."""
+        return f"{format_bytes(self.text_bytes / seconds)}/s, {tqdm.format_sizeof(self.tokens / seconds)} tokens/s"
+
 
 class PreprocessProgress(ProgressLine):
     """Show `PreprocessTotals`."""
@@ -104,51 +112,22 @@ class PreprocessProgress(ProgressLine):
             input_bytes: final value of `PreprocessTotals.stored_bytes`.
             interval: documents between lines in a file; by default a line is written every `FILE_INTERVAL`. 0 for none.
         """
-        super().__init__(stream)
-        self._input_bytes = max(1, input_bytes)
-        self._documents_interval = interval
-        self._last_documents = 0
+        line = "[{bar:24}] {percentage:5.1f}% | {desc} | {remaining} left"
+        super().__init__(stream, line, total=max(1, input_bytes), disable=interval == 0)
+        self._documents_interval = None if self._terminal else interval
+        self._documents = 0
+        self._start = time.monotonic()
 
     def update(self, totals: PreprocessTotals) -> None:
         """Show the progress, if a line is due."""
-        now, every = time.monotonic(), self._documents_interval
-        if every == 0:
+        rates = totals.rates(time.monotonic() - self._start)
+        counts = f"{totals.documents:,} documents, {tqdm.format_sizeof(totals.tokens)} tokens"
+        self._bar.set_description_str(f"{counts} | {rates}", refresh=False)
+        every, before = self._documents_interval, self._documents
+        self._documents = totals.documents
+        if not every:
+            self._bar.update(totals.stored_bytes - self._bar.n)
             return
-        if every is None or self._terminal:
-            due = self._is_due(now)
-        else:
-            due = totals.documents // every > self._last_documents // every
-        if due:
-            self._last_documents = totals.documents
-            self._show(progress_line(totals, self._input_bytes, now - self._start), now)
-
-
-def progress_line(totals: PreprocessTotals, input_bytes: int, seconds: float) -> str:
-    """Return the progress after ``seconds`` as one line."""
-    seconds = max(seconds, 1e-9)
-    fraction = min(1.0, totals.stored_bytes / input_bytes)
-    bar = "#" * int(BAR_COLUMNS * fraction)
-    left = f"{format_duration(seconds / fraction - seconds)} left" if fraction else "? left"
-    return (
-        f"[{bar:.<{BAR_COLUMNS}}] {100 * fraction:5.1f}% | {totals.documents:,} documents, "
-        f"{format_count(totals.tokens)} tokens | "
-        f"{format_bytes(totals.text_bytes / seconds)}/s, {format_count(totals.tokens / seconds)} tokens/s | {left}"
-    )
-
-
-def format_count(number: float) -> str:
-    """Format a count in at most five columns: ``512``, ``8.13k``, ``16.3M``, ``300B``."""
-    for unit in ("", "k", "M", "B"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
-        number /= 1000
-    return f"{number:.3g}T"
-
-
-def format_duration(seconds: float) -> str:
-    """Format a time in its two largest units: ``8s``, ``3m05s``, ``2h10m``, ``1d04h``."""
-    whole = round(seconds)
-    for unit, length, next_unit, next_length in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= length:
-            return f"{whole // length}{unit}{whole % length // next_length:02d}{next_unit}"
-    return f"{whole}s"
+        self._bar.n = totals.stored_bytes
+        if totals.documents // every > before // every:
+            self._bar.refresh()

@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
+from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
 
 T = TypeVar("T")
@@ -46,6 +49,23 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
     os.environ.setdefault("MASTER_PORT", "29500")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def enable_flight_recorder(run_dir: str | None) -> None:
+    """Let NCCL dump its last collectives to ``nccl_trace_rank_N`` in ``run_dir`` when one times out.
+
+    Call before :func:`init_distributed`. Variables that are already set are not changed.
+    """
+    if run_dir is not None:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(run_dir).absolute() / "nccl_trace_rank_"))
+
+
+def write_error_file(error: BaseException) -> None:
+    """Write torchelastic's error file, if this rank has one, for torchrun's report. Call in an ``except`` block."""
+    with suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def is_distributed_initialized() -> bool:
@@ -81,6 +101,20 @@ def world_group(rank: int, world_size: int) -> Group:
     """Return the group of all ranks, for collectives before there is a mesh."""
     handle = dist.group.WORLD if world_size > 1 else None
     return Group(tuple(range(world_size)), rank, handle)
+
+
+def run_on_rank0(act: Callable[[], T], world: Group) -> T:
+    """Call ``act`` on rank 0 only, and return its result, or raise its error, on every rank; collective."""
+    outcome: Any = None
+    if world.rank == 0:
+        try:
+            outcome = act(), None
+        except Exception as error:
+            outcome = None, error
+    value, failure = comm.broadcast_object(outcome, world)
+    if failure is not None:
+        raise failure
+    return cast(T, value)
 
 
 FAILED_KEY = "failed_ranks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from typing import Any, TypeVar
 
 from megatron.distributed.sharding import Box, ShardPiece, ShardSpec
@@ -160,6 +161,45 @@ def _intersect(piece: ShardPiece, run: Box) -> ShardPiece:
 
 MIN_PART_RATIO = 2
 """Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
+
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+"""Maximum number of reductions in flight that need extra memory: those of ZeRO-2 buckets and those in bf16."""
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """The parameters of a gradient bucket, and how they are sharded."""
+
+    key: BucketKey
+    # Local elements of the parameters, in the order in which backward finishes them.
+    sizes: Mapping[str, int]
+    packing: Packing
+    # Ranks that shard the bucket, and ranks that hold the same shard.
+    shards: int
+    copies: int
+
+
+def plan_buckets(
+    specs: Mapping[str, ShardSpec],
+    keys: Mapping[str, BucketKey],
+    limit: int,
+    group_sizes: Callable[[tuple[str, ...]], tuple[int, int]],
+) -> Iterator[BucketShape]:
+    """Yield the buckets of a rank's parameters in the order in which they are expected to be complete.
+
+    Args:
+        specs: of all parameters, in the order of forward.
+        keys: of the same parameters.
+        limit: elements at which an ordinary bucket is closed.
+        group_sizes: maps reduction axes to the ranks that shard a bucket, and those that hold the same shard.
+    """
+    sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
+    limits = bucket_capacities(keys, sizes, limit, lambda axes: group_sizes(axes)[0])
+    for key, names in partition_into_buckets(keys, sizes, limits):
+        shards, copies = group_sizes(key.axes)
+        in_bucket = {name: sizes[name] for name in names}
+        yield BucketShape(key, in_bucket, pack(in_bucket, shards, copies, key.uncut), shards, copies)
 
 
 def bucket_capacities(

@@ -11,7 +11,7 @@ import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.object_store import parse_location
+from megatron.checkpoint.location import parse_location
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
-from megatron.distributed.sharding import Init
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.dropout import keep_mask
 from megatron.layers.context import BuildContext, ForwardContext
@@ -64,25 +63,19 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, recompute_core: bool) -> None:
         super().__init__()
         self.config, self.kernels, self.head_dim = config, context.kernels, config.head_dim
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
-        shard, d = context.shard, config.head_dim
-        shape = (config.kv_groups, config.heads_per_group)
-        weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
-        bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
-        self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"), weight, bias)
-        heads, h = config.num_attention_heads * d, config.hidden_size
-        self.linear_proj = RowParallelLinear(
-            context.submodule("linear_proj"), heads, h, output_std, config.add_bias_linear
-        )
+        self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
+        self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
-        if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
-            self.q_layernorm = Norm(config, context.submodule("q_layernorm"), d, partial_grad=True)
-            self.k_layernorm = Norm(config, context.submodule("k_layernorm"), d, partial_grad=True)
-        self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
+            self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
+        self.groups, rows = context.spec("linear_qkv.weight").local_view[:2]
+        self.queries = rows - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:

@@ -17,6 +17,7 @@ from megatron.kernels.attention import AttentionMask
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.parameters import Sharding, Specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
@@ -39,8 +40,8 @@ class BuildContext:
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
     draw_initial_values: bool = True
     kernels: Kernels = Kernels()
-    # Specs and parameters declared so far, by global name.
-    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    # The parameters declared, and those built so far, by global name.
+    specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     # Dotted name of the module under construction.
     prefix: str = ""
@@ -64,44 +65,40 @@ class BuildContext:
         return self.mesh.tp
 
     @property
-    def shard(self) -> DenseSharding:
-        """Factory of this rank's specs."""
-        return DenseSharding(self.tp.rank, self.tp.size)
-
-    @property
-    def expert_shard(self) -> ExpertSharding:
-        """Factory of this rank's specs of expert parameters."""
+    def sharding(self) -> Sharding:
+        """What determines this rank's part of a parameter."""
         here, sizes = self.mesh.coordinate, self.mesh.layout.sizes
-        return ExpertSharding(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
+        experts = ExpertSharding(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
+        return Sharding(DenseSharding(self.tp.rank, self.tp.size), experts, self.sequence_parallel)
 
-    def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
-        """Declare, allocate and initialise a parameter. A tied parameter may be declared twice.
+    def declare(self, specs: Specs) -> BuildContext:
+        """Declare the parameters of this module by local name (see :mod:`megatron.layers.parameters`); return self."""
+        self.specs.update({self.name(name): spec for name, spec in specs.items()})
+        return self
+
+    def spec(self, name: str) -> ShardSpec:
+        """Return the declaration of a parameter of this module."""
+        return self.specs[self.name(name)]
+
+    def parameter(self, name: str, autograd: bool = False) -> nn.Parameter:
+        """Allocate and initialise a declared parameter; a tied one the first time.
 
         Args:
             name: local name; the global one is ``prefix.name``.
-            spec: global shape and this rank's pieces of it.
             autograd: its gradient is computed by plain autograd, not passed to the accumulator by its layer's backward.
 
         Returns:
             The local tensor ``spec.local_shape``.
 
         Raises:
-            ValueError: when the name is already declared and the parameter is not tied.
-
+            KeyError: when the name is not declared.
+            ValueError: when the parameter is built already and not tied.
         """
-        global_name = self.name(name)
+        global_name, spec = self.name(name), self.spec(name)
         if global_name in self.params:
-            declared = self.specs[global_name]
-            if (
-                not spec.tied
-                or replace(declared, contributions=spec.contributions, counted_elsewhere=spec.counted_elsewhere) != spec
-            ):
-                raise ValueError(f"{global_name} is declared twice, but not as one tied parameter")
-            self.specs[global_name] = replace(declared, contributions=declared.contributions + spec.contributions)
+            if not spec.tied:
+                raise ValueError(f"{global_name} is built twice, but not declared as tied")
             return self.params[global_name]
-        if spec.tied and self.mesh.embedding_group.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
-            spec = replace(spec, counted_elsewhere=True)
-        self.specs[global_name] = spec
         parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
         if self.draw_initial_values and self.device.type != "meta":
             initialize(parameter, spec, global_name, self.seed)
@@ -109,6 +106,10 @@ class BuildContext:
             self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter
+
+    def bias(self, autograd: bool = False) -> nn.Parameter | None:
+        """Allocate the parameter ``bias``, or return None if none is declared."""
+        return self.parameter("bias", autograd) if self.name("bias") in self.specs else None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from megatron.config.model import ModelConfig
 from megatron.distributed import mappings
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.distributed.sharding import Init, ShardSpec
 from megatron.layers.context import BuildContext
 
 
@@ -42,9 +40,9 @@ class _ShardedLookup(torch.autograd.Function):
 class EmbeddingShard(nn.Module):
     """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank holds the row."""
 
-    def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
+    def __init__(self, context: BuildContext, first: int = 0) -> None:
         super().__init__()
-        self.weight = context.parameter("weight", spec)
+        self.weight = context.parameter("weight")
         self.name, self.first, self.grad_accumulator = context.name("weight"), first, context.grad_accumulator
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -53,29 +51,17 @@ class EmbeddingShard(nn.Module):
         return found
 
 
-def vocabulary_spec(config: ModelConfig, context: BuildContext) -> ShardSpec:
-    """Return the spec of the word embeddings and of the output projection (one parameter when tied)."""
-    init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
-    spec = context.shard.vocabulary(config.vocab, config.hidden_size, multiple, init)
-    return replace(spec, tied=not config.untie_embeddings_and_output_weights)
-
-
 class Embedding(nn.Module):
     """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding summed over TP, plus learned positions if configured."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
-        init, shard = Init(config.init_method_std), context.shard
-        words = vocabulary_spec(config, context)
-        self.word_embeddings = EmbeddingShard(
-            context.submodule("word_embeddings"), words, self.tp.rank * words.local_view[0]
-        )
+        first = self.tp.rank * context.spec("word_embeddings.weight").local_view[0]
+        self.word_embeddings = EmbeddingShard(context.submodule("word_embeddings"), first)
         self.position_embeddings: EmbeddingShard | None = None
         if config.position_embedding_type == "learned_absolute":
-            shape = (config.max_position_embeddings or 0, config.hidden_size)
-            positions = shard.replicate(shape, init, partial=self.sequence_parallel)
-            self.position_embeddings = EmbeddingShard(context.submodule("position_embeddings"), positions)
+            self.position_embeddings = EmbeddingShard(context.submodule("position_embeddings"))
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Embed tokens; positions default to 0..s-1."""

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
-from megatron.distributed.sharding import Init, ShardSpec
 from megatron.kernels.linear import LinearKernel
 from megatron.layers.context import BuildContext
 
@@ -113,10 +112,9 @@ class _RowParallelFunction(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes a part of the outputs."""
 
-    def __init__(self, context: BuildContext, weight: ShardSpec, bias: ShardSpec | None) -> None:
+    def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight = context.parameter("weight", weight)
-        self.bias = None if bias is None else context.parameter("bias", bias)
+        self.weight, self.bias = context.parameter("weight"), context.bias()
         self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
@@ -128,12 +126,9 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank holds a part of the inputs; outputs are summed over ranks."""
 
-    def __init__(self, context: BuildContext, inputs: int, outputs: int, std: float, bias: bool) -> None:
+    def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        shard = context.shard
-        self.weight = context.parameter("weight", shard.split((outputs, inputs), 1, Init(std)))
-        bias_spec = shard.replicate((outputs,), Init(), partial=context.sequence_parallel)
-        self.bias = context.parameter("bias", bias_spec) if bias else None
+        self.weight, self.bias = context.parameter("weight"), context.bias()
         self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.cross_entropy import CrossEntropyKernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
-from megatron.layers.embedding import vocabulary_spec
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class OutputLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int) -> None:
         super().__init__()
-        spec = vocabulary_spec(config, context)
-        self.sequence_parallel, self.entries, self.tied = context.sequence_parallel, spec.shape[0], spec.tied
-        owner = context.root.submodule("embedding.word_embeddings") if spec.tied else context
-        self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
+        self.tied = not config.untie_embeddings_and_output_weights
+        owner = context.root.submodule("embedding.word_embeddings") if self.tied else context
+        spec, self.name, self.weight = owner.spec("weight"), owner.name("weight"), owner.parameter("weight")
+        self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
             first, held, context.tp, context.grad_accumulator, self.name, context.kernels, chunk_tokens

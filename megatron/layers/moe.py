@@ -24,7 +24,6 @@ from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.distributed.sharding import Init, ShardSpec
 from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
@@ -48,9 +47,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.context = config, context
-        shape = (config.num_experts or 0, config.hidden_size)
-        spec = context.shard.replicate(shape, Init(config.init_method_std), partial=context.sequence_parallel)
-        self.weight = context.parameter("weight", spec, autograd=True)
+        self.weight = context.parameter("weight", autograd=True)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> Routing:
         """Choose experts for the tokens of a micro-batch."""
@@ -223,9 +220,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """``[R, I] -> [R, O]``: every row is multiplied by the weight of its expert."""
 
-    def __init__(self, context: BuildContext, weight: ShardSpec) -> None:
+    def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight = context.parameter("weight", weight)
+        self.weight = context.parameter("weight")
         self.kernel, self.name = context.kernels.linear, context.name("weight")
         self.grad_accumulator = context.grad_accumulator
 
@@ -238,16 +235,11 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """The MLPs of this rank's experts, without biases: ``[R, H] -> [R, H]``, partial sums under expert-TP."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, drop_activation: bool) -> None:
         super().__init__()
         self.activation, self.drop_activation, self.kernels = config.activation, drop_activation, context.kernels
-        experts, h, ffn, shard = config.num_experts or 0, config.hidden_size, config.expert_ffn, context.expert_shard
-        up = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
-        fc1 = shard.split(up, len(up) - 2, Init(config.init_method_std))
-        self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"), fc1)
-        self.linear_fc2 = GroupedLinear(
-            context.submodule("linear_fc2"), shard.split((experts, h, ffn), 2, Init(output_std))
-        )
+        self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"))
+        self.linear_fc2 = GroupedLinear(context.submodule("linear_fc2"))
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply every expert to its rows."""
@@ -261,16 +253,15 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, drop_activation: bool) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
         self.router = Router(config, context.submodule("router"))
-        self.experts = Experts(config, context.submodule("experts"), output_std, drop_activation)
+        self.experts = Experts(config, context.submodule("experts"), drop_activation)
         self.shared_experts: MLP | None = None
-        if width := config.moe_shared_expert_intermediate_size:
-            shared = context.submodule("shared_experts")
-            self.shared_experts = MLP(config, shared, output_std, drop_activation, width)
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = MLP(config, context.submodule("shared_experts"), drop_activation)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Route every token, and apply its experts."""

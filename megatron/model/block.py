@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -29,16 +26,12 @@ class Block(nn.Module):
         super().__init__()
         self.recomputed, self.dropout = recomputed, config.hidden_dropout
         self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
-        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
-        norm = partial(Norm, config, width=config.hidden_size, partial_grad=context.sequence_parallel)
-        self.input_layernorm = norm(context.submodule("input_layernorm"))
-        self.self_attention = SelfAttention(
-            config, context.submodule("self_attention"), output_std, "core_attn" in recomputed
-        )
-        self.pre_mlp_layernorm = norm(context.submodule("pre_mlp_layernorm"))
+        self.input_layernorm = Norm(config, context.submodule("input_layernorm"))
+        self.self_attention = SelfAttention(config, context.submodule("self_attention"), "core_attn" in recomputed)
+        self.pre_mlp_layernorm = Norm(config, context.submodule("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
-        self.mlp = feed_forward(config, context.submodule("mlp"), output_std, drop_activation)
+        self.mlp = feed_forward(config, context.submodule("mlp"), drop_activation)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""

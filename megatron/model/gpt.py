@@ -13,6 +13,7 @@ from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
+from megatron.layers import parameters
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
@@ -97,8 +98,7 @@ class GPTChunk(nn.Module):
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
-            partial_grad = context.sequence_parallel
-            self.final_layernorm = Norm(config, context.submodule("final_layernorm"), config.hidden_size, partial_grad)
+            self.final_layernorm = Norm(config, context.submodule("final_layernorm"))
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
@@ -190,8 +190,7 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
     """Build the whole model as one chunk.
 
     Raises:
-        RuntimeError: when the layers or parameters built differ from the configuration.
-
+        RuntimeError: when the layers do not build the parameters that are declared.
     """
     return build_chunks(config, training, context, dict(enumerate(stages_from_counts([config.num_layers]))))[0]
 
@@ -202,14 +201,13 @@ def build_chunks(
     """Build a rank's chunks, by stage number; they share the specs and parameters of ``context``.
 
     Raises:
-        RuntimeError: when the layers or parameters built differ from the configuration.
-
+        RuntimeError: when the layers do not build the parameters that are declared.
     """
-    chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
-    built = sum(len(chunk.layers) for chunk in chunks.values()), sum(spec.numel for spec in context.specs.values())
-    layers = sum(len(stage.layers) for stage in stages.values())
+    layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    expected = layers, config.stage_parameters(layers, first, last)
-    if built != expected:
-        raise RuntimeError("built {} layers and {:,} parameters, expected {} and {:,}".format(*built, *expected))
+    context.declare(parameters.gpt(config, context.sharding, layers, first, last))
+    chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
+    if [*context.params] != [*context.specs]:
+        missing = ", ".join(context.specs.keys() - context.params.keys()) or "none, but in another order"
+        raise RuntimeError(f"the layers do not build the parameters that are declared: {missing}")
     return chunks

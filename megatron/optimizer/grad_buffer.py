@@ -24,12 +24,11 @@ from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import (
+    MAX_REDUCTIONS_IN_FLIGHT,
     BucketKey,
     Packing,
     ParamShard,
-    bucket_capacities,
-    pack,
-    partition_into_buckets,
+    plan_buckets,
 )
 from megatron.distributed.sharding import ShardSpec
 
@@ -71,10 +70,6 @@ def start_grad_all_reduce(x: Tensor, group: Group, comm_dtype: torch.dtype) -> R
     return ReduceHandle(
         part.pending, lambda addends: comm.all_gather(part.finish(addends).to(comm_dtype), group).to(x.dtype)
     )
-
-
-MAX_REDUCTIONS_IN_FLIGHT = 2
-"""Maximum number of reductions in flight that need extra memory: those of ZeRO-2 buckets and those in bf16."""
 
 
 @dataclass(frozen=True)
@@ -268,16 +263,16 @@ class GradBuffer:
         pool = BufferPool()
         streamed = config.zero_stage == 2
         keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
-        sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
-        limits = bucket_capacities(
-            keys, sizes, config.ddp_bucket_size, lambda axes: mesh.optimizer_shard_group(*axes).size
-        )
-        for key, names in partition_into_buckets(keys, sizes, limits):
-            shards, copies = mesh.optimizer_shard_group(*key.axes), mesh.optimizer_replica_group(*key.axes)
-            packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
+
+        def group_sizes(axes: tuple[str, ...]) -> tuple[int, int]:
+            return mesh.optimizer_shard_group(*axes).size, mesh.optimizer_replica_group(*axes).size
+
+        for shape in plan_buckets(specs, keys, config.ddp_bucket_size, group_sizes):
+            axes, names = shape.key.axes, [*shape.sizes]
+            shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            layout = BucketLayout(packing, shards, copies, dtype, device, comm_dtype)
+            layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
             bucket: GradBucket | ShardedBucket
             if streamed and shards.size > 1:

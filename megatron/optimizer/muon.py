@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.run import RULE_STATE, OptimizerConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
@@ -23,11 +23,6 @@ from megatron.optimizer.rules import Rate
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration: small singular values grow fastest, and all end near one."""
-
-
-def is_muon_param(name: str, spec: ShardSpec) -> bool:
-    """Return True if Muon updates a parameter: matrices of blocks, not the embeddings or the output layer."""
-    return name.startswith("layers.") and len(spec.shape) == 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def update_scale(shape: tuple[int, int], mode: str) -> float:
 class Muon:
     """``m = beta m + (1 - beta) g``, ``w -= lr (scale * orthogonalized(m) + weight_decay w)``."""
 
-    state_kinds: tuple[str, ...] = ("exp_avg",)
+    state_kinds = RULE_STATE["muon"]
 
     def __init__(
         self,

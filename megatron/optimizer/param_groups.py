@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron.config.run import OptimizerConfig, matching_factor, parse_factor
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.muon import is_muon_param
 
 DECOUPLED_LR_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters that follow ``decoupled_lr``, as in Megatron-LM; learned position embeddings do not."""
@@ -39,6 +38,11 @@ def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> lis
         key = rule_of(name, spec, config), decoupled, matching_factor(name, lr_factors, 1.0), decay
         groups.setdefault(key, []).append(name)
     return [ParamGroup(tuple(names), *key) for key, names in groups.items()]
+
+
+def is_muon_param(name: str, spec: ShardSpec) -> bool:
+    """Return True if Muon updates a parameter: matrices of blocks, not the embeddings or the output layer."""
+    return name.startswith("layers.") and len(spec.shape) == 2
 
 
 def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:

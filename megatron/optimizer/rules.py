@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron.config.plugins import registered
-from megatron.config.run import OptimizerConfig
+from megatron.config.run import RULE_STATE, OptimizerConfig
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
 
 BLOCK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 17}
@@ -95,7 +95,7 @@ class UpdateRule(Protocol):
 class AdamW:
     """Adam with bias correction and decoupled weight decay (Loshchilov & Hutter 2019)."""
 
-    state_kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_kinds = RULE_STATE["adam"]
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig, kernel: AdamKernel = adam) -> None:
         self.params, self.kernel = list(params), kernel
@@ -114,7 +114,7 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
-    state_kinds: tuple[str, ...] = ("momentum_buffer",)
+    state_kinds = RULE_STATE["sgd"]
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
@@ -147,7 +147,7 @@ class Lion:
     ``w -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)``, then ``m = beta2 * m + (1 - beta2) * g``.
     """
 
-    state_kinds: tuple[str, ...] = ("exp_avg",)
+    state_kinds = RULE_STATE["lion"]
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config

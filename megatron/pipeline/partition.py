@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from megatron.config.errors import flag_fixes, nearest
+from megatron.config.text import flag_fixes, nearest
 from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from megatron.config.errors import did_you_mean, divisors, flag_fixes, nearest, nearest_multiples
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.settings import flag
+from megatron.config.text import did_you_mean, divisors, flag, flag_fixes, nearest, nearest_multiples
+from megatron.layers.parameters import block_sizes
 from megatron.pipeline.actions import FORWARD, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
@@ -228,7 +228,8 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     Embeddings are looked up and cost nothing. Attention scores are ignored, so the split does not depend on the
     sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
-    return LayerCosts(model.layer_parameters(active=True), 0.0, (model.vocab_size or 0) * model.hidden_size)
+    layer = sum(block_sizes(model, active=True).values())
+    return LayerCosts(layer, 0.0, (model.vocab_size or 0) * model.hidden_size)
 
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron.config.errors import did_you_mean
+from megatron.config.text import did_you_mean
 from megatron.pipeline.actions import (
     BACKWARD,
     FORWARD,

@@ -60,20 +60,13 @@ class PeakCounts:
     both: tuple[int, ...]  # from F to B or W
 
 
-def validate_program(
-    program: PipelineSchedule,
-    most_activations: float | None = None,
-    most_weights: float | None = None,
-    evaluation: bool = False,
-) -> PeakCounts:
+def validate_program(program: PipelineSchedule, evaluation: bool = False) -> PeakCounts:
     """Prove that a program runs every micro-batch through every stage once and to completion.
 
     Takes time linear in the number of actions.
 
     Args:
         program: a schedule with its communication.
-        most_activations: bound on every rank's ``PeakCounts.activations``.
-        most_weights: bound on every rank's ``PeakCounts.weights``.
         evaluation: expect forwards only; otherwise each has its backward.
 
     Returns:
@@ -89,11 +82,7 @@ def validate_program(
     if evaluation:
         nothing = (0,) * len(program.ranks)
         return PeakCounts(nothing, nothing, nothing)
-    return PeakCounts(
-        _peaks(program, ACTIVATIONS, most_activations, "activations"),
-        _peaks(program, WEIGHTS, most_weights, "weight gradients yet to be made"),
-        _peaks(program, BOTH),
-    )
+    return PeakCounts(*(_peaks(program, changes) for changes in (ACTIVATIONS, WEIGHTS, BOTH)))
 
 
 def _needs(placement: Sequence[int], evaluation: bool) -> _Needs:
@@ -118,36 +107,44 @@ def _needs(placement: Sequence[int], evaluation: bool) -> _Needs:
 
 
 def _check_ranks(program: PipelineSchedule, needs: _Needs) -> None:
-    """Reject missing actions, and those that precede what they need on their rank."""
+    """Reject impossible, duplicate and missing actions, and those that precede what they need on their rank."""
     completed = 0
     for rank, actions in enumerate(program.ranks):
         if not actions:
             raise ScheduleError(f"rank {rank} of {len(program.ranks)} has no action: every rank needs a stage")
-        position = _positions(program, rank, needs)
-        for index, action in enumerate(actions):
-            for stage, kind in needs[action.stage][action.kind]:
-                producer = position.get((stage, kind, action.microbatch), -1)
-                if producer > index:
-                    raise ScheduleError(f"rank {rank} has {action} before {actions[producer]}, whose result it needs")
-        completed += len(position)
+        done: set[tuple[int, str, int]] = set()
+        for action in actions:
+            stage, kind, microbatch = action
+            if kind not in needs[stage]:
+                raise _impossible(program, rank, action)
+            for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
+                if result in done:
+                    raise _duplicate(rank, action, actions)
+                done.add(result)
+            for producer, result_kind in needs[stage][kind]:
+                if (producer, result_kind, microbatch) not in done:
+                    raise _premature(program, needs, rank, action, Action(producer, result_kind, microbatch))
+        completed += len(done)
     if completed < program.microbatches * sum(kind != BACKWARD for own in needs for kind in own):
         raise _missing(program, needs)
 
 
-def _positions(program: PipelineSchedule, rank: int, needs: _Needs) -> dict[tuple[int, str, int], int]:
-    """Return the index of the action that completes each result; reject impossible and duplicate actions."""
-    position: dict[tuple[int, str, int], int] = {}
-    for index, action in enumerate(program.ranks[rank]):
-        stage, kind, microbatch = action
-        if kind not in needs[stage]:
-            if kind in COMMUNICATION_KINDS:
-                channel_of(action, program.placement)  # raises, except in an evaluation
-            raise ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
-        for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
-            if result in position:
-                raise _duplicate(rank, action, program.ranks[rank])
-            position[result] = index
-    return position
+def _impossible(program: PipelineSchedule, rank: int, action: Action) -> ScheduleError:
+    """Return the error for a communication without a channel, or a backward in an evaluation."""
+    if action.kind in COMMUNICATION_KINDS:
+        channel_of(action, program.placement)  # raises, except in an evaluation
+    return ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
+
+
+def _premature(program: PipelineSchedule, needs: _Needs, rank: int, action: Action, result: Action) -> ScheduleError:
+    """Return the error for an action whose rank makes a result that it needs later, or not at all."""
+    if program.ranks[rank].count(action) > 1:
+        return _duplicate(rank, action, program.ranks[rank])
+    producers = {result, result._replace(kind=BACKWARD)} if result.kind == INPUT else {result}
+    later = next((a for a in program.ranks[rank] if a in producers), None)
+    if later is None:
+        return _missing(program, needs)
+    return ScheduleError(f"rank {rank} has {action} before {later}, whose result it needs")
 
 
 def _duplicate(rank: int, action: Action, actions: Sequence[Action]) -> ScheduleError:
@@ -258,15 +255,8 @@ def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Actio
     return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
-def _peaks(
-    program: PipelineSchedule, changes: Mapping[str, int], most: float | None = None, what: str = ""
-) -> tuple[int, ...]:
-    """Return the maximum of a count on each rank; reject one above ``most``."""
-    peaks = []
-    for rank, actions in enumerate(program.ranks):
-        held = list(accumulate(changes.get(action.kind, 0) for action in actions))
-        peaks.append(max(held))
-        if most is not None and peaks[-1] > most:
-            index = next(index for index, count in enumerate(held) if count > most)
-            raise ScheduleError(f"rank {rank} holds {held[index]} {what} after {actions[index]}, more than {most:g}")
-    return tuple(peaks)
+def _peaks(program: PipelineSchedule, changes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the maximum of a count on each rank."""
+    return tuple(
+        max(accumulate(changes.get(action.kind, 0) for action in actions), default=0) for actions in program.ranks
+    )

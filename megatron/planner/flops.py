@@ -17,6 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.distributed.sharding import padded_vocab_size
+from megatron.layers.parameters import block_sizes
 from megatron.pipeline.plan import stage_layers
 
 BLOCK_MATMULS = ("qkv", "scores", "values", "proj", "router", "fc1", "fc2")
@@ -163,13 +164,6 @@ class FlopsPerToken:
 
 def _widths(model: ModelConfig) -> dict[str, int]:
     """Return the size of each linear layer of a block besides the hidden size; a token's experts count as one."""
-    query, mlp = model.num_attention_heads * model.head_dim, model.ffn
-    if model.num_experts is not None:
-        mlp = model.moe_router_topk * model.expert_ffn + (model.moe_shared_expert_intermediate_size or 0)
-    return {
-        "qkv": query + 2 * model.kv_groups * model.head_dim,
-        "proj": query,
-        "router": model.num_experts or 0,
-        "fc1": mlp * (2 if model.gated else 1),
-        "fc2": mlp,
-    }
+    weights = {name: size for name, size in block_sizes(model, active=True).items() if name.endswith("weight")}
+    products = ("qkv", "proj", "router", "fc1", "fc2")  # named as their layers: linear_qkv, ..., router
+    return {p: sum(n for name, n in weights.items() if f"{p}.weight" in name) // model.hidden_size for p in products}

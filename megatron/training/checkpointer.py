@@ -1,12 +1,10 @@
-"""Save and load a run: what a checkpoint holds, when it is written, and how a start loads it.
+"""Save a run and load it: ``Checkpointer`` with ``load``, ``maybe_save`` and ``wait``, and what a checkpoint holds.
 
 Tensors are global and named: weights in the precision of the main parameters, and optimizer state under
-``optim.{kind}.{name}``. The rest is plain numbers. Initial weights and dropout are functions of seeds, and the sample
-order is a function of consumed samples, so no random generator state is saved.
-
-``Checkpointer`` saves synchronously, or in a background thread of each rank; rank 0 deletes old checkpoints after the
-new one has been validated. ``load_start_state`` loads what ``resume_source`` has found, or the next older checkpoint
-if that one is damaged.
+``optim.{kind}.{name}``. The rest is plain numbers: the step, the position in the data, the identity of the run. Initial
+weights and dropout are functions of seeds, and the sample order is a function of consumed samples, so no random
+generator state is saved, and nothing depends on the layout. :mod:`megatron.training.resume_source` chooses the
+checkpoint that a start loads.
 """
 
 from __future__ import annotations
@@ -17,77 +15,102 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from megatron.arguments.compatibility import resume_mode_fixes
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, SupersededError
-from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint
+from megatron.checkpoint.durable_files import publish_file
+from megatron.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    StorageError,
+    SupersededError,
+    describe_os_error,
+)
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
-from megatron.checkpoint.local_store import fetch_missing_files
-from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded
-from megatron.checkpoint.tensor_file import GlobalTensor
+from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
+from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
 from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS
-from megatron.convert.huggingface.weights import HuggingFaceWeights
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
+    EMA_PREFIX,
     GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
     find_tokenizer_files,
     saved_tokenizer_files,
 )
+from megatron.data.dataset import split_label
 from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import is_peer_lost
-from megatron.training.local_checkpoints import add_local_checkpoints, open_local_store
+from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.param_layout import ShardBox, shard_boxes
+from megatron.optimizer.main_params import accum_dtype
+from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
-    CheckpointCandidate,
+    Position,
     ResumeSource,
     compare_with_checkpoint,
     find_resume_source,
+    is_own_checkpoint,
     passed_over_note,
+    position_of,
 )
-from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import (
-    checkpoint_bytes,
-    local_tensors,
-    restore_from_source,
-    restore_run,
-    restore_weights,
-    run_state,
-    tensors_to_load,
-    tensors_to_save,
-)
+from megatron.training.trainer import DIGEST_MODULUS, Trainer
 
-T = TypeVar("T")
+WAIT_NOTE_SECONDS = 30.0
+"""Seconds between log lines while waiting for a save."""
+
+GRACE_SECONDS = 60.0
+"""Seconds that a failing run waits for a save in progress."""
+
+FINISHED_FILE = "finished.json"
+"""File in the run's folder that exists exactly if the last step has been taken and saved.
+
+Scripts that requeue a job test it. A launcher's exit status is not enough: it is lost with the node of the batch
+script, and a scheduler may report 0 itself.
+"""
 
 
-def run_on_rank0(act: Callable[[], T], world: Group) -> T:
-    """Call ``act`` on rank 0 only, and return its result on every rank; collective.
+SmallFiles = Mapping[str, Path | bytes]
+"""Contents or paths of small files, by their names in a checkpoint."""
 
-    Raises:
-        CheckpointError, UserError, OSError: on every rank, if ``act`` raises it.
-    """
-    outcome: Any = None
-    if world.rank == 0:
-        try:
-            outcome = act(), None
-        except (CheckpointError, UserError, OSError) as error:
-            outcome = None, error
-    value, failure = comm.broadcast_object(outcome, world)
-    if failure is not None:
-        raise failure
-    return cast(T, value)
+
+class OtherCheckpoints(Protocol):
+    """Further checkpoints of a run, such as on the nodes' own disks. All methods are collective."""
+
+    def add_to(self, source: ResumeSource | UserError) -> ResumeSource:
+        """Add candidates to those in ``save`` and ``load``; raise the error if there are none."""
+
+    def connect(self, trainer: Trainer) -> list[str]:
+        """Prepare to load and save on the ranks of a trainer; return notes."""
+
+    def open(self, trainer: Trainer, path: Location) -> tuple[Manifest, list[str]] | None:
+        """Make an added candidate readable; return its manifest and notes, or raise DamagedCheckpointError.
+
+        Return None for candidates from elsewhere.
+        """
+
+    def callbacks(self, trainer: Trainer) -> list[Callback]:
+        """Return the callbacks that save."""
 
 
 @contextmanager
@@ -108,11 +131,37 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
         yield lease
 
 
-WAIT_NOTE_SECONDS = 30.0
-"""Seconds between log lines while waiting for a save."""
+def choose_resume_source(
+    options: CheckpointConfig, world: Group, others: OtherCheckpoints | None = None
+) -> ResumeSource:
+    """Return what the run starts from, the same on every rank; collective. Rank 0 searches ``save`` and ``load``.
 
-GRACE_SECONDS = 60.0
-"""Seconds that a failing run waits for a save in progress."""
+    Raises:
+        UserError: as :func:`find_resume_source`.
+    """
+    if others is None:
+        return run_on_rank0(partial(find_resume_source, options), world)
+
+    def find() -> ResumeSource | UserError:
+        try:
+            return find_resume_source(options)
+        except UserError as error:  # a missing or damaged checkpoint; an unreachable store, for example, is no such
+            if error.__cause__ is not None or not {problem.code for problem in error.problems} <= {"E811", "E812"}:
+                raise
+            return error
+
+    return others.add_to(run_on_rank0(find, world))
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What one checkpoint holds, beside the configuration and the files of the run."""
+
+    iteration: int  # steps taken
+    tensors: Mapping[str, GlobalTensor]  # this rank's parts
+    bytes: int  # of the tensors of all ranks
+    state: Mapping[str, Any]  # progress of the run
+    started: float = field(default_factory=time.monotonic)  # when the save began
 
 
 @dataclass(frozen=True)
@@ -120,225 +169,241 @@ class SavedCheckpoint:
     """A checkpoint that was written."""
 
     path: Location
-    iteration: int  # steps taken when the save began
     bytes: int  # of all tensors
     seconds: float  # until it was on disk and older checkpoints were deleted
     blocking: float | None  # seconds in which training was paused; None for all of them
     warning: str | None  # from deleting older checkpoints
 
 
-@dataclass(frozen=True)
-class SaveJob:
-    """A checkpoint to be written, with all its contents."""
+class Checkpointer:
+    """Loads what a run starts from, and saves it: synchronously, or with ``async_save`` in a thread of each rank."""
 
-    options: CheckpointConfig
-    iteration: int  # steps taken
-    tensors: Mapping[str, GlobalTensor]  # this rank's parts
-    state: Mapping[str, Any]  # progress of the run
-    config: dict[str, Any]  # of the run, as JSON
-    files: Mapping[str, Path | bytes]  # small files that the checkpoint carries
-    bytes: int  # of the tensors of all ranks
-    started: float  # on the clock of ``time.monotonic()``
-    lease: Lease | None  # on the run's ``save`` folder
+    def __init__(self, trainer: Trainer, lease: Lease | None = None, others: OtherCheckpoints | None = None) -> None:
+        """Load and save the state of ``trainer``.
 
-    def run(self, group: Group, blocking: float | None = None) -> SavedCheckpoint:
-        """Write the checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
+        Args:
+            trainer: the run.
+            lease: this start's lease on the ``save`` folder.
+            others: further places that hold checkpoints of the run.
+        """
+        self.trainer = trainer
+        self.lease = lease
+        self.others = others
+        self.options = trainer.config.checkpoint
+        self.world = trainer.mesh.world
+        self._pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
+        self._lost_contact = False  # the last background save failed because another rank did not answer
+        self._staging: HostCopyBuffer | None = None
+
+    # ---- Loading
+
+    def load(self, source: ResumeSource) -> list[str]:
+        """Load the start of the run into the trainer, which was built with ``fresh=source.fresh``; collective.
+
+        Returns:
+            Notes: what was loaded, which options have changed, which checkpoints were passed over.
+
+        Raises:
+            UserError: if changed options do not allow resuming, no checkpoint can be read, or the first one that the
+                run saves would not fit on the disk.
+            DataError: if the data cannot be opened.
+        """
+        trainer, config = self.trainer, self.trainer.config
+        notes = [*source.notes, *([] if self.others is None else self.others.connect(trainer))]
+        tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
+        trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
+        if source.hf is not None:
+            found = find_tokenizer_files(source.hf)
+            trainer.files = files_to_carry(own_files, found)
+            restore_weights(trainer, HuggingFaceWeights(source.hf, config.model))
+            notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
+        elif not source.fresh:
+            notes = self._load_newest(source, notes, own_files)
+        if self.options.save is not None and trainer.iteration < trainer.total_steps:
+            size = checkpoint_bytes(trainer)
+            if problem := run_on_rank0(lambda: self._disk_space_problem(size), self.world):
+                raise UserError([problem])
+        return notes
+
+    def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
+        """Load the first checkpoint of ``source`` that is not damaged; return all notes."""
+        trainer = self.trainer
+        for path in source.paths:
+            try:
+                opened = None if self.others is None else self.others.open(trainer, path)
+                manifest, more = opened or (run_on_rank0(partial(Manifest.open, path), self.world), [])
+                notes += more
+                found = run_on_rank0(partial(saved_tokenizer_files, manifest), self.world)
+                changes, batches_since = compare_with_checkpoint(
+                    manifest, trainer.config, self.world.size, source.mode, notes
+                )
+                trainer.files = files_to_carry(own_files, found)
+                if source.mode == "weights-only":
+                    restore_weights(trainer, manifest)
+                    notes += tokenizer_notes(own_files, found)
+                    loaded = f"weights from {manifest.path}"
+                else:
+                    notes += restore_run(trainer, manifest, batches_since)
+                    position = f"step {trainer.iteration}, {trainer.consumed_samples:,} samples"
+                    loaded = f"resumed from {manifest.path}: {position}"
+            except DamagedCheckpointError as error:
+                notes.append(passed_over_note(path, error))
+                continue
+            return [*notes, loaded, *changes]
+        raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
+
+    # ---- Saving
+
+    @contextmanager
+    def saving(self, log: RunLogger, on_save: Callable[[Location], None]) -> Iterator[None]:
+        """Save inside this context; collective. After a failure wait ``GRACE_SECONDS`` for a save in progress.
+
+        Args:
+            log: reports saves.
+            on_save: called on every rank with the path of each checkpoint that was written.
+        """
+        self._log, self._on_save = log, on_save
+        if self.options.async_save and self.options.save is not None:
+            self._staging = HostCopyBuffer(tensors_to_save(self.trainer), pinned=self.trainer.device.type == "cuda")
+            self._group = self.trainer.mesh.background_group()
+        try:
+            yield
+        except Exception:
+            try:
+                self.wait(at_most=GRACE_SECONDS)
+            except Exception as other:
+                log.warning(f"the save in progress failed, too: {other}")
+            raise
+
+    def maybe_save(self, window: MetricsWindow, last: bool) -> None:
+        """Save if a save is due, or after the last step of this start; collective. Report a finished background save.
+
+        If the disk refuses, training goes on with the existing checkpoints, except after the ``last`` step.
+
+        Raises:
+            StorageError: if the last checkpoint cannot be written.
+        """
+        self._poll()
+        interval = self.options.save_interval
+        due = interval is not None and self.trainer.iteration % interval == 0
+        if self.options.save is not None and (last or due):
+            with window.paused():
+                self.save(needed=last)
+
+    def save(self, needed: bool) -> None:
+        """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors."""
+        self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
+        if needed:
+            self.wait()
+        try:
+            if self._staging is None:
+                self._report(self.write())
+            elif not self._is_busy():
+                self._pending = self._save_in_background(self._staging)
+        except StorageError as error:
+            if needed:
+                raise
+            self._log.warning(f"step {self.trainer.iteration} is not saved: {error}")
+        if needed:
+            self.wait(needed=True)
+
+    def wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
+        """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
+        if self._pending is None:
+            return
+        contents, outcome = self._pending
+        deadline = time.monotonic() + at_most
+        while (left := deadline - time.monotonic()) > 0 and not wait([outcome], min(WAIT_NOTE_SECONDS, left)).done:
+            seconds = time.monotonic() - contents.started
+            self._log.note(f"waiting for the checkpoint of step {contents.iteration}: {seconds:.0f}s so far")
+        self._poll(needed)
+
+    def write(self) -> SavedCheckpoint:
+        """Write a checkpoint into the ``save`` folder and delete those that need not be kept; collective.
+
+        Raises:
+            StorageError: on every rank, if it cannot be written; older checkpoints are unchanged.
+            RuntimeError: if the samples that the ranks have read are not those of the sample stream.
+        """
+        return self._write(self._contents(), self.world)
+
+    def _contents(self) -> CheckpointContents:
+        started, trainer = time.monotonic(), self.trainer
+        tensors, size = tensors_to_save(trainer), checkpoint_bytes(trainer)
+        return CheckpointContents(trainer.iteration, tensors, size, run_state(trainer), started)
+
+    def _write(self, contents: CheckpointContents, group: Group, blocking: float | None = None) -> SavedCheckpoint:
+        """Write a checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
 
         All disk access is in here, so with ``async_save`` a hanging disk does not block training. Rank 0 deletes older
         checkpoints only after it has opened the new one as a start would.
-
-        Raises:
-            StorageError: on every rank, if it does not fit or cannot be written; older checkpoints are unchanged.
-            SupersededError: if a later start owns the folder.
         """
-        if problem := _shortage(self.options, self.bytes, group, self.lease):
+        options, trainer = self.options, self.trainer
+        if problem := run_on_rank0(lambda: self._disk_space_problem(contents.bytes), group):
             raise StorageError(str(problem))
-        folder = CheckpointFolder(parse_location(str(self.options.save)))
-        path = folder.path(self.iteration)
-        save_sharded(path, self.tensors, self.state, self.config, group, self.files, self.lease)
+        folder = CheckpointFolder(parse_location(str(options.save)))
+        path = folder.path(contents.iteration)
+        config = to_dict(trainer.config)
+        save_sharded(path, contents.tensors, contents.state, config, group, trainer.files, self.lease)
         warning = None
         if group.rank == 0:
             try:
                 Manifest.open(path)
-                folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, lease=self.lease)
+                folder.retain(options.keep_last, options.keep_every, newest=contents.iteration, lease=self.lease)
             except SupersededError:
                 raise
             except (CheckpointError, OSError) as error:
                 raise_if_superseded(self.lease)
                 warning = f"older checkpoints are not deleted: {error}"
-        return SavedCheckpoint(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
+        return SavedCheckpoint(path, contents.bytes, time.monotonic() - contents.started, blocking, warning)
 
+    def _disk_space_problem(self, size: int) -> Problem | None:
+        return disk_space_problem(parse_location(str(self.options.save)), size, self.lease)
 
-def save_checkpoint(trainer: Trainer) -> SavedCheckpoint:
-    """Write a checkpoint into the run's ``--save`` folder and delete those that need not be kept; collective.
-
-    Raises:
-        StorageError: on every rank, if it cannot be written; older checkpoints are unchanged.
-    """
-    return prepare_save(trainer).run(trainer.mesh.world)
-
-
-def prepare_save(trainer: Trainer) -> SaveJob:
-    """Gather the contents of a checkpoint; collective.
-
-    Raises:
-        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-    """
-    started = time.monotonic()
-    return SaveJob(
-        options=trainer.config.checkpoint,
-        iteration=trainer.iteration,
-        tensors=tensors_to_save(trainer),
-        bytes=checkpoint_bytes(trainer),
-        state=run_state(trainer),
-        config=to_dict(trainer.config),
-        files=trainer.files,
-        started=started,
-        lease=trainer.leases.save,
-    )
-
-
-def check_disk_space(trainer: Trainer) -> None:
-    """Refuse to start a run whose first checkpoint would not fit on the disk; collective.
-
-    Raises:
-        UserError: on every rank, if there is less free space than one checkpoint needs.
-    """
-    options = trainer.config.checkpoint
-    if options.save is None or trainer.iteration >= trainer.total_steps:
-        return
-    if problem := _shortage(options, checkpoint_bytes(trainer), trainer.mesh.world, trainer.leases.save):
-        raise UserError([problem])
-
-
-def _shortage(options: CheckpointConfig, size: int, group: Group, lease: Lease | None) -> Problem | None:
-    """Return the problem if rank 0 finds that a checkpoint of ``size`` bytes does not fit; collective."""
-    return run_on_rank0(lambda: disk_space_problem(parse_location(str(options.save)), size, lease), group)
-
-
-@dataclass(frozen=True)
-class PendingSave:
-    """A save that runs in a background thread."""
-
-    iteration: int
-    since: float  # on the clock of ``time.monotonic()``
-    outcome: Future[SavedCheckpoint]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the save began."""
-        return time.monotonic() - self.since
-
-
-class Checkpointer:
-    """Saves a run synchronously, or with ``async_save`` in a thread of each rank, one save at a time.
-
-    As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
-    """
-
-    def __init__(self, trainer: Trainer, log: RunLogger, on_save: Callable[[Location], None]) -> None:
-        """Allocate staging memory and communicators for ``async_save``; collective.
-
-        Args:
-            trainer: the run to save.
-            log: reports saves.
-            on_save: called on every rank with the path of each checkpoint that was written.
-        """
-        self._trainer = trainer
-        self._log = log
-        self._on_save = on_save
-        self.pending: PendingSave | None = None  # the asynchronous save in progress
-        self._lost_contact = False
-        options = trainer.config.checkpoint
-        self._staging: HostCopyBuffer | None = None
-        if options.async_save and options.save is not None:
-            self._staging = HostCopyBuffer(tensors_to_save(trainer), pinned=trainer.device.type == "cuda")
-            self._group = trainer.mesh.background_group()
-
-    def save(self, needed: bool) -> None:
-        """Save; collective. If the disk refuses, training goes on with the existing checkpoints.
-
-        Args:
-            needed: True if the run ends after this save; waits for it, and for one in progress.
-
-        Raises:
-            StorageError: if a needed checkpoint cannot be written.
-        """
-        self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
-        if needed:
-            self._wait()
-        try:
-            if self._staging is None:
-                self._report(save_checkpoint(self._trainer))
-            elif not self._is_busy():
-                self.pending = self._save_in_background(self._staging, self._group)
-        except StorageError as error:
-            if needed:
-                raise
-            self._log.warning(f"step {self._trainer.iteration} is not saved: {error}")
-        if needed:
-            self._wait(needed=True)
-
-    def _save_in_background(self, staging: HostCopyBuffer, group: Group) -> PendingSave:
+    def _save_in_background(self, staging: HostCopyBuffer) -> tuple[CheckpointContents, Future[SavedCheckpoint]]:
         """Copy the contents of a checkpoint, after which steps may be taken, and write them in a thread."""
-        job = prepare_save(self._trainer)
-        copied = replace(job, tensors=staging.copy(job.tensors))
-        blocking = time.monotonic() - job.started
-        outcome = run_in_background(lambda: copied.run(group, blocking), f"save of step {job.iteration}")
-        return PendingSave(job.iteration, job.started, outcome)
-
-    def poll(self) -> None:
-        """Report the outcome of a finished background save; raise its error unless it is the disk's."""
-        if self.pending is not None and self.pending.outcome.done():
-            self._finish(self.pending)
+        contents = self._contents()
+        contents = replace(contents, tensors=staging.copy(contents.tensors))
+        blocking = time.monotonic() - contents.started
+        write = partial(self._write, contents, self._group, blocking)
+        return contents, run_in_background(write, f"save of step {contents.iteration}")
 
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
-        self.poll()
-        pending = self.pending
-        states = comm.all_gather_objects((pending is not None, self._lost_contact), self._trainer.mesh.world)
+        self._poll()
+        states = comm.all_gather_objects((self._pending is not None, self._lost_contact), self.world)
         if any(busy for busy, _ in states):
             last = "the last save"  # finished on this rank, but not on another
-            if pending is not None:
-                last = f"the save of step {pending.iteration}, begun {pending.seconds:.0f}s ago,"
-            interval = self._trainer.config.checkpoint.save_interval or 1
+            if self._pending is not None:
+                contents, _ = self._pending
+                last = f"the save of step {contents.iteration}, begun {time.monotonic() - contents.started:.0f}s ago,"
+            interval = self.options.save_interval or 1
             self._log.warning(
-                f"step {self._trainer.iteration} is not saved: {last} is still being written\n"
+                f"step {self.trainer.iteration} is not saved: {last} is still being written\n"
                 f"  fix: --save-interval {2 * interval}"
             )
             return True
         if any(lost for _, lost in states):
-            self._group = self._trainer.mesh.background_group()
+            self._group = self.trainer.mesh.background_group()
             self._lost_contact = False
         return False
 
-    def _wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
-        """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
-        pending = self.pending
-        if pending is None:
+    def _poll(self, needed: bool = False) -> None:
+        """Report the outcome of a finished background save; raise its error unless it is the disk's."""
+        if self._pending is None or not self._pending[1].done():
             return
-        deadline = time.monotonic() + at_most
-        while (left := deadline - time.monotonic()) > 0:
-            if wait([pending.outcome], min(WAIT_NOTE_SECONDS, left)).done:
-                break
-            self._log.note(f"waiting for the checkpoint of step {pending.iteration}: {pending.seconds:.0f}s so far")
-        if pending.outcome.done():
-            self._finish(pending, needed)
-
-    def _finish(self, pending: PendingSave, needed: bool = False) -> None:
-        """Report the outcome of a finished background save."""
-        self.pending = None
+        (contents, outcome), self._pending = self._pending, None
         try:
-            self._report(pending.outcome.result())
+            self._report(outcome.result())
         except StorageError as error:
             if needed:
                 raise
-            self._log.warning(f"step {pending.iteration} is not saved: {error}")
+            self._log.warning(f"step {contents.iteration} is not saved: {error}")
         except Exception as error:
             if needed or not is_peer_lost(error):
                 raise
             self._lost_contact = True
-            self._log.warning(f"step {pending.iteration} is not saved: the ranks lost contact while writing: {error}")
+            self._log.warning(f"step {contents.iteration} is not saved: the ranks lost contact while writing: {error}")
 
     def _report(self, saved: SavedCheckpoint) -> None:
         self._log.checkpoint(saved.path, saved.bytes, saved.seconds, saved.blocking)
@@ -346,135 +411,250 @@ class Checkpointer:
             self._log.warning(saved.warning)
         self._on_save(saved.path)
 
-    def __enter__(self) -> Self:
-        return self
+    # ---- The end of training
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for a save in progress after a failure, without hiding that failure."""
-        if not isinstance(error, Exception) or self.pending is None:
-            return
+    def mark_finished(self, finished: bool) -> None:
+        """Write ``finished.json`` after the last step has been saved, or remove it while steps are left; collective.
+
+        Raises:
+            StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
+            OSError: on every rank, if it cannot be removed.
+            SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
+        """
+
+        def mark(path: Path) -> None:
+            if self.lease is not None:
+                self.lease.check()
+            if not finished:
+                path.unlink(missing_ok=True)
+                return
+            checkpoint = self._last_checkpoint()
+            facts = {
+                "iteration": self.trainer.iteration,
+                "consumed-samples": self.trainer.consumed_samples,
+                "run-id": self.trainer.run_id,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "time": time.time(),
+            }
+            try:
+                publish_file(path, (json.dumps(facts, indent=2) + "\n").encode())
+            except OSError as error:
+                sentence = f"{path}, which marks the end of training, cannot be written: {describe_os_error(error)}"
+                fix = "free some space and start the run again: it only writes this file"
+                raise StorageError(sentence, fix) from error
+
+        if (run_dir := self.trainer.config.logging.run_dir) is not None:
+            run_on_rank0(partial(mark, Path(run_dir) / FINISHED_FILE), self.world)
+
+    def is_last_step_saved(self) -> bool:
+        """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
+        return run_on_rank0(lambda: self._last_checkpoint() is not None, self.world)
+
+    def _last_checkpoint(self) -> Location | None:
+        """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
+        if self.options.save is None:
+            return None
+        path = CheckpointFolder(parse_location(self.options.save)).path(self.trainer.iteration)
         try:
-            self._wait(at_most=GRACE_SECONDS)
-        except Exception as other:
-            self._log.warning(f"the save in progress failed, too: {other}")
+            return Manifest.open(path).path
+        except DamagedCheckpointError:
+            return None
+
+
+def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return this rank's shards of all tensors of a checkpoint, by name."""
+    shards = dict(trainer.optimizer.main_params)
+    for kind, tensors in trainer.optimizer.extra_state().items():
+        shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
+    return shards
+
+
+def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
+    """Return the parts of each tensor that this rank writes, balanced over the ranks like the gradient buckets.
+
+    Main parameters that are stored as remainders are computed only when written, so never all at once.
+    """
+    optimizer = trainer.optimizer
+    main_params = optimizer.main_params
+    readers: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
+        name: (accum_dtype(weight.dtype), partial(main_params.__getitem__, name))
+        for name, weight in main_params.weights.items()
+    }
+    for kind, tensors in optimizer.extra_state().items():
+        for name, tensor in tensors.items():
+            readers[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
+    counted = trainer.buckets.counted_shards()
+    entries = {}
+    for name, (dtype, whole) in readers.items():
+        parameter = parameter_name(name)
+        spec = trainer.specs[parameter]
+        updated = trainer.buckets.shards[parameter]
+        share = counted.get(parameter)
+        if share is not None:
+            mine = slice(share.start - updated.start, share.stop - updated.start)
+            boxes = shard_boxes(spec, share, spec.owned)
+            parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
+            entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
+    return entries
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Return the bytes of all tensors of a checkpoint; collective."""
+    return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
+
+
+def _elements(whole: Callable[[], Tensor], mine: slice, box: ShardBox) -> Tensor:
+    written: Tensor = box.view_in(whole().view(-1)[mine])
+    return written
+
+
+def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
+    """Return the parts of each tensor that this rank reads: all that it holds, replicated parts included."""
+    entries = {}
+    for name, tensor in tensors.items():
+        parameter = parameter_name(name)
+        spec = trainer.specs[parameter]
+        boxes = shard_boxes(spec, trainer.buckets.shards[parameter])
+        parts = tuple(TensorPart(box.piece.global_box, box.view_in(tensor.detach())) for box in boxes)
+        entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
+    return entries
+
+
+def parameter_name(name: str) -> str:
+    """Return the parameter that a tensor of a checkpoint belongs to: ``X`` for ``optim.exp_avg.X``."""
+    return name.split(".", 2)[2] if name.startswith("optim.") else name
+
+
+def run_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the progress of the run as plain numbers; collective.
+
+    Raises:
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
+    """
+    iteration, consumed_samples = trainer.batches_since
+    spikes = trainer.optimizer.spikes
+    return {
+        "iteration": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
+        "evaluated": dict(trainer.evaluated),
+        "optimizer": {"steps": trainer.optimizer.steps_applied()},
+        "loss_scaler": trainer.scaler.state_dict(),
+        "spikes": {} if spikes is None else spikes.state_dict(),
+        "goodput": trainer.goodput.state_dict(),
+        "run_id": trainer.run_id,
+        "data": {
+            # "stretches" is the name of the segments in this file format.
+            "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
+            "fingerprints": dict(trainer.data.fingerprints),
+            "digest": f"{consumed_digest(trainer):016x}",
+        },
+        "written_by": {"layout": dict(trainer.mesh.layout.sizes), "torch": torch.__version__},
+    }
+
+
+def consumed_digest(trainer: Trainer) -> int:
+    """Return the digest of all samples that the ranks have read for the run's steps; collective.
+
+    Raises:
+        RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
+    """
+    read = sum(comm.all_gather_objects(trainer.digest_read, trainer.mesh.dp_cp))
+    digest = trainer.samples_digest()
+    if (trainer.start_digest + read - digest) % DIGEST_MODULUS:
+        raise RuntimeError(f"the samples read up to step {trainer.iteration} are not those of the sample stream")
+    return digest
+
+
+def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
+    """Resume exactly where the run that wrote the checkpoint was; return notes on the data. Collective.
+
+    Args:
+        trainer: built without initial weights.
+        manifest: manifest of the checkpoint.
+        batches_since: steps and samples at which the current batch size options took effect.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
+        UserError: if the training data are not those that the run was reading.
+    """
+    saved = manifest.state
+    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
+    evaluated = saved.get("evaluated", {})
+    trainer.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
+    own = is_own_checkpoint(manifest.path, trainer.config.checkpoint)
+    notes = _check_data(trainer, saved["data"], own)
+    notes += _read_tensors(trainer, manifest)
+    trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
+    if saved["loss_scaler"]:  # empty if the run that saved had a constant scale
+        trainer.scaler.load_state_dict(saved["loss_scaler"])
+    if trainer.optimizer.spikes is not None and saved.get("spikes"):
+        trainer.optimizer.spikes.load_state_dict(saved["spikes"])
+    if own:  # otherwise this is a fork, with a run ID of its own
+        trainer.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
+        if "goodput" in saved:
+            trainer.goodput.load_state_dict(saved["goodput"])
+    return notes
+
+
+def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Read weights, moments and averages; return a note if the checkpoint has no averages."""
+    optimizer = trainer.optimizer
+    wanted = local_tensors(trainer)
+    averaged = any(name.startswith(EMA_PREFIX) for name in manifest.tensors)
+    if not averaged:
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(EMA_PREFIX)}
+    load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
+    optimizer.main_params.set({name: wanted[name] for name in optimizer.main_params})
+    if averaged or not optimizer.ema:
+        optimizer.write_weights()
+        return []
+    optimizer.after_load()
+    return ["the checkpoint has no average of the weights: it starts from the weights"]
+
+
+def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
+    """Start a new run with the weights of a checkpoint (collective), or of a source of which each rank reads its parts.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
+    """
+    trainer.start_at(0, 0)
+    main_params = dict(trainer.optimizer.main_params)
+    if isinstance(source, Manifest):
+        load_sharded(source, tensors_to_load(trainer, main_params), trainer.mesh.world)
+    else:
+        fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
+    trainer.optimizer.main_params.set(main_params)
+    trainer.optimizer.after_load()
+
+
+def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
+    """Compare the data with the checkpoint's; return notes on changed evaluation data.
+
+    Raises:
+        UserError: if the training samples, consumed or still to come, are not those of the run that saved.
+    """
+    fingerprints = trainer.data.fingerprints
+    changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
+    if f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
+        changed = ["train", *changed]
+    data = f"{' and '.join(map(split_label, changed))} data"
+    if "train" in changed:
+        flag = train_data_flag(trainer.config.data)
+        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
+        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
+        raise UserError(
+            [Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, trainer.config.checkpoint, own)))]
+        )
+    if not changed:
+        return []
+    return [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]
 
 
 TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
-
-SmallFiles = Mapping[str, Path | bytes]
-"""Contents or paths of small files, by their names in a checkpoint."""
-
-
-def choose_resume_source(options: CheckpointConfig, world: Group) -> ResumeSource:
-    """Return what the run starts from, the same on every rank; collective.
-
-    Rank 0 searches ``save`` and ``load``, and one rank per node the node's own disk.
-
-    Raises:
-        UserError: as :func:`find_resume_source` and :func:`add_local_checkpoints`.
-    """
-    if options.local_save is None:
-        return run_on_rank0(partial(find_resume_source, options), world)
-    return add_local_checkpoints(run_on_rank0(partial(_source_or_error, options), world), options, world)
-
-
-def _source_or_error(options: CheckpointConfig) -> ResumeSource | UserError:
-    """Return what the run starts from; or the error if ``save`` and ``load`` have nothing usable, but nodes might.
-
-    Raises:
-        UserError: for errors that local checkpoints must not hide: an unreachable store, a newer format version.
-    """
-    try:
-        return find_resume_source(options)
-    except UserError as error:
-        if error.__cause__ is not None or not {problem.code for problem in error.problems} <= {"E811", "E812"}:
-            raise
-        return error
-
-
-@dataclass(frozen=True)
-class ResumeCandidate:
-    """A checkpoint that a trainer may resume from, in a folder that all ranks see or on the nodes' own disks."""
-
-    trainer: Trainer
-    where: CheckpointCandidate
-
-    @property
-    def path(self) -> Location:
-        """Folder of the checkpoint, or of this node's part of it."""
-        if not isinstance(self.where, LocalCheckpoint):
-            return self.where
-        if self.trainer.local is None:
-            raise ValueError("there are local checkpoints, but no local_save")
-        return CheckpointFolder(self.trainer.local.folder).path(self.where.iteration)
-
-    def open(self) -> tuple[Manifest, list[str]]:
-        """Fetch the files that this node lacks; return the manifest, and notes on damaged copies. Collective.
-
-        Raises:
-            DamagedCheckpointError: on every rank, if it cannot be used.
-        """
-        store = self.trainer.local
-        if not isinstance(self.where, LocalCheckpoint) or store is None:
-            return run_on_rank0(lambda: Manifest.open(self.path), self.trainer.mesh.world), []
-        wanted = tensors_to_load(self.trainer, local_tensors(self.trainer))
-        try:
-            return fetch_missing_files(store, self.where, wanted)
-        except (OSError, StorageError) as error:
-            raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
-
-
-def load_start_state(trainer: Trainer, source: ResumeSource) -> list[str]:
-    """Load what the run starts from into a trainer that was built with ``fresh=source.fresh``; collective.
-
-    Returns:
-        Notes: what was loaded, which options have changed, which checkpoints were passed over.
-
-    Raises:
-        UserError: if changed options do not allow resuming, or no checkpoint can be read.
-        DataError: if the data cannot be opened.
-    """
-    notes = list(source.notes)
-    config = trainer.config
-    if config.checkpoint.local_save is not None:
-        trainer.local = open_local_store(
-            config.checkpoint, trainer.mesh.background_group(), trainer.mesh.background_group(), trainer.leases.node
-        )
-        if trainer.local.nodes.count == 1:
-            notes.append("--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it")
-    tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
-    recorded: SmallFiles = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
-    trainer.files = recorded
-    if source.fresh:
-        return notes
-    if source.hf is not None:
-        carried = find_tokenizer_files(source.hf)
-        trainer.files = files_to_carry(recorded, carried)
-        restore_from_source(trainer, HuggingFaceWeights(source.hf, config.model))
-        return [*notes, f"weights from {source.hf}", *tokenizer_notes(recorded, carried)]
-    world = trainer.mesh.world
-    for where in source.candidates:
-        candidate = ResumeCandidate(trainer, where)
-        try:
-            manifest, found = candidate.open()
-            notes += found
-            files = run_on_rank0(partial(saved_tokenizer_files, manifest), world)
-            changes, batches_since = compare_with_checkpoint(manifest, config, world.size, source.mode, notes)
-            trainer.files = files_to_carry(recorded, files)
-            if source.mode == "weights-only":
-                restore_weights(trainer, manifest)
-                notes += tokenizer_notes(recorded, files)
-                loaded = f"weights from {manifest.path}"
-            else:
-                notes += restore_run(trainer, manifest, batches_since)
-                loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
-        except DamagedCheckpointError as error:
-            notes.append(passed_over_note(candidate.path, error))
-            continue
-        return [*notes, loaded, *changes]
-    raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 
 def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:
@@ -515,11 +695,7 @@ def _bytes(content: Path | bytes) -> bytes:
 def _without_special_ids(generation: bytes) -> bytes:
     """Return a generation_config.json without special token ids."""
     try:
-        settings = json.loads(generation)
-    except ValueError as error:
-        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise DataError(
-            f"the {GENERATION_CONFIG_FILE} of the loaded model is a JSON {type(settings).__name__}, not an object"
-        )
+        settings = dict(json.loads(generation))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

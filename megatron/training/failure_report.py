@@ -1,8 +1,9 @@
 """Report a failure once: the error, the first rank that failed, and where every rank was.
 
-The first rank to fail publishes its error, prints it with the pipeline action that every rank was at, and appends a
-line to ``failures.jsonl`` in the run's folder, for scripts that look for bad machines. Later errors are mostly
-consequences of the first, so other ranks print nothing.
+The first rank to fail publishes its error, prints it with the pipeline action that every rank was at, writes
+torchelastic's error file, which torchrun reports as the root cause, and appends a line to ``failures.jsonl`` in the
+run's folder, for scripts that look for bad machines. Later errors are mostly consequences of the first, so other ranks
+print nothing.
 
 A rank blocked in a collective may stay blocked: gloo notices a dead peer within milliseconds, NCCL only after
 ``--distributed-timeout-minutes``, and Python runs signal handlers only once the collective returns. The thread of
@@ -44,6 +45,7 @@ from megatron.distributed.launch import (
     publish_text,
     read_texts,
     register_failure,
+    write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
@@ -88,6 +90,7 @@ def report_failure(error: Exception, run_dir: str | None = None) -> None:
         print(f"{prefix}: {explain_error(error)}", file=sys.stderr, flush=True)
         if positions := rank_positions(launch.rank, launch.world_size):
             print(positions, file=sys.stderr, flush=True)
+        write_error_file(error)
         record_failure(run_dir, error, os.environ)
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -128,54 +131,45 @@ NONFINITE, MEMORY, DEVICE, CONTACT = "nonfinite", "out-of-memory", "device", "lo
 DATA, DISK, OTHER = "data", "disk", "other"
 FAILURE_KINDS = (NONFINITE, MEMORY, DEVICE, CONTACT, DATA, DISK, OTHER)
 
-KIND_OF_CODE = {"E207": DEVICE, "E701": DISK, "E816": DISK}
-"""Errors at the start caused by the machine, not by flags: missing GPU, unwritable folder, full disk."""
+DEVICE_CODES, DISK_CODES = {"E207"}, {"E701", "E816"}
+"""Errors at the start caused by the machine, not by flags: missing GPU; unwritable folder, full disk."""
 
-OUT_OF_MEMORY_PATTERN = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
-PROGRAM_ERROR_PATTERN = re.compile(
-    r"device-side assert|invalid (configuration )?argument|no kernel image", re.IGNORECASE
+KIND_OF_CLASS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
+    (NonFiniteError, NONFINITE),
+    (DataError, DATA),
+    (CheckpointError, DISK),
+    ((MemoryError, torch.OutOfMemoryError), MEMORY),
+    ((ConnectionError, TimeoutError), CONTACT),
+    (OSError, DISK),
 )
-"""CUDA errors caused by the program, not by the device."""
-
-DEVICE_ERROR_PATTERN = re.compile(
-    r"CUDA (driver )?error|Cuda failure|unhandled cuda error|CU(BLAS|DNN)_STATUS|\bECC\b|\bXid\b"
+KIND_OF_TEXT = (
+    (re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE), MEMORY),
+    # CUDA errors caused by the program, not by the device
+    (re.compile(r"device-side assert|invalid (configuration )?argument|no kernel image", re.IGNORECASE), OTHER),
+    (re.compile(r"CUDA (driver )?error|Cuda failure|unhandled cuda error|CU(BLAS|DNN)_STATUS|\bECC\b|\bXid\b"), DEVICE),
+    # NCCL's failed system calls: the fault of this machine's network adapter unless they are about another machine
+    (
+        re.compile(
+            r"\A(?!.*(remote|peer|connect|socket|timed? ?out|timeout)).*(ncclSystemError|unhandled system error)",
+            re.IGNORECASE | re.DOTALL,
+        ),
+        DEVICE,
+    ),
 )
-ADAPTER_ERROR_PATTERN = re.compile(r"ncclSystemError|unhandled system error")
-"""NCCL's failed system calls: the fault of this machine's network adapter unless the text matches ``PEER_PATTERN``."""
-
-PEER_PATTERN = re.compile(r"remote|peer|connect|socket|timed? ?out|timeout", re.IGNORECASE)
+"""Kinds of errors by class, then by text; the first match counts."""
 
 
 def failure_kind(error: BaseException) -> str:
     """Classify an error as one of ``FAILURE_KINDS``; ``device`` suggests that the machine is faulty."""
     cause = error.__cause__ if isinstance(error.__cause__, UserError | DataError) else error
     if isinstance(cause, UserError):
-        return next((KIND_OF_CODE[problem.code] for problem in cause.problems if problem.code in KIND_OF_CODE), OTHER)
-    by_class = {
-        NonFiniteError: NONFINITE,
-        DataError: DATA,
-        CheckpointError: DISK,
-        MemoryError: MEMORY,
-        torch.OutOfMemoryError: MEMORY,
-        ConnectionError: CONTACT,
-        TimeoutError: CONTACT,
-        OSError: DISK,
-    }
-    return next((kind for known, kind in by_class.items() if isinstance(cause, known)), None) or _kind_of_text(cause)
-
-
-def _kind_of_text(error: BaseException) -> str:
-    """Classify an error by its message, where its class is not specific."""
-    text = str(error)
-    if OUT_OF_MEMORY_PATTERN.search(text):
-        return MEMORY
-    if PROGRAM_ERROR_PATTERN.search(text):
-        return OTHER
-    if isinstance(error, torch.AcceleratorError) or DEVICE_ERROR_PATTERN.search(text):
-        return DEVICE
-    if ADAPTER_ERROR_PATTERN.search(text) and not PEER_PATTERN.search(text):
-        return DEVICE
-    return CONTACT if is_peer_lost(error) else OTHER
+        codes = {problem.code for problem in cause.problems}
+        return DEVICE if codes & DEVICE_CODES else DISK if codes & DISK_CODES else OTHER
+    found = [kind for known, kind in KIND_OF_CLASS if isinstance(cause, known)]
+    found += [kind for pattern, kind in KIND_OF_TEXT if pattern.search(str(cause))]
+    if isinstance(cause, torch.AcceleratorError):
+        found.append(DEVICE)
+    return found[0] if found else CONTACT if is_peer_lost(cause) else OTHER
 
 
 def host_name(environ: Mapping[str, str]) -> str:
@@ -271,12 +265,12 @@ class PeerWatchdog:
             signal.set_wakeup_fd(self._previous)
             self._sender.close()  # wakes the thread
             self._thread.join(POLL_SECONDS)  # at most: it may be blocked on a store that no longer answers
-            if error is not None and self._pipeline is not None:
-                self._publish_position(self._pipeline)
+            if error is not None:
+                self._publish_position()
 
     def _watch(self) -> None:
         """Publish the position once a rank has failed; end the process after SIGTERM and a dead peer."""
-        unpublished = self._pipeline
+        published = self._pipeline is None
         terminated = False
         exit_at = math.inf
         with self._receiver:
@@ -286,9 +280,9 @@ class PeerWatchdog:
                     terminated |= signal.SIGTERM in self._receiver.recv(4096)
                 if self._stopped.is_set():
                     return
-                if unpublished is not None and read_texts([FAILED_KEY]):
-                    self._publish_position(unpublished)
-                    unpublished = None
+                if not published and read_texts([FAILED_KEY]):
+                    self._publish_position()
+                    published = True
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
         if register_failure():
@@ -299,8 +293,9 @@ class PeerWatchdog:
         """Return True if a local peer has exited, a rank has published a failure, or the store does not answer."""
         return not self._local_peers <= running_peers() or has_any_rank_failed()
 
-    def _publish_position(self, pipeline: Pipeline) -> None:
-        publish_text(_position_key(self._world.rank), str(pipeline.at or OTHER_WORK))
+    def _publish_position(self) -> None:
+        if self._pipeline is not None:
+            publish_text(POSITION_KEY.format(self._world.rank), str(self._pipeline.at or OTHER_WORK))
 
 
 def running_peers() -> set[int]:
@@ -315,6 +310,7 @@ def running_peers() -> set[int]:
     return found
 
 
+POSITION_KEY = "place of rank {}"
 POSITION_TIMEOUT_SECONDS = 2.0
 """Seconds that the first rank to fail waits for the positions of the others."""
 
@@ -330,9 +326,9 @@ def rank_positions(rank: int, world_size: int) -> str:
 
     Waits a few seconds for ranks that have not published theirs; the position of dead ranks stays unknown.
     """
-    if not read_texts([_position_key(rank)]):
+    keys = [POSITION_KEY.format(r) for r in range(world_size)]
+    if not read_texts([keys[rank]]):
         return ""
-    keys = [_position_key(r) for r in range(world_size)]
     deadline = time.monotonic() + POSITION_TIMEOUT_SECONDS
     while len(found := read_texts(keys)) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -347,7 +343,3 @@ def rank_positions(rank: int, world_size: int) -> str:
         listed = " ".join(map(str, ranks[:MAX_RANKS_LISTED]))
         phrases.append(f"{place} (rank{'s' if len(ranks) > 1 else ''} {listed}{more})")
     return "the ranks were at: " + ", ".join(phrases)
-
-
-def _position_key(rank: int) -> str:
-    return f"place of rank {rank}"

@@ -15,12 +15,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.config.errors import format_bytes
 from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from megatron.distributed.mesh import GroupInfo
 from megatron.distributed.timing import Clock, Stopwatch, no_clock
+from megatron.layers.parameters import num_parameters
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
 from megatron.planner.memory import rank_state_bytes
@@ -128,7 +129,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
     with watch.span(OTHER_RANKS, False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
     world = FakeWorld(layout, rank, tuple(pipeline), watch.pop())
-    layers, parameters = config.model.num_layers, config.model.num_parameters()
+    layers, parameters = config.model.num_layers, num_parameters(config.model)
     if (world.layers, world.parameters) != (layers, parameters):
         built = f"built {world.layers} layers and {world.parameters:,} parameters"
         raise RuntimeError(f"{built}, configured {layers} and {parameters:,}")

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.arguments.summary import summary
-from megatron.checkpoint.lease import Leases
+from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
-from megatron.distributed.launch import destroy_distributed, world_group
+from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer, choose_device, join_distributed
 from megatron.training.callbacks.profiler import ProfileRequestListener
-from megatron.training.checkpointer import check_disk_space, choose_resume_source, hold_save_folder, load_start_state
+from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
-from megatron.training.local_checkpoints import hold_node_folders
 from megatron.training.loggers.console import print_warning
-from megatron.training.loggers.run_folder import METRICS_FILE, data_summary
+from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loggers.wandb import missing_journal_notes
 from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
-from megatron.training.startup import StartupTimer, start_facts, start_phrase
-from megatron.training.trainer_state import new_run_id, previous_run_id
+from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | None = None) -> int:
@@ -56,55 +56,64 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
 
 def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTimer) -> int:
     """Join the other ranks, acquire the checkpoint folders, and train; return the exit status."""
-    if config.training.skip_train:
+    training = config.training
+    if training.skip_train:
         config = replace(config, checkpoint=read_only_options(config.checkpoint))
     with refuse_start_on_error(), startup("joining"):
-        device = choose_device(config.training.device)
+        device = choose_device(training.device)
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
+        enable_flight_recorder(config.logging.run_dir)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
     startup.enter("checkpoint")
     stop = StopRequest(
         world,
         device,
-        config.training.exit_duration_in_mins,
+        training.exit_duration_in_mins,
         startup.began,
         ProfileRequestListener(config.logging.run_dir, rank, print_warning),
-        Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None,
+        Path(training.stop_file) if training.stop_file and rank == 0 else None,
     )
+    others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
+    if config.checkpoint.local_save is not None:
+        from megatron.contrib.local_checkpoints import NodeCheckpoints  # optional
+
+        others = NodeCheckpoints.hold(config.checkpoint, world)
     try:
-        with (
-            hold_save_folder(config.checkpoint.save, world) as save,
-            hold_node_folders(config.checkpoint, world) as node,
-        ):
-            return build_and_train(config, notes, stop, startup, Leases(save, node))
+        with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
+            return build_and_train(config, notes, stop, startup, lease, nodes)
     finally:
         stop.restore()
 
 
 def build_and_train(
-    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartupTimer, leases: Leases
+    config: RunConfig,
+    notes: Sequence[str],
+    stop: StopRequest,
+    startup: StartupTimer,
+    lease: Lease | None,
+    others: OtherCheckpoints | None,
 ) -> int:
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
-    world = stop.world
+    world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world):
-        source = choose_resume_source(config.checkpoint, world)
+        source = choose_resume_source(config.checkpoint, world, others)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)
         trainer.startup = startup
-        trainer.leases = leases
         stop.world = trainer.mesh.world
         on_gpu = trainer.device.type == "cuda"
         graphs = StepRunner(trainer) if on_gpu or config.compute.cuda_graph != "none" else None
+        checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
-            notes = [*notes, *leases.notes, *trainer.notes, *load_start_state(trainer, source)]
-        check_disk_space(trainer)
-        facts = start_facts(os.environ, None if leases.save is None else leases.save.epoch)
-        if source.fresh and config.logging.run_dir is not None:
-            trainer.run_id = previous_run_id(Path(config.logging.run_dir) / METRICS_FILE, facts)
-        notes += missing_journal_notes(config.logging, trainer.run_id)
-        trainer.run_id = new_run_id(world, trainer.run_id)
+            held = () if lease is None else lease.notes
+            notes = [*notes, *held, *trainer.notes, *checkpointer.load(source)]
+        facts = start_facts(os.environ, None if lease is None else lease.epoch)
+        previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
+        trainer.run_id = run_on_rank0(
+            lambda: trainer.run_id or (previous and previous_run_id(previous, facts)) or new_run_id(), world
+        )
         if "slurm-job" in facts or "torchrun-restart" in facts:
             notes = [start_phrase(facts), *notes]
         position = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
@@ -116,13 +125,13 @@ def build_and_train(
             run_id=trainer.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            check=leases.look,
+            check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
             **position,
         )
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        return train(trainer, graphs, log, stop, build_callbacks(trainer, log, stop))
+        return train(trainer, graphs, log, stop, build_callbacks(trainer, log, stop, others), checkpointer)
 
 
 @contextmanager
@@ -132,3 +141,22 @@ def refuse_start_on_error() -> Iterator[None]:
         yield
     except (UserError, DataError) as error:
         raise StartRefusedError(str(error)) from error
+
+
+def new_run_id() -> str:
+    """Return a random run ID. It does not depend on the run's seed: two runs with one seed have two IDs."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+def previous_run_id(metrics: Path, facts: StartFacts) -> str:
+    """Return the run ID of the previous start if it belongs to the same job, else an empty string.
+
+    ``metrics.jsonl`` is the only record of the ID before the first checkpoint.
+    """
+    last: Mapping[str, Any] = {}
+    with suppress(OSError):  # the first start
+        for line in read_json_lines(metrics):
+            if line is not None and line.get("event") == "start":
+                last = line
+    same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
+    return str(last.get("run-id", "")) if same_job else ""

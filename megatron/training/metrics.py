@@ -31,7 +31,7 @@ from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.flops import FlopsPerToken
-from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
+from megatron.training.loggers.base import MEMORY_CAPACITY, ON_GPU, SECONDS_LEFT, TOTAL_ITERATIONS, Metrics
 
 
 class Goodput:
@@ -437,20 +437,20 @@ class ThroughputModel:
         )
 
     def metrics(self, metrics: Metrics) -> dict[str, float | None]:
-        """Return throughput and utilisation of a log line. Utilisations are 0 to 1, or None for an unknown peak.
+        """Return throughput, utilisation and, for the console, progress of a log line.
 
         ``throughput`` is TFLOP/s per rank as Megatron-LM counts it. ``mfu`` counts all attention scores
-        (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``.
+        (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``. Utilisations are
+        0 to 1, or None for an unknown peak.
         """
         tokens_per_second = metrics["tokens-per-second"] / self.world_size
         counts = {"mfu": self.flops.full, "mfu-causal": self.flops.causal, "hfu": self.flops.hardware}
         peak = self.peak_flops
+        samples_left = max(0, self.total_samples - metrics["consumed-samples"])
         return {
             "throughput": tokens_per_second * self.flops.megatron / 1e12,
             **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
+            TOTAL_ITERATIONS: self.total_iterations,
+            SECONDS_LEFT: samples_left * self.seq_length / metrics["tokens-per-second"],
+            ON_GPU: self.on_gpu,
         }
-
-    def seconds_left(self, metrics: Metrics) -> float:
-        """Return the time that the remaining samples take at the speed of a log line."""
-        samples_left = max(0, self.total_samples - metrics["consumed-samples"])
-        return float(samples_left * self.seq_length / metrics["tokens-per-second"])

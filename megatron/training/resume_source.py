@@ -18,18 +18,15 @@ from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
-from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint
+from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.object_store import Location, parse_location
-from megatron.checkpoint.publish import CHECKPOINT_NAME, checkpoint_folder_of, is_complete, is_interrupted
+from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size"}
 """Options that determine the number of samples per step."""
-
-CheckpointCandidate = LocalCheckpoint | Location
-"""A checkpoint that may be loaded."""
 
 Position = tuple[int, int]
 """Progress of a run: steps taken and samples consumed."""
@@ -43,26 +40,16 @@ class ResumeSource:
     hf: Path | None = None  # folder of a Hugging Face model
     mode: str = "exact"  # how much of a checkpoint to load, a choice of ``resume_mode``
     notes: tuple[str, ...] = ()  # which checkpoints were passed over, and why
-    local: tuple[LocalCheckpoint, ...] = ()  # checkpoints on the nodes' own disks to try, newest first
 
     @property
     def fresh(self) -> bool:
         """True if the run starts from scratch."""
-        return not self.paths and not self.local and self.hf is None
-
-    @property
-    def candidates(self) -> tuple[CheckpointCandidate, ...]:
-        """Checkpoints in the order in which to try them: newest first, and of one step the durable one first."""
-        if not self.local:
-            return self.paths
-        return tuple(sorted((*self.paths, *self.local), key=_step, reverse=True))
+        return not self.paths and self.hf is None
 
 
-def _step(checkpoint: CheckpointCandidate) -> int:
+def step_of(path: Location) -> int:
     """Return the step of one of the run's own checkpoints; -1 for a checkpoint with another name."""
-    if isinstance(checkpoint, LocalCheckpoint):
-        return checkpoint.iteration
-    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
@@ -81,29 +68,33 @@ def find_resume_source(options: CheckpointConfig) -> ResumeSource:
 
 
 def _find(options: CheckpointConfig) -> ResumeSource:
-    save = options.save
+    save = None if options.save is None else parse_location(options.save)
     load, step = _load_folder(options)
-    own = CheckpointFolder(parse_location(save)).named() if save is not None else []
+    own = [] if save is None else CheckpointFolder(save).named()
     for_own = applies_to_own_checkpoints(options)
-    if any(not is_interrupted(path) for _, path in own):
-        mode = options.resume_mode if for_own else "exact"
-        return _select(parse_location(str(save)), own, step if for_own else None, mode, continues=True)
-    unfinished = tuple(passed_over_note(path, _problem(path)) for _, path in own)
-    if for_own and (step is None or save is None):
-        return _from_scratch(options, unfinished)
-    if options.load is not None and options.load.startswith(HUGGING_FACE_PREFIX):
-        return ResumeSource(
-            hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=unfinished
-        )
+    if save is not None and any(not is_interrupted(path) for _, path in own):
+        return _select(save, own, step if for_own else None, options.resume_mode if for_own else "exact", own=True)
+    notes = tuple(passed_over_note(path, _problem(path)) for _, path in own)
+    if save is None and load is None and options.load is None:
+        if step is not None:
+            sentence = f"--ckpt-step {step} needs a folder of checkpoints: neither --load nor --save is given"
+            raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
+        return ResumeSource()
+    if for_own and step is None:
+        if options.resume_mode != "exact":
+            sentence = f"--resume-mode {options.resume_mode}, but {save} holds no checkpoint to resume from"
+            raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
+        return ResumeSource(notes=(*notes, f"starts from scratch: {save} holds no checkpoint"))
+    if load is None and options.load is not None:
+        return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
+    found = CheckpointFolder(folder).named()
     if is_complete(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable
         with suppress(DamagedCheckpointError):
             iteration, _ = position_of(Manifest.open(folder))
         found = [(iteration, folder)]
-    else:
-        found = CheckpointFolder(folder).named()
-    return _select(folder, found, step, options.resume_mode, unfinished)
+    return _select(folder, found, step, options.resume_mode, notes)
 
 
 def applies_to_own_checkpoints(options: CheckpointConfig) -> bool:
@@ -128,20 +119,7 @@ def read_only_options(options: CheckpointConfig) -> CheckpointConfig:
 
 def newest_own_step(source: ResumeSource, options: CheckpointConfig) -> int:
     """Return the step of the newest own checkpoint in ``source.paths``; -1 if there is none."""
-    return next((_step(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
-
-
-def _from_scratch(options: CheckpointConfig, notes: tuple[str, ...]) -> ResumeSource:
-    """Return an empty source, unless the options require a checkpoint."""
-    if options.ckpt_step is not None and options.save is None:
-        sentence = f"--ckpt-step {options.ckpt_step} needs a folder of checkpoints: neither --load nor --save is given"
-        raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
-    if options.save is None:
-        return ResumeSource()
-    if options.resume_mode != "exact":
-        sentence = f"--resume-mode {options.resume_mode}, but {options.save} holds no checkpoint to resume from"
-        raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
-    return ResumeSource(notes=(*notes, f"starts from scratch: {options.save} holds no checkpoint"))
+    return next((step_of(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
 
 
 def _load_folder(options: CheckpointConfig) -> tuple[Location | None, int | None]:
@@ -162,30 +140,42 @@ def _select(
     step: int | None,
     mode: str,
     notes: tuple[str, ...] = (),
-    continues: bool = False,
+    own: bool = False,
 ) -> ResumeSource:
-    """Return the newest usable checkpoint of ``named`` and the ones before it.
-
-    ``continues`` is True if the run will save into the same folder.
+    """Return the newest usable checkpoint of ``named`` and the ones before it; ``own`` if the run saves to ``folder``.
 
     Raises:
         UserError: if none is usable, or newer ones would take precedence at the next start.
     """
     wanted = [path for iteration, path in named if step in (None, iteration)]
     newer = [path for iteration, path in named if step is not None and iteration > step and is_complete(path)]
+    problems = {}
     for i, path in enumerate(wanted):
         problem = _problem(path)
         if problem is not None:
-            notes += (passed_over_note(path, problem),)
-        elif continues and newer:
+            problems[path] = problem
+        elif own and newer:
             sentence = (
                 f"{folder} holds newer checkpoints than step {step} ({newer[0].name}): "
                 "the next start would resume from them"
             )
             raise UserError([Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",))])
         else:
-            return ResumeSource(tuple(wanted[i:]), mode=mode, notes=notes)
-    raise UserError([_none_usable(folder, named, wanted, step, "--save ANOTHER" if continues else "--load ANOTHER")])
+            passed_over = (passed_over_note(path, problem) for path, problem in problems.items())
+            return ResumeSource(tuple(wanted[i:]), mode=mode, notes=(*notes, *passed_over))
+    usable = [str(iteration) for iteration, path in named if _problem(path) is None]
+    instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
+    damaged = {path: problem for path, problem in problems.items() if not is_interrupted(path)}
+    if damaged:
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        reasons = "".join(f"\n  {path.name}: {strip_folder(path, problem)}" for path, problem in damaged.items())
+        elsewhere = "--save ANOTHER" if own else "--load ANOTHER"
+        raise UserError([Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))])
+    if step is not None:
+        sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
+        raise UserError([Problem("E812", sentence, instead)])
+    sentence = f"{folder} has no checkpoint"
+    raise UserError([Problem("E812", sentence, ("--load ANOTHER", "drop --load to start from nothing"))])
 
 
 def _problem(path: Location) -> str | None:
@@ -200,26 +190,6 @@ def _problem(path: Location) -> str | None:
 def passed_over_note(path: Location, problem: object) -> str:
     """Return a note on a checkpoint that was passed over."""
     return f"passed over {path}: {strip_folder(path, problem)}"
-
-
-def _none_usable(
-    folder: Location,
-    named: Sequence[tuple[int, Location]],
-    wanted: Sequence[Location],
-    step: int | None,
-    elsewhere: str,
-) -> Problem:
-    usable = [str(iteration) for iteration, path in named if _problem(path) is None]
-    damaged = [path for path in wanted if not is_interrupted(path)]
-    instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
-    if damaged:
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        reasons = "".join(f"\n  {path.name}: {strip_folder(path, _problem(path))}" for path in damaged)
-        return Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))
-    if step is not None:
-        sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
-        return Problem("E812", sentence, instead)
-    return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
 
 
 def position_of(manifest: Manifest, name: str = "") -> Position:
@@ -275,7 +245,7 @@ def is_own_checkpoint(path: Location, options: CheckpointConfig) -> bool:
     """Return True if a checkpoint is the run's own: in its ``save`` folder, or in a node's ``local_save`` folder."""
     if options.local_save is not None and isinstance(path, Path) and is_local_checkpoint(path, options.local_save):
         return True
-    return options.save is not None and checkpoint_folder_of(path).resolve() == parse_location(options.save).resolve()
+    return options.save is not None and path.parent.resolve() == parse_location(options.save).resolve()
 
 
 @dataclass(frozen=True)

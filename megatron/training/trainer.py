@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.arguments.checks.training import schedule_problems
-from megatron.checkpoint.lease import Leases
-from megatron.checkpoint.local_store import LocalStore
 from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -87,16 +85,13 @@ class Trainer:
     consumed_samples: int = 0
     batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
     evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
-    digest: int = 0  # of the first ``digested_samples`` samples that the run has consumed
-    digested_samples: int = 0
+    start_digest: int = 0  # of the samples consumed before this start
     digest_read: int = 0  # of the samples that this rank has read since
-    logged_digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
+    digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
     run_id: str = ""  # the same through all starts of the run
     notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
-    local: LocalStore | None = None  # checkpoints on the nodes' own disks
-    leases: Leases = field(default_factory=Leases)  # leases on the folders that checkpoints are written to
 
     def compute(
         self, batches: Sequence[MicroBatch], loss_grad: Tensor | None, program: PipelineSchedule | None = None
@@ -142,10 +137,6 @@ class Trainer:
         begin = iteration, consumed_samples
         self.iteration, self.consumed_samples = begin
         self.total_steps = final_iteration(config.training, dp, *begin)
-        self.digest = 0
-        self.digested_samples = consumed_samples
-        self.digest_read = 0
-        self.logged_digest = (0, 0)
         self.batches_since = batches_since
         self.prefetched = None
         problems = list(schedule_problems(config, dp, batches_since))
@@ -156,6 +147,9 @@ class Trainer:
             vocab = config.model.vocab
             self.data = build_data(config.data, config.training, vocab, dp, segments=segments, begin=begin)
             check_same_data(self.data, self.mesh.world)
+            self.start_digest = self.data.digest("train", 0, consumed_samples)
+        self.digest = consumed_samples, self.start_digest
+        self.digest_read = 0
 
     @property
     def objective(self) -> Objective:
@@ -167,12 +161,12 @@ class Trainer:
         """Samples of the next global batch."""
         return global_batch_size_at(self.config.training, self.mesh.dp_size, self.consumed_samples)
 
-    def samples_digest(self) -> str:
-        """Return the digest of all consumed samples, computed from the sample order, in hexadecimal."""
-        known, digest = max(self.logged_digest, (self.digested_samples, self.digest))
+    def samples_digest(self) -> int:
+        """Return the digest of all consumed samples, computed from the sample order."""
+        known, digest = self.digest
         digest = (digest + self.data.digest("train", known, self.consumed_samples)) % DIGEST_MODULUS
-        self.logged_digest = self.consumed_samples, digest
-        return f"{digest:016x}"
+        self.digest = self.consumed_samples, digest
+        return digest
 
     def next_batches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step, prefetched or read now."""

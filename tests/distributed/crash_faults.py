@@ -135,8 +135,8 @@ def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Folders called like checkpoints, in the workshops of starts too; not those that are being removed."""
-    return sorted(path for path in folder.rglob("iter_*") if path.suffix != ".gone")
+    """Folders called like checkpoints; not what is staged or being removed."""
+    return sorted(path for path in folder.glob("iter_*") if path.suffix == "")
 
 
 def step_of(path: Path) -> int:
@@ -149,16 +149,21 @@ def is_whole(copies: Sequence[Path]) -> bool:
     described = [path for path in copies if _is_described(path)]
     if not described:
         return False
-    manifest = json.loads((described[0] / "manifest.json").read_bytes())
-    return all(any(_is_as_written(path, name, manifest) for path in copies) for name in manifest["files"])
+    manifest = json.loads((inner(described[0]) / "manifest.json").read_bytes())
+    return all(any(_is_as_written(inner(path), name, manifest) for path in copies) for name in manifest["files"])
+
+
+def inner(path: Path) -> Path:
+    """The folder that the marker names."""
+    return path.joinpath(*(path / "COMPLETE").read_text(errors="replace").split()[1:])
 
 
 def _is_described(path: Path) -> bool:
     try:
-        mark, manifest = (path / "COMPLETE").read_bytes(), (path / "manifest.json").read_bytes()
-    except OSError:
+        mark, manifest = (path / "COMPLETE").read_text(), (inner(path) / "manifest.json").read_bytes()
+    except (OSError, ValueError):
         return False
-    return mark == xxhash.xxh3_64_hexdigest(manifest).encode() + b"\n"
+    return mark.split()[:1] == [xxhash.xxh3_64_hexdigest(manifest)] and mark.endswith("\n")
 
 
 def _is_as_written(path: Path, name: str, manifest: dict[str, Any]) -> bool:

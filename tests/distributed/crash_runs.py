@@ -16,7 +16,7 @@ from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, w
 from tests.processes import free_port
 from tests.runs import differences, steps, tiny_run
 
-EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.checkpoint.local_store", "megatron.checkpoint.save"
+EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.contrib.local_checkpoints", "megatron.checkpoint.save"
 """What a run imports when it needs it: here before ranks are forked, which saves each of them seconds."""
 
 for name in EARLY:
@@ -139,7 +139,7 @@ def _rank(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     mine = fault if fault is not None and fault.rank == rank else None
     watch = Watch([setup.durable(folder), *setup.nodes(folder)], mine, folder / f"rank{rank}.calls")
-    with watch.watching(), patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None):
+    with watch.watching(), patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None):
         return main.run(tiny_run(folder, setup.flags(folder), setup.ranks))
 
 

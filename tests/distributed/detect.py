@@ -19,6 +19,7 @@ from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, T
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy
@@ -29,13 +30,13 @@ from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
-from megatron.training.checkpointer import choose_resume_source
+from megatron.training.checkpointer import choose_resume_source, consumed_digest
 from megatron.training.loop import StopRequest, log_startup
+from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.trainer import check_same_data
-from megatron.training.trainer_state import consumed_digest, new_run_id
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
@@ -85,7 +86,7 @@ def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
 
 def name_the_run(rank: int, world_size: int) -> str:
     """The run's name, which must be one on all ranks."""
-    return new_run_id(Mesh(Layout.from_config(ParallelConfig(), world_size), rank).world)
+    return run_on_rank0(new_run_id, Mesh(Layout.from_config(ParallelConfig(), world_size), rank).world)
 
 
 def explain(rank: int, world_size: int, case: Case) -> str:

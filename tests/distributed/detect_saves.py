@@ -16,25 +16,22 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint import local_store
-from megatron.checkpoint.local_store import (
-    FileTransfer,
-    LocalStore,
-    fetch_missing_files,
-    files_needed,
-    find_local_checkpoints,
-    gather_results,
-    read_local_manifest,
-    save_local,
-)
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import gather_results
 from megatron.checkpoint.save import CheckpointExtras
 from megatron.config.run import CheckpointConfig
+from megatron.contrib import local_checkpoints
+from megatron.contrib.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import Checkpointer
-from megatron.training.local_checkpoints import LocalSave, open_local_store
+from megatron.training.checkpointer import (
+    CheckpointContents,
+    Checkpointer,
+    checkpoint_bytes,
+    run_state,
+    tensors_to_save,
+)
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import checkpoint_bytes, run_state, tensors_to_save
 from tests.distributed.detect import ZERO1, Detector
 from tests.distributed.drive import Case
 
@@ -46,17 +43,14 @@ def act_together(rank: int, world_size: int) -> list[int]:
 
 def is_busy(rank: int, world_size: int) -> bool:
     """The last rank is still at a save; everyone must hear of it."""
-    writing = SimpleNamespace(outcome=Future(), iteration=1, seconds=0.0)
     saver: Any = SimpleNamespace(
-        poll=lambda: None,
-        pending=writing if rank == world_size - 1 else None,
+        _poll=lambda: None,
+        _pending=(CheckpointContents(1, {}, 0, {}), Future()) if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
-        _trainer=SimpleNamespace(
-            mesh=SimpleNamespace(world=world_group(rank, world_size)),
-            config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=1)),
-            iteration=2,
-        ),
+        world=world_group(rank, world_size),
+        options=SimpleNamespace(save_interval=1),
+        trainer=SimpleNamespace(iteration=2),
     )
     return Checkpointer._is_busy(saver)
 
@@ -75,35 +69,37 @@ def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
 
 def exchange_files(rank: int, world_size: int) -> bool:
     """Two ranks give each other a file of several blocks; whether what comes is what was sent."""
-    with TemporaryDirectory() as folder, patch.object(local_store, "BLOCK_BYTES", 8):
+    with TemporaryDirectory() as folder, patch.object(local_checkpoints, "BLOCK_BYTES", 8):
         sent, received, peer = Path(folder) / "sent", Path(folder) / "received", 1 - rank
         contents = [bytes(range(1 + 100 * r, 33 + 100 * r)) for r in range(world_size)]
         sent.write_bytes(contents[rank])
-        local_store.send_and_receive(
+        local_checkpoints.send_and_receive(
             FileTransfer(sent, peer, 32), FileTransfer(received, peer, 32), world_group(rank, world_size)
         )
         return received.read_bytes() == contents[peer]
 
 
 @contextmanager
-def a_node(rank: int, world_size: int) -> Iterator[LocalStore]:
+def a_node(rank: int, world_size: int) -> Iterator[NodeCheckpoints]:
     """Every rank is a node of its own, with a disk of its own."""
     alone = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     with TemporaryDirectory() as folder, patch.dict(os.environ, alone):
         world = world_group(rank, world_size)
-        yield open_local_store(CheckpointConfig(local_save=folder), world, replace(world, handle=dist.new_group()))
+        nodes = NodeCheckpoints.join(CheckpointConfig(local_save=folder), world)
+        nodes.file_group = replace(world, handle=dist.new_group())
+        yield nodes
 
 
 def count_nodes(rank: int, world_size: int) -> int:
     """Nodes that this rank knows of."""
     with a_node(rank, world_size) as tier:
-        return tier.nodes.count
+        return tier.count
 
 
-def saved_on(tier: LocalStore, trainer: Trainer) -> Path:
+def saved_on(tier: NodeCheckpoints, trainer: Trainer) -> Path:
     """The folder of a checkpoint on this node."""
     extra = CheckpointExtras(run_state(trainer), to_dict(trainer.config), trainer.files)
-    return save_local(tier, 0, tensors_to_save(trainer), extra)
+    return tier.save(0, tensors_to_save(trainer), extra)
 
 
 def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]:
@@ -111,14 +107,14 @@ def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]
     trainer = build_trainer(case.config(), rank, world_size)
     with a_node(rank, world_size) as tier:
         folder = saved_on(tier, trainer)
-        found, _ = find_local_checkpoints(tier)
-        manifest, _ = read_local_manifest(tier, found[0])
+        found, _ = tier.find()
+        manifest = Manifest.read(folder)
         files = sorted({chunk.file for record in manifest.tensors.values() for chunk in record.chunks})
         damaged = folder / files[rank]
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         needs = dict.fromkeys(range(world_size), frozenset(files))
-        _, bad = local_store._choose_verified(tier, found[0], manifest, needs)
+        _, bad = tier._choose_verified(found[0], manifest, needs)
         return sorted((node, str(files.index(file))) for node, file in bad)
 
 
@@ -127,14 +123,14 @@ def tell_what_is_needed(rank: int, world_size: int, case: Case) -> dict[int, lis
     trainer, heard = build_trainer(case.config(), rank, world_size), {}
 
     def proved(
-        tier: LocalStore, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]
+        tier: NodeCheckpoints, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]
     ) -> tuple[Any, Any]:
         heard.update({node: sorted(files) for node, files in needs.items()})
         return {}, {}
 
-    with a_node(rank, world_size) as tier, patch.object(local_store, "_choose_verified", proved):
+    with a_node(rank, world_size) as tier, patch.object(NodeCheckpoints, "_choose_verified", proved):
         saved_on(tier, trainer)
-        fetch_missing_files(tier, find_local_checkpoints(tier)[0][0], tensors_to_save(trainer))
+        tier.fetch(tier.find()[0][0], tensors_to_save(trainer))
     return heard
 
 
@@ -148,9 +144,9 @@ def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
             for name in before:
                 (folder / name).unlink()
             folder.rmdir()
-        found, _ = find_local_checkpoints(tier)
+        found, _ = tier.find()
         tensors = tensors_to_save(trainer)
-        manifest, _ = fetch_missing_files(tier, found[0], tensors)
+        manifest, _ = tier.fetch(found[0], tensors)
         needed = files_needed(manifest, tensors)
         return all((folder / name).exists() and (folder / name).read_bytes() == before[name] for name in needed)
 

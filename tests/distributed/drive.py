@@ -68,7 +68,7 @@ class Case:
     samples: int = GLOBAL_BATCH
     masked: bool = True
     documents: MaskBuilder = ONE_DOCUMENT
-    steps: int = 3
+    steps: int = 2
     compute: ComputeConfig = STOCK
 
     @property

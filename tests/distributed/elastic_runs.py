@@ -98,7 +98,7 @@ def disturbed(folder: Path, plans: tuple[Plan, ...]) -> AbstractContextManager[A
 
 def rank(folder: Path, flags: str, plans: tuple[Plan, ...]) -> None:
     """One rank; ends the process unless all is well."""
-    no_picture = patch("megatron.training.loggers.run_logger.draw_loss_curve", lambda *arguments: None)
+    no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     with disturbed(folder, plans), no_picture:
         status = main.run(tiny_run(folder, flags, int(os.environ["WORLD_SIZE"])))
     sys.stdout.flush()

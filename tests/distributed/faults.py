@@ -196,15 +196,17 @@ def replicas_not_summed() -> AbstractContextManager[Any]:
 
 def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
     """One parameter says the opposite of what is true about its copies' gradients: a share each, or the whole."""
-    original = BuildContext.parameter
+    original = BuildContext.declare
 
-    def declare(self: BuildContext, name: str, spec: ShardSpec, autograd: bool = False) -> torch.nn.Parameter:
-        if self.name(name) == parameter:
-            flipped = (replace(piece, partial=not piece.partial) for piece in spec.pieces)
-            spec = replace(spec, pieces=tuple(flipped))
-        return original(self, name, spec, autograd)
+    def declare(self: BuildContext, specs: dict[str, ShardSpec]) -> BuildContext:
+        changed = dict(specs)
+        for name, spec in specs.items():
+            if self.name(name) == parameter:
+                flipped = (replace(piece, partial=not piece.partial) for piece in spec.pieces)
+                changed[name] = replace(spec, pieces=tuple(flipped))
+        return original(self, changed)
 
-    return patch.object(BuildContext, "parameter", declare)
+    return patch.object(BuildContext, "declare", declare)
 
 
 def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> AbstractContextManager[Any]:

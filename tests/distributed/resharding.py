@@ -1,15 +1,11 @@
-"""Runs that are saved on one layout and go on on another, whatever is cut: layouts drawn at random, by a seed.
-
-A layout is ranks, TP, SP, PP, stages, schedule, EP, expert TP, what data-parallel ranks cut among themselves and in how
-many copies, the size of buckets, and what overlaps. Whatever breaks a rule of the configuration is drawn again.
-"""
+"""Runs that are saved on one layout and go on on another, drawn at random from the factors of the layout matrix."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +16,6 @@ from torch import Tensor
 from megatron.arguments.sources import resolve
 from megatron.arguments.validate import find_problems
 from megatron.checkpoint.format import Manifest
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import (
@@ -31,65 +26,37 @@ from megatron.config.run import (
     RunConfig,
     TrainingConfig,
 )
-from tests.distributed.drive import MODEL, SEQ_LENGTH
+from tests.distributed.drive import SEQ_LENGTH
+from tests.distributed.grid import FACTORS, LAYOUT, MAX_RANKS, SHARING, case_of, layouts, sharings, valid
+from tests.distributed.pairwise import Choice
 from tests.distributed.resume import AFTER, BEFORE
 
-MAX_RANKS = 8
-MAX_MICROBATCHES = 4
+MODEL = tuple(n for n in FACTORS if n not in (*LAYOUT, *SHARING)) + ("layers", "samples", "experts", "biases")
+"""What stays as it is on the other layout; the rest of what is drawn may change."""
 
-DENSE: dict[str, Sequence[Any]] = {
-    "num_layers": (4, 3, 2),
-    "num_query_groups": (4, 2, 1),
-    "vocab_size": (101, 128, 13),
-    "untie_embeddings_and_output_weights": (False, True),
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "position_embedding_type": ("rope", "learned_absolute"),
-    "activation": ("gelu_tanh", "swiglu"),
-    "add_bias_linear": (True, False),
-}
-EXPERTS: dict[str, Sequence[Any]] = {
-    "add_bias_linear": (False,),
-    "num_experts": (4,),
-    "moe_router_topk": (2, 1),
-    "moe_ffn_hidden_size": (24,),
-    "moe_shared_expert_intermediate_size": (None, 16),
-    "moe_aux_loss_coeff": (1e-2,),
-}
-OPTIMIZER: dict[str, Sequence[Any]] = {
-    "optimizer": ("adam", "muon"),
-    "exp_avg_dtype": ("fp32", "bf16"),
-    "exp_avg_sq_dtype": ("fp32", "bf16"),
-    "ema_decay": (None, 0.9),
-}
-LAYOUT: dict[str, Sequence[Any]] = {
-    "tensor_model_parallel_size": (1, 2, 4),
-    "sequence_parallel": (True, False),
-    "pipeline_model_parallel_size": (1, 2, 4),
-    "num_virtual_stages_per_pipeline_rank": (1, 2),
-    "pipeline_schedule": ("1f1b", "interleaved", "zb-h1", "zb-v"),
-    "expert_model_parallel_size": (1, 2, 4),
-    "expert_tensor_parallel_size": (None, 1),
-    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads"),
-    "num_distributed_optimizer_instances": (1, 2),
-    "overlap_param_gather": (False, True),
-    "overlap_grad_reduce": (True, False),
-    "ddp_bucket_size": (4000, 40_000_000),
-}
+OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
+"""What may change besides the layout."""
 
-Fixed = Mapping[str, Any]
-ANY: Fixed = MappingProxyType({})
+ANY: Choice = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """A run, and the layout on which it goes on: configurations, and how many ranks each has."""
+    """A run, and the layout on which it goes on: what was drawn, and the configurations."""
 
+    choices: tuple[Choice, Choice]
     before: RunConfig
     after: RunConfig
-    ranks: tuple[int, int]
 
     def __str__(self) -> str:
-        return "->".join(label(config, n) for config, n in zip((self.before, self.after), self.ranks))
+        names = ("tp", "pp", "vpp", "schedule", "dp", "zero", "ep", "optimizer")
+        return "->".join("-".join(f"{n}{c[n]}".replace(" ", "") for n in names) for c in self.choices)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Numbers of ranks before and after."""
+        first, second = self.choices
+        return ranks_of(first), ranks_of(second)
 
     @property
     def exact(self) -> bool:
@@ -97,101 +64,73 @@ class Reshard:
         return self.before.precision.params_dtype == "fp64"
 
 
-def label(config: RunConfig, ranks: int) -> str:
-    """A layout, for people."""
-    p, o = config.parallel, config.optimizer
-    sp = "sp" if p.sequence_parallel else ""
-    words = [f"{ranks}ranks", f"tp{p.tensor_model_parallel_size}{sp}"]
-    if p.pipeline_model_parallel_size > 1:
-        words.append(f"pp{p.pipeline_model_parallel_size}-{p.pipeline_schedule}")
-    if config.model.num_experts:
-        words.append(f"ep{p.expert_model_parallel_size}")
-    words.append(f"zero{p.zero_stage}" + ("hsdp" if p.num_distributed_optimizer_instances > 1 else ""))
-    if o.optimizer != "adam":
-        words.append(o.optimizer)
-    return "-".join(words)
+def ranks_of(choice: Choice) -> int:
+    return int(choice["tp"][0]) * choice["pp"] * choice["dp"]
 
 
-def draw(seed: int, ranks: Sequence[int] = (), model: Fixed = ANY, before: Fixed = ANY, after: Fixed = ANY) -> Reshard:
+@cache
+def _all(which: str) -> list[Choice]:
+    return list(layouts() if which == "layouts" else sharings())
+
+
+def draw(
+    seed: int,
+    ranks: tuple[int, int] | None = None,
+    model: Choice = ANY,
+    before: Choice = ANY,
+    after: Choice = ANY,
+    half: bool = False,
+    ema: float | None = None,
+) -> Reshard:
     """A random model and optimizer, and two random layouts of it.
 
     Args:
         seed: of everything.
-        ranks: before and after; by default any from one to ``MAX_RANKS``.
-        model: what is not left to chance, of the model, its optimizer and its precision.
+        ranks: before and after; by default any from one to ``MAX_RANKS`` that a layout has.
+        model: what is not left to chance, of the factors of the model and its optimizer.
         before: the same of the layout that saves.
         after: and of that which goes on.
+        half: whether weights are in bf16, and main parameters stored as remainders.
+        ema: decay of an average of the weights.
     """
     chance = random.Random(seed)
     while True:
-        sizes = tuple(ranks) or tuple(chance.randint(1, MAX_RANKS) for _ in range(2))
-        run = _draw_run(chance, model)
-        try:
-            sides = [_draw_side(chance, run, n, fixed) for n, fixed in zip(sizes, (before, after))]
-        except _HopelessError:
+        run = {n: chance.choice(FACTORS[n]) for n in MODEL} | {"documents": "one", "masked": False, **model}
+        sizes = ranks or [chance.randint(1, MAX_RANKS) for _ in range(2)]
+        sides = [_draw_side(chance, run, n, fixed) for n, fixed in zip(sizes, (before, after))]
+        first, second = sides
+        if first is None or second is None:
             continue
-        batch = math.lcm(*(config.parallel.data_parallel_size(n) for config, n in zip(sides, sizes)))
-        batch *= -(-4 // batch)  # at least four samples
-        try:
-            first, second = (_with_batch(chance, config, n, batch) for config, n in zip(sides, sizes))
-        except _HopelessError:
-            continue
-        return Reshard(first, second, (sizes[0], sizes[1]))
+        configs = [_config_of(choice, half, ema) for choice in (first, second)]
+        if not any(find_problems(config, ranks_of(choice)) for config, choice in zip(configs, (first, second))):
+            return Reshard((first, second), *configs)
 
 
-class _HopelessError(Exception):
-    """Nothing that was drawn fits together."""
+def _draw_side(chance: random.Random, run: Choice, ranks: int, fixed: Choice) -> Choice | None:
+    """A layout of the run on so many ranks, and other ways to compute it; None if there is none."""
+
+    def fitting(which: str, wanted: Choice) -> Choice | None:
+        found = [c for c in _all(which) if all(c[name] == wanted[name] for name in c.keys() & wanted.keys())]
+        found = [c for c in found if which == "sharings" or ranks_of(c) == ranks]
+        return chance.choice(found) if found else None
+
+    wanted = {**run, **{name: chance.choice(FACTORS[name]) for name in OTHERWISE}, **fixed}
+    for which in ("layouts", "sharings"):
+        found = fitting(which, wanted)
+        if found is None:
+            return None
+        wanted |= found
+    return wanted if valid(wanted) else None
 
 
-def _draw_run(chance: random.Random, fixed: Fixed) -> RunConfig:
-    experts = fixed.get("num_experts", chance.choice((None, 4)))
-    factors = DENSE | (EXPERTS if experts else {})
-    values = {name: chance.choice(choices) for name, choices in (factors | OPTIMIZER).items()}
-    values = values | {"params_dtype": "fp64", "store_param_remainders": False} | dict(fixed)
-    precision = PrecisionConfig(params_dtype=values.pop("params_dtype"))
-    optimizer = {name: values.pop(name) for name in (*OPTIMIZER, "store_param_remainders")}
-    if optimizer["optimizer"] == "muon":
-        optimizer |= {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
-    model = replace(MODEL, hidden_dropout=0.1, **values)
-    training = TrainingConfig(seq_length=SEQ_LENGTH, train_iters=BEFORE + AFTER, device="cpu")
-    rule = OptimizerConfig(lr=1e-2, lr_warmup_iters=1, adam_eps=1e-5, **optimizer)
-    return RunConfig(model, ParallelConfig(), precision, training, optimizer=rule, data=DataConfig(mock_data=True))
-
-
-def _draw_side(chance: random.Random, run: RunConfig, ranks: int, fixed: Fixed) -> RunConfig:
-    """The run on a layout that fits its model and the ranks; the batch is one that fits any."""
-    for _ in range(2000):
-        values = {name: chance.choice(choices) for name, choices in LAYOUT.items()} | dict(fixed)
-        if values["pipeline_model_parallel_size"] == 1 and "pipeline_schedule" not in fixed:
-            values |= {"pipeline_schedule": None, "num_virtual_stages_per_pipeline_rank": None}
-        config = replace(run, parallel=ParallelConfig(**values))
-        dp = config.parallel.data_parallel_size(ranks)
-        config = _batched(config, 8 * dp, 1)
-        if ranks % config.parallel.model_ranks == 0 and not _wrong(config, ranks):
-            return config
-    raise _HopelessError
-
-
-def _with_batch(chance: random.Random, config: RunConfig, ranks: int, batch: int) -> RunConfig:
-    """The run with a random size of micro-batches that fits."""
-    share = batch // config.parallel.data_parallel_size(ranks)
-    sizes = [n for n in range(1, share + 1) if share % n == 0 and share // n <= MAX_MICROBATCHES]
-    fitting = [c for c in (_batched(config, batch, n) for n in sizes) if not _wrong(c, ranks)]
-    if not fitting:
-        raise _HopelessError
-    return resolve(chance.choice(fitting), ranks)
-
-
-def _batched(config: RunConfig, batch: int, micro_batch: int) -> RunConfig:
-    training = replace(config.training, global_batch_size=batch, micro_batch_size=micro_batch)
-    return replace(config, training=training)
-
-
-def _wrong(config: RunConfig, ranks: int) -> bool:
-    try:
-        return bool(find_problems(resolve(config, ranks), ranks))
-    except UserError:
-        return True
+def _config_of(choice: Choice, half: bool, ema: float | None) -> RunConfig:
+    """The run of a choice, on generated samples."""
+    config = case_of(choice).config()
+    training = replace(config.training, global_batch_size=choice["samples"], train_iters=BEFORE + AFTER)
+    optimizer = replace(config.optimizer, lr=1e-2, lr_warmup_iters=1, ema_decay=ema, store_param_remainders=half)
+    precision = replace(config.precision, params_dtype="bf16") if half else config.precision
+    config = replace(config, training=training, optimizer=optimizer, precision=precision)
+    return resolve(config, ranks_of(choice))
 
 
 def saving(config: RunConfig, folder: Path) -> RunConfig:
@@ -229,7 +168,7 @@ def bytes_of_files(manifest: Manifest) -> dict[str, int]:
         found.sort()
         ends = [offset + n for offset, n in found]
         assert all(end == start for end, (start, _) in zip(ends, found[1:])), f"{file} has holes, or bytes twice"
-        assert ends[-1] == Path(str(manifest.path), file).stat().st_size
+        assert ends[-1] == Path(str(manifest.folder), file).stat().st_size
     return {file: sum(n for _, n in found) for file, found in spans.items()}
 
 

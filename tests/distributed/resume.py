@@ -3,100 +3,37 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.arguments.sources import resolve
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import choose_resume_source, load_start_state, save_checkpoint
+from megatron.training.checkpointer import (
+    Checkpointer,
+    checkpoint_bytes,
+    choose_resume_source,
+    consumed_digest,
+    local_tensors,
+    parameter_name,
+)
 from megatron.training.loop import SIGNALS
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import checkpoint_bytes, consumed_digest, local_tensors, parameter_name
-from tests.distributed.grid import FACTORS, LAYOUT, SHARING, case_of, label, layouts, valid
-from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start
 from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, join_traces, trace_pieces
 
-GLOBAL_BATCH = 6
 BEFORE, AFTER = 2, 10
 """Steps before and after the checkpoint."""
-
-CUT = tuple(name for name in SHARING if name not in (*LAYOUT, "biases"))
-"""What is as it is by default here: ``resharding`` is about it."""
-
-OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
-"""What may change with the layout."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A run, and the layout and other ways of computing it in which it goes on."""
-
-    before: Choice
-    after: Choice
-
-    def __str__(self) -> str:
-        c, otherwise = self.after, [n for n in OTHERWISE if self.after[n] != self.before[n]]
-        layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} mb{c['micro_batch']}"
-        return " ".join([f"{label(self.before)}->{layout}", *(f"{n}={c[n]}" for n in otherwise)]).replace(" ", "-")
-
-
-@cache
-def layouts_of(layers: int, ranks: int) -> list[Choice]:
-    """All layouts of a model with so many layers on at most so many ranks; without a pipeline, of one chunk."""
-    found = [layout for layout in layouts() if layout["layers"] == layers and layout["samples"] == GLOBAL_BATCH]
-    found = [c for c in found if c["pp"] > 1 or (c["vpp"], c["schedule"]) == (1, "1f1b")]
-    return [layout for layout in found if ranks_of(layout) <= ranks]
-
-
-def random_pair(seed: int, ranks: int, **fixed: Choice) -> Pair:
-    """Two different layouts of a random model.
-
-    Args:
-        seed: of the choice.
-        ranks: most on which they may be.
-        fixed: what is not left to chance, of the ``model``, and of the layouts ``before`` and ``after``.
-    """
-    chance = random.Random(seed)
-    free = set(FACTORS) - set(LAYOUT) - set(CUT)
-    model = {name: chance.choice(values) if name in free else values[0] for name, values in FACTORS.items()}
-    model = {name: value for name, value in model.items() if name not in LAYOUT}
-    model |= {"documents": "one", "masked": False, **fixed.get("model", {})}
-    for name, value in (("rotary", "plain"), ("optimizer", "adam")):
-        if not valid(model):
-            model[name] = value
-    otherwise = {name: chance.choice(FACTORS[name]) for name in OTHERWISE}
-    wanted = [fixed.get(side, {}).items() for side in ("before", "after")]
-    possible = [[[c for c in layouts_of(n, ranks) if w <= c.items()] for w in wanted] for n in FACTORS["layers"]]
-    before, after = map(chance.choice, chance.choice([sides for sides in possible if all(sides)]))
-    return Pair(model | before, model | otherwise | after)
-
-
-def ranks_of(choice: Choice) -> int:
-    return int(choice["tp"][0]) * int(choice["dp"]) * int(choice["pp"])
-
-
-def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
-    """The run of a choice, in fp64, on generated samples."""
-    config = case_of(choice).config()
-    training = replace(
-        config.training, global_batch_size=GLOBAL_BATCH, train_iters=BEFORE + AFTER, cross_entropy_chunk_size=1024
-    )
-    optimizer = replace(config.optimizer, lr=1e-2, lr_warmup_iters=1)
-    return resolve(replace(config, training=training, optimizer=optimizer, checkpoint=options), ranks_of(choice))
 
 
 def die_within(trainer: Trainer) -> None:
@@ -131,7 +68,7 @@ def save_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
     """Train up to the checkpoint, write it, and go on to the end."""
     trainer = build_trainer(config, rank, world_size)
     advance(trainer, BEFORE)
-    save_checkpoint(trainer)
+    Checkpointer(trainer).write()
     return go_on(trainer)
 
 
@@ -139,7 +76,7 @@ def load_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
     """Load the checkpoint and go on to the end."""
     origin = choose_resume_source(config.checkpoint, world_group(rank, world_size))
     trainer = build_trainer(config, rank, world_size, fresh=origin.fresh)
-    load_start_state(trainer, origin)
+    Checkpointer(trainer).load(origin)
     return go_on(trainer)
 
 

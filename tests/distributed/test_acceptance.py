@@ -62,7 +62,9 @@ def examined(
     return part
 
 
-@pytest.mark.parametrize(("dtype", "names"), [("fp32", [*CASES]), ("bf16", ["TP2 SP", "EP2 DP2"])])
+@pytest.mark.parametrize(
+    ("dtype", "names"), [("fp32", [*CASES][::2]), pytest.param("bf16", ["TP2 SP", "EP2 DP2"], marks=pytest.mark.slow)]
+)
 def test_right_layouts_pass(pool: Pool, tmp_path: Path, dtype: str, names: list[str]) -> None:
     part = examined(pool, tmp_path, *names, dtype=dtype)
     assert part.verdict == OK
@@ -79,10 +81,8 @@ def test_right_layouts_pass(pool: Pool, tmp_path: Path, dtype: str, names: list[
     ("name", "operation"),
     [
         ("DP2", "start_all_reduce"),
-        ("DP2, ZeRO-1", "start_reduce_scatter"),
         ("DP2, ZeRO-2", "start_all_gather"),
         ("TP2 SP", "start_reduce_scatter"),
-        ("PP2", "start_send"),
         ("EP2 DP2", "all_to_all_rows"),
     ],
 )

@@ -21,6 +21,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
+from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -163,12 +164,15 @@ def weigh(layer: Layer, rank: int) -> dict[str, float]:
 
 
 def column(context: BuildContext) -> ColumnParallelLinear:
-    weight = context.shard.split((OUT, WIDTH), 0, Init(0.3))
-    return ColumnParallelLinear(context, weight, context.shard.split((OUT,), 0, Init()))
+    shard = context.sharding.dense
+    specs = {"weight": shard.split((OUT, WIDTH), 0, Init(0.3)), "bias": shard.split((OUT,), 0, Init())}
+    return ColumnParallelLinear(context.declare(specs))
 
 
 def row(context: BuildContext) -> RowParallelLinear:
-    return RowParallelLinear(context, WIDTH, OUT, 0.3, bias=True)
+    shard, partial = context.sharding.dense, context.sequence_parallel
+    specs = {"weight": shard.split((OUT, WIDTH), 1, Init(0.3)), "bias": shard.replicate((OUT,), Init(), partial)}
+    return RowParallelLinear(context.declare(specs))
 
 
 def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Products:
@@ -210,6 +214,8 @@ def apply_embedding(rank: int, size: int, sequence_parallel: bool) -> Products:
     """A look-up is linear in its tables. The vocabulary is odd, so the last rank's rows are partly padding."""
 
     def build(context: BuildContext) -> Embedding:
+        specs = parameters.gpt(MODEL, context.sharding, layers=(), last=False)
+        context.declare({name.removeprefix("embedding."): spec for name, spec in specs.items()})
         return Embedding(MODEL, context)
 
     layer = make(build, tp_mesh(rank, size), sequence_parallel)

@@ -23,7 +23,7 @@ from megatron.distributed.launch import is_peer_lost
 from megatron.distributed.sharding import Box
 from tests.distributed.pool import Pool, RankError
 from tests.unit.checkpoint import samples
-from tests.unit.checkpoint.samples import dealt, partition, same, small
+from tests.unit.checkpoint.samples import attempt, dealt, partition, same, small
 
 SEEDS = range(6)
 
@@ -124,12 +124,16 @@ def test_a_damaged_chunk_is_told_to_all(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "iter_1"
     pool.run(2, save_halves, path)
     chunk = Manifest.open(path).tensors["optim.exp_avg.a"].chunks[-1]
-    with (path / chunk.file).open("r+b") as file:
+    damaged = attempt(path) / chunk.file
+    with damaged.open("r+b") as file:
         file.seek(chunk.offset + 17)
         file.write(b"?")
     found = pool.run(2, load_first_half, path)
     assert set(found) == {
-        (DamagedCheckpointError.__name__, f"{path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"),
+        (
+            DamagedCheckpointError.__name__,
+            f"{damaged} has flipped bytes (tensor optim.exp_avg.a)",
+        ),
     }
 
 

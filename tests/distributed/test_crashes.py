@@ -78,15 +78,16 @@ def kept(tmp_path: Path) -> Path:
 def test_the_judge_sees_any_damage(kept: Path, how: str) -> None:
     chance = random.Random(3)
     assert whole_steps(kept, []) == {2, 4}
-    for name in sorted(file.name for file in (kept / "iter_0000004").iterdir() if file.is_file()):
+    for file in sorted(file for file in (kept / "iter_0000004").rglob("*") if file.is_file()):
+        name = file.name
         copy = Path(shutil.copytree(kept, kept.with_name(f"without-{name}")))
-        DAMAGE[how](copy / "iter_0000004" / name, chance)
+        DAMAGE[how](copy / file.relative_to(kept), chance)
         assert whole_steps(copy, []) == {2}, name
 
 
 def test_the_judge_takes_each_file_from_any_node(kept: Path) -> None:
     first, second = kept / "iter_0000004", Path(shutil.copytree(kept, kept.with_name("other"))) / "iter_0000004"
-    (data,) = first.glob("*.safetensors")
+    (data,) = first.rglob("*.safetensors")
     data.unlink()
     assert not is_whole([first])
     assert is_whole([first, second])

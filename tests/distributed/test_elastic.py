@@ -94,6 +94,7 @@ def test_ranks_that_wait_for_a_dead_one_end_at_once(tmp_path: Path) -> None:
         assert agent.ended() == 0, struck.said()
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_agents_store_ends_all_of_them_at_once(tmp_path: Path) -> None:
     """Nothing is left in which they could meet, so whoever started them has to start them again; it then goes on."""
     plans = (Plan("die with agent", 0, 6, world=2),)

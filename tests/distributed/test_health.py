@@ -158,12 +158,10 @@ CASES = {
         steps=2,
     ),
     "tp2": Case(parallel=parallel(2), training=TrainingConfig(micro_batch_size=4), steps=2),
-    "tp2, sequence": Case(MQA, parallel(2, sequence=True), training=TrainingConfig(micro_batch_size=2), steps=2),
     "tp4, kv copies": Case(GQA, parallel(4), documents=DOCUMENTS["attention"], steps=2),
     "tp2, sequence, dp2, everything recomputed": Case(
         GQA, parallel(2, sequence=True), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
-    "dp2, modules recomputed": Case(MQA, dp=2, training=TrainingConfig(**RECOMPUTE["all modules"]), steps=2),
     "pp2": Case(BARE, pipeline(2), steps=2),
     "pp4, no layer on the first and the last": Case(MODEL, pipeline(4), steps=2),
     "pp2, interleaved, tp2, sequence": Case(
@@ -175,7 +173,6 @@ CASES = {
     "pp2, in a v, dp2": Case(
         replace(GQA, num_layers=4), pipeline(2, "zb-v"), dp=2, documents=DOCUMENTS["attention"], steps=2
     ),
-    "blocks recomputed": Case(GQA, training=TrainingConfig(micro_batch_size=2, **RECOMPUTE["block 1"]), steps=2),
 }
 
 

@@ -1,7 +1,8 @@
 """Layout invariance: every layout trains exactly like one process.
 
-Loss, gradient norm, every gradient and every weight after each of three steps, against a run of the same model on one
-process in one micro-batch. The cases cover every valid pair of two factors' values of ``grid.FACTORS``.
+Loss, gradient norm, every gradient and every weight after each of two steps, against a run of the same model on one
+process in one micro-batch: the second step's gradients come from weights and optimizer state that the first has
+updated. The cases cover every valid pair of two factors' values of ``grid.FACTORS``.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def test_every_recomputed_module_alone(pool: Pool, module: str) -> None:
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 
-@pytest.mark.parametrize("choice", MATRIX[1::5], ids=label)
+@pytest.mark.parametrize("choice", MATRIX[1::10], ids=label)
 def test_in_fp32_up_to_rounding(pool: Pool, choice: Choice) -> None:
     """With SGD: Adam's first steps divide each gradient by its own size, and so make rounding as large as a step."""
     case = case_of(choice | {"optimizer": "sgd"})
@@ -188,9 +189,10 @@ def test_partial_interleaved_rotation_changes_the_numbers() -> None:
     assert len({numbers(case_of(plain | {"rotary": value})) for value in FACTORS["rotary"]}) == 2
 
 
-def numbers(case: Case) -> tuple[float, float, float]:
+def numbers(case: Case) -> tuple[float, ...]:
     steps = reference(case.twin())
-    return steps[0].loss, steps[0].grad_norm, steps[-1].loss
+    weights = steps[-1].weights.values()
+    return steps[0].loss, steps[0].grad_norm, steps[-1].loss, sum(weight.abs().sum().item() for weight in weights)
 
 
 LONG = [
@@ -202,7 +204,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in LONG[:2]), *LONG[2:]]
+    "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in LONG[:3]), LONG[3]]
 )
 def test_twenty_steps(pool: Pool, case: Case) -> None:
     steps, expected = run_on(pool, case), reference(case.twin())
@@ -214,7 +216,7 @@ def test_twenty_steps(pool: Pool, case: Case) -> None:
     ("case", "dtype"), [(*LONG[0].values, "fp32"), (*LONG[-1].values, "bf16")], ids=["fp32", "bf16"]
 )
 def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str) -> None:
-    case = replace(case, steps=5, precision=PrecisionConfig(params_dtype=dtype))
+    case = replace(case, precision=PrecisionConfig(params_dtype=dtype))
     first, second = run_on(pool, case), run_on(pool, case)
     for a, b in zip(first, second, strict=True):
         assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
@@ -274,7 +276,7 @@ def test_the_product_crosses_what_is_cut_with_how_experts_are_dealt_out() -> Non
     assert mixed == {*itertools.product(ZERO, (1, 2, 4), (None, 1, 2))} - small
 
 
-@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("case", LONG[1:])
 def test_evaluation_in_every_layout(pool: Pool, case: Case) -> None:
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]

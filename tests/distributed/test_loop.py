@@ -1,8 +1,9 @@
-"""Whole runs on several ranks: stops that all agree on, evaluation over replicas, errors told once."""
+"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors reported once."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from megatron.training import main
 from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
-from tests.runs import FLAGS, before_step, column, records, spoil_step, tiny_run
+from tests.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, tiny_run
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -37,20 +38,38 @@ def terminate(trainer: Trainer) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+def stop(trainer: Trainer) -> None:
+    Path(str(trainer.config.training.stop_file)).touch()
+
+
+def fail(trainer: Trainer) -> None:
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+
 EVENTS = {
     "nothing": nullcontext,
     "SIGTERM in step 2": partial(before_step, 2, terminate),
+    "a stop file in step 3": partial(before_step, 3, stop),
+    "an error in step 3": partial(before_step, 3, fail),
     "NaN in step 3": partial(before_step, 3, spoil_step),
 }
 """What happens to the last rank."""
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, event: str) -> tuple[int, str]:
-    """The exit status of a rank, and what it wrote to stderr."""
+def run_rank(rank: int, world_size: int, config: RunConfig, event: str = "nothing") -> tuple[int, str]:
+    """The exit status of a rank, on a machine of its own, and what it wrote to stderr."""
     happening: AbstractContextManager[object] = EVENTS[event]() if rank == world_size - 1 else nullcontext()
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    with patch.dict(os.environ, place), happening, redirect_stderr(io.StringIO()) as printed:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with (
+        patch.dict(os.environ, place | {"SLURMD_NODENAME": f"node{rank}"}),
+        happening,
+        redirect_stderr(io.StringIO()) as printed,
+    ):
         return main.run(config), printed.getvalue()
+
+
+def failures(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,7 +83,7 @@ def test_a_run_is_that_of_one_process(pool: Pool, tmp_path: Path, layout: str) -
         assert column(tmp_path / "two", kind, kind) == pytest.approx(column(tmp_path / "one", kind, kind), rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path: Path, layout: str) -> None:
     ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "SIGTERM in step 2")
     assert ranks == [(143, ""), (143, "")]
@@ -82,16 +101,56 @@ def test_a_bad_number_on_one_rank_is_told_once(
     assert [status for status, _ in ranks] == [1, 1]
     where = f"step 3 is not finite; first on rank 1: output of layers.{layer}, micro-batch 0, samples {samples}"
     (printed,) = [text for _, text in ranks if text]
-    assert printed in [f"error on rank {rank}: the loss or gradient of {where}\n" for rank in (0, 1)]
+    assert printed in [f"error on rank {r} on node{r}: the loss or gradient of {where}\n" for r in (0, 1)]
+    (line,) = failures(tmp_path)
+    assert (line["kind"], line["host"]) in [("nonfinite", "node0"), ("nonfinite", "node1")]
     assert column(tmp_path, "iteration") == [1, 2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
 def test_a_bad_number_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path, layout: str) -> None:
     config = tiny_run(tmp_path, f"--on-nonfinite skip {LAYOUTS[layout]}", 2)
     assert pool.run(2, run_rank, config, "NaN in step 3") == [(0, ""), (0, "")]
     assert column(tmp_path, "skipped-iterations") == [[], [], [3], [], [], []]
     assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+
+
+@pytest.mark.parametrize("flags", [TP2_SP, "--async-save --save-interval 2", pytest.param(PP2, marks=pytest.mark.slow)])
+def test_a_file_stops_all_ranks_after_the_same_step_and_they_end_well(pool: Pool, tmp_path: Path, flags: str) -> None:
+    flags += f" --save {tmp_path}/saved --stop-file {tmp_path}/stop"
+    config = tiny_run(tmp_path / "run", flags, 2)
+    assert pool.run(2, run_rank, config, "a stop file in step 3") == [(0, ""), (0, "")]
+    assert saved_steps(tmp_path / "saved")[-1] == 3
+    assert not (tmp_path / "run/finished.json").exists()
+    assert pool.run(2, run_rank, config) == [(0, ""), (0, "")]
+    assert column(tmp_path / "run", "iteration") == [1, 2, 3]  # the file is there still
+    (tmp_path / "stop").unlink()
+    assert pool.run(2, run_rank, config) == [(0, ""), (0, "")]
+    assert column(tmp_path / "run", "iteration") == [1, 2, 3, 4, 5, 6]
+    proof = json.loads((tmp_path / "run/finished.json").read_text())
+    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+
+
+def test_the_first_cause_names_its_machine_once(pool: Pool, tmp_path: Path) -> None:
+    """The other rank only loses contact, and says nothing."""
+    config = tiny_run(tmp_path, f"{TP2_SP} --distributed-timeout-minutes 0.1", 2)
+    ranks = pool.run(2, run_rank, config, "an error in step 3", check_collectives=False)
+    assert [status for status, _ in ranks] == [1, 1]
+    assert ranks[0][1] == ""
+    assert ranks[1][1].startswith("error on rank 1 on node1: Traceback")
+    (line,) = failures(tmp_path)
+    assert (line["rank"], line["host"], line["kind"]) == (1, "node1", "device")
+    (error,) = [record for record in records(tmp_path, "event") if record["event"] == "error"]
+    assert error["text"] == "rank 1 on node1: RuntimeError: CUDA error: uncorrectable ECC error encountered"
+
+
+def test_an_evaluation_alone_is_that_of_any_layout(pool: Pool, tmp_path: Path) -> None:
+    flags = f"--save {tmp_path}/saved --eval-iters 2"
+    assert pool.run(2, run_rank, tiny_run(tmp_path / "run", flags, 2)) == [(0, ""), (0, "")]
+    alone = tiny_run(tmp_path / "alone", f"{flags} --skip-train {PP2}", 2)
+    assert pool.run(2, run_rank, alone) == [(0, ""), (0, "")]
+    for kind in ("lm loss validation", "lm loss test"):
+        assert column(tmp_path / "alone", kind, kind) == pytest.approx(column(tmp_path / "run", kind, kind), rel=1e-5)
 
 
 SLOW, TIMEOUT = 8.0, 5.0
@@ -170,7 +229,9 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path, flags: tu
     assert column(tmp_path / "run", "iteration") == [1, 2]
 
 
-@pytest.mark.parametrize(("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+@pytest.mark.parametrize(
+    ("number", "send"), [pytest.param(signal.SIGTERM, os.kill, marks=pytest.mark.slow), (signal.SIGINT, os.killpg)]
+)
 def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable[[int, int], None]) -> None:
     """As ``kill`` sends it, to torchrun, and as Ctrl-C does, to the ranks as well, which then get it twice."""
     process = torchrun(tmp_path / "run", ROOT / "pretrain_gpt.py", "--train-iters", "1000000")
@@ -181,3 +242,21 @@ def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable
     process.communicate(timeout=60)
     assert process.returncode == 1  # torchrun's own, whatever its ranks end with
     assert records(tmp_path / "run", "text")[-1]["text"].startswith(f"stopped by signal {number} (")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "stopping.py"
+    program.write_text(
+        "import sys, pathlib, pretrain_gpt\n"
+        "from tests.runs import before_step\n"
+        f"with before_step(3, lambda trainer: pathlib.Path({str(tmp_path / 'stop')!r}).touch()):\n"
+        "    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", str(program), *FLAGS.split(), "--run-dir", str(tmp_path / "run")]
+    command += ["--save", str(tmp_path / "saved"), "--stop-file", str(tmp_path / "stop")]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    assert subprocess.run(command, env=environ, timeout=300).returncode == 0
+    assert [r["event"] for r in records(tmp_path / "run", "event")].count("start") == 1
+    assert column(tmp_path / "run", "iteration") == [1, 2, 3]

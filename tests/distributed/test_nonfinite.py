@@ -72,7 +72,6 @@ def explained(rank: int, world_size: int, case: Case, damages: tuple[Damage, ...
 
 CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
     "tp2, cut by rows": (TP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [0, 1]"),
-    "tp2-sp": (TP2_SP, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [0, 1]"),
     "tp2, summed": (TP2, ((1, bad_weight, (FC2,)),), f"ranks 0, 1: output of {FC2}, micro-batch 0, samples [0, 1]"),
     "tp2, second micro-batch": (
         TP2,
@@ -84,13 +83,7 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         ((1, bad_gradient, (FC1,)),),
         f"rank 1: gradient of {FC1}.bias, micro-batch 0",
     ),
-    "tp2, a gradient that does not spread": (
-        TP2,
-        ((1, bad_gradient, ("embedding",)),),
-        "rank 1: gradient of embedding.position_embeddings.weight, micro-batch 0",
-    ),
     "dp2": (DP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [2, 3]"),
-    "dp2, gradient": (DP2, ((1, bad_gradient, (FC1,)),), f"rank 1: gradient of {FC1}.bias, micro-batch 0"),
     "dp2, the earlier micro-batch": (
         replace(DP2, training=TrainingConfig(micro_batch_size=1)),
         ((0, bad_output, ("layers.0", 1)), (1, bad_output, ("layers.1", 0))),
@@ -101,9 +94,6 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         ((0, bad_gradient, (FC1,)), (1, bad_output, ("layers.1", 0))),
         "rank 1: output of layers.1, micro-batch 0, samples [2, 3]",
     ),
-    "pp2": (PP2, ((0, bad_weight, (FC1_0,)),), f"rank 0: output of {FC1_0}, micro-batch 0, {ONE}"),
-    "pp2, the last stage": (PP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, {ONE}"),
-    "pp2, gradient": (PP2, ((1, bad_gradient, (FC1,)),), f"rank 1: gradient of {FC1}.bias, micro-batch 0"),
     "pp2, gradient of the first stage": (
         PP2,
         ((0, bad_gradient, ("embedding",)),),
@@ -113,11 +103,6 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         PP2,
         ((1, bad_output, ("layers.1", 1)), (0, bad_output, ("layers.0", 2))),
         "rank 1: output of layers.1, micro-batch 1, samples [1]",
-    ),
-    "pp2 vpp2, the second rank's first stage": (
-        PP2_VPP2,
-        ((0, bad_weight, ("layers.2.mlp.linear_fc1",)), (1, bad_weight, (FC1,))),
-        f"rank 1: output of {FC1}, micro-batch 0, {ONE}",
     ),
     "pp2 vpp2, gradients of stages in backward's order": (
         PP2_VPP2,

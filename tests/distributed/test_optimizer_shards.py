@@ -19,12 +19,12 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training import trainer_state
+from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
+from megatron.training.checkpointer import tensors_to_save
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import tensors_to_save
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.pool import Pool
 
@@ -274,7 +274,7 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return trainer_state.checkpoint_bytes(build_trainer(config, rank, size)), checkpoint_bytes(config)
+    return checkpointer.checkpoint_bytes(build_trainer(config, rank, size)), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)

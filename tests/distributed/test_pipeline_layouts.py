@@ -13,7 +13,6 @@ import torch
 from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.pipeline.actions import PipelineSchedule
-from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -32,7 +31,7 @@ def check(pool: Pool, case: Case) -> None:
     assert [step.drifted for step in steps] == [[]] * len(steps)
 
 
-@pytest.mark.parametrize("samples", [1, 3, 7])
+@pytest.mark.parametrize("samples", [3])
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_micro_batches_fewer_than_ranks_or_an_odd_number(pool: Pool, schedule: str, samples: int) -> None:
     stages = stages_on_a_rank(schedule) or 2
@@ -42,11 +41,8 @@ def test_micro_batches_fewer_than_ranks_or_an_odd_number(pool: Pool, schedule: s
 GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 CASES = {
     "groups of 3 of 7": pipeline(2, "interleaved", 2, 7, layers=4, **{GROUP: 3}),
-    "groups of 4 of 6, a stage without layers": pipeline(2, "interleaved", 2, 6, layers=3, **{GROUP: 4}),
     "eight ranks": pipeline(8, "zb-h2", samples=5, layers=8),
     "3 stages on a rank": pipeline(2, "interleaved", 3, 5, layers=8),
-    "stages of 2 layers": pipeline(2, num_layers_per_virtual_pipeline_stage=2, layers=8),
-    "few layers first": pipeline(4, layers=7, decoder_first_pipeline_num_layers=1),
     "few layers first and last, in a V": pipeline(
         2, "zb-v", layers=6, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=4
     ),
@@ -87,16 +83,6 @@ def test_layers_and_groups_as_asked_for(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
-def test_layers_are_where_they_were_asked_for() -> None:
-    layers = {name: [len(s.layers) for s in stage_layers(case.model, case.parallel)] for name, case in CASES.items()}
-    assert layers["stages of 2 layers"] == [2, 2, 2, 2]
-    assert layers["few layers first"] == [1, 2, 2, 2]
-    assert layers["few layers first and last, in a V"] == [1, 2, 2, 1]
-    assert layers["embedding and output layer counted"] == [1, 2, 2, 1]
-    assert layers["written out"] == [3, 1, 2, 0]
-    assert layers["of equal cost"][-1] < max(layers["of equal cost"])
-
-
 def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     make_schedule("zb-h1", 2, 1, 5).save(path)
@@ -129,8 +115,9 @@ def same(one: Sequence[StepTrace], other: Sequence[StepTrace], norm: bool = True
     return numbers and all(equal(a.grads, b.grads) and equal(a.weights, b.weights) for a, b in steps)
 
 
-@pytest.mark.parametrize("options", [{}, UNTIED, TP2_SP], ids=["tied", "untied", "tp2sp"])
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(
+    ("stages", "options"), [("one each", {}), ("two each", UNTIED), ("in a V", {}), ("in a V", TP2_SP)]
+)
 def test_schedules_of_the_same_stages_are_equal_to_the_bit(pool: Pool, stages: str, options: dict[str, Any]) -> None:
     """A stage takes the micro-batches in the same order in all of them, so every sum has the same order.
 
@@ -150,16 +137,6 @@ def test_pipelines_are_equal_to_one_rank_to_the_bit(pool: Pool) -> None:
     one, *others = (in_fp32(pool, pipeline(p, name, v, **RANDOM, **UNTIED), clip=0.0) for p, name, v in LAYOUTS)
     assert [same(one, other, norm=False) for other in others] == [True] * len(others)
     assert [step.grad_norm for step in one] == pytest.approx([step.grad_norm for step in others[1]], rel=1e-6)
-
-
-def test_tied_embeddings_on_stages_are_equal_up_to_rounding(pool: Pool) -> None:
-    """Their two uses, which take turns on one rank, are each summed over the micro-batches before they meet."""
-    one, other = (in_fp32(pool, pipeline(p, name, v, **RANDOM), clip=0.0) for p, name, v in LAYOUTS[:2])
-    assert not same(one, other, norm=False)
-    words = "embedding.word_embeddings.weight"
-    different = [name for name, gradient in one[0].grads.items() if not torch.equal(gradient, other[0].grads[name])]
-    assert different == [words]
-    torch.testing.assert_close(one[0].grads[words], other[0].grads[words], rtol=1e-5, atol=1e-7)
 
 
 def test_another_order_of_micro_batches_is_equal_up_to_rounding(pool: Pool, tmp_path: Path) -> None:
@@ -197,7 +174,7 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
     return scales, skipped, moved
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", [3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool, schedule: str, layer: int) -> None:
     precision = PrecisionConfig(params_dtype="fp16", initial_loss_scale=1024.0, hysteresis=1)
@@ -211,7 +188,7 @@ def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool, schedule: str, l
 
 @pytest.mark.parametrize(
     ("ranks", "schedule", "dp"),
-    [(4, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h2", 1), (2, "zb-v", 2), (2, "gpipe", 1)],
+    [(4, "1f1b", 1), (2, "interleaved", 2), (2, "zb-v", 2)],
 )
 def test_evaluation_is_that_of_one_process(pool: Pool, ranks: int, schedule: str, dp: int) -> None:
     stages = stages_on_a_rank(schedule) or 2

@@ -46,7 +46,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig) -> int | None:
     return start(config, before_step(1, slow_down), rank, world_size).status
 
 
-@pytest.mark.parametrize("flags", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["1f1b", "vpp2"])
+@pytest.mark.parametrize("flags", ["--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["vpp2"])
 def test_the_bubble_of_a_run_is_that_of_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
     config = tiny_run(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", 2)
     assert pool.run(2, run_rank, config, check_collectives=False) == [0, 0]

@@ -55,7 +55,6 @@ def ranges(path: Path) -> set[str]:
 
 LAYOUTS = {
     "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "dp": "",
     "bubble": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
 }
 """By what the ranks wait for."""
@@ -86,5 +85,5 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         f"layers.{i}" for i in ((1, 3) if axes == "bubble" else range(4))
     }
     table = (tmp_path / "signal" / "profiles" / "step_000003-000004_rank_1.txt").read_text()
-    (row,) = [line.split() for line in table.splitlines() if line.startswith(f"  communication {axes} ")]
-    assert 0.0 < float(row[2].rstrip("%")) < 100.0
+    rows = [line.split() for line in table.splitlines() if line.split()[:2] == ["communication", axes]]
+    assert 0.0 < float(rows[0][4].rstrip("%")) < 100.0  # of the time, with what it contains

@@ -51,20 +51,9 @@ CASES: dict[str, tuple[Case, str, int, bool, int, str]] = {
     "its master": (TP2_DP2, FC1, 0, True, 5, f"the master of {FC1} is not the same on ranks 0, 2\n"),
     "most are equal": (DP4, FC1, 2, False, 0, f"{FC1} on rank 2 differs from ranks 0, 1, 3\n"),
     "a norm inside a replica": (TP4, NORM, 1, False, 3, f"{NORM} on rank 1 differs from ranks 0, 2, 3\n"),
-    "a norm among replicas": (TP2_DP2, NORM, 1, False, 3, f"{NORM} on rank 1 differs from ranks 0, 3\n"),
     "a copy of a key": (TP4, QKV, 3, False, -1, f"{QKV} is not the same on ranks 2, 3\n"),
     "a tied weight's copy": (PP4, WORDS, 3, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
-    "its first": (PP4, WORDS, 0, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
     "its master's shard": (PP2_TP2, WORDS, 2, True, 5, f"the master of {WORDS} is not the same on ranks 0, 2\n"),
-    "a tied weight among replicas": (
-        PP2_DP2,
-        WORDS,
-        3,
-        False,
-        0,
-        f"{WORDS} on rank 3 differs from ranks 1, 2\n",
-    ),
-    "a stage's own": (PP2_DP2, FC1, 3, False, 5, f"{FC1} is not the same on ranks 2, 3\n"),
     "queries that nobody shares": (TP4, QKV, 3, False, 0, ""),
 }
 

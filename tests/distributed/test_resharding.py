@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from megatron.arguments.sources import resolve
 from megatron.checkpoint.format import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import save_checkpoint
+from megatron.training.checkpointer import Checkpointer
+from tests.distributed.grid import FACTORS, ZERO
 from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
-    MAX_RANKS,
     Reshard,
     bytes_of_files,
     draw,
@@ -31,40 +30,18 @@ from tests.distributed.resharding import (
 from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on
 from tests.runs import checkpoint
 
-CUT = {"data_parallel_sharding_strategy": "optim"}
-WHOLE = {"data_parallel_sharding_strategy": "no_shard"}
-STREAMED = {"data_parallel_sharding_strategy": "optim_grads"}
-COPIES = {"num_distributed_optimizer_instances": 2}
-FLAT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-PLAIN = {"num_experts": None, "optimizer": "adam"}
-HALF = {"params_dtype": "bf16", "store_param_remainders": True}
-BF16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-
-
-def pipe(ranks: int, stages: int = 1, schedule: str = "1f1b") -> dict[str, Any]:
-    return {
-        "pipeline_model_parallel_size": ranks,
-        "num_virtual_stages_per_pipeline_rank": stages,
-        "pipeline_schedule": schedule,
-    }
-
-
-TP2 = {"tensor_model_parallel_size": 2}
-EP2_TP2 = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-
+PLAIN = {"experts": "none", "optimizer": "adam"}
 PAIRS = [
-    draw(0, (2, 3), before=CUT),
-    draw(1, (8, 6), model=PLAIN, before=STREAMED, after=CUT),
-    draw(2, (4, 4), {"num_experts": 4, "num_layers": 4}, {**pipe(4), **WHOLE}, {**EP2_TP2, **CUT}),
-    draw(3, (3, 3), PLAIN, {**FLAT, **WHOLE}, {**FLAT, **STREAMED}),
-    draw(4, (4, 1), PLAIN | BF16, {**FLAT, **STREAMED, **COPIES}, {}),
-    draw(5, (4, 3), {"num_experts": 4, "optimizer": "adam"}, {**FLAT, **CUT, **COPIES}, {**FLAT, **CUT}),
-    draw(6, (4, 3), {"num_experts": None, "num_layers": 4}, {**pipe(2, 2, "interleaved"), **CUT}, STREAMED),
-    draw(7, (4, 4), {"num_experts": None, "optimizer": "muon"}, {**FLAT, **CUT}, {**pipe(2), **TP2, **CUT}),
-    draw(8, (2, 4), {"num_experts": 4, "optimizer": "muon"}, {**FLAT, **STREAMED}, {**EP2_TP2, **CUT}),
-    draw(9, (3, 4), PLAIN | BF16 | {"ema_decay": 0.9}, CUT, {**pipe(2, 2, "zb-v"), **CUT}),
-    draw(10, (3, 4), PLAIN | HALF, {**FLAT, **CUT}, {**FLAT, **TP2, **STREAMED}),
-    draw(11, (5, 7)),
+    draw(0, (2, 3), before={"zero": "1"}),
+    draw(1, (8, 6), PLAIN, {"zero": "2"}, {"zero": "1"}),
+    draw(2, (4, 4), {"experts": "two of four"}, {"pp": 4, "zero": "0"}, {"ep": 2, "zero": "1"}),
+    draw(3, (4, 2), PLAIN | {"kv_heads": 2}, {"tp": "4"}, {"zero": "0", "dp": 2}),
+    draw(4, (4, 1), PLAIN | {"moments": "bf16"}, {"zero": "2 twice"}),
+    draw(5, (4, 3), {"experts": "none"}, {"pp": 2, "schedule": "interleaved", "zero": "1"}, {"zero": "2"}),
+    draw(6, (4, 4), {"experts": "none", "optimizer": "muon"}, {"tp": "1", "zero": "1"}, {"pp": 2, "tp": "2sp"}),
+    draw(7, (3, 4), PLAIN | {"moments": "bf16"}, {"zero": "1"}, {"schedule": "zb-v", "zero": "1"}, ema=0.9),
+    draw(8, (3, 4), PLAIN | {"moments": "fp32"}, {"zero": "1"}, {"tp": "2", "zero": "2"}, half=True),
+    draw(9, (6, 4), {"optimizer": "lion"}, {"pp": 1}, {"zero": "1"}),
 ]
 
 
@@ -95,17 +72,16 @@ def check_file(path: Path, told: set[int], expected: int) -> None:
 
 
 def test_the_pairs_are_of_all_kinds() -> None:
-    assert len(PAIRS) <= 12
-    sides = [side for pair in PAIRS for side in (pair.before, pair.after)]
-    assert {side.parallel.zero_stage for side in sides} == {0, 1, 2}
-    assert {side.parallel.pipeline_model_parallel_size for side in sides} >= {1, 2, 4}
-    assert {side.parallel.tensor_model_parallel_size for side in sides} >= {1, 2}
-    assert {side.parallel.expert_model_parallel_size for side in sides} >= {1, 2}
-    assert {side.optimizer.optimizer for side in sides} == {"adam", "muon"}
-    assert any(side.parallel.num_distributed_optimizer_instances > 1 for side in sides)
-    assert any(side.optimizer.store_param_remainders for side in sides)
-    assert any(side.optimizer.exp_avg_dtype == "bf16" for side in sides)
-    assert len({ranks for pair in PAIRS for ranks in pair.ranks}) == MAX_RANKS
+    sides = [choice for pair in PAIRS for choice in pair.choices]
+    assert {c["tp"][0] for c in sides} == {"1", "2", "4"}
+    for switch in ("pp", "zero"):
+        assert {c[switch] for c in sides} == set(FACTORS[switch]), switch
+    assert {c["ep"] for c in sides} >= {1, 2}
+    for switch in ("kv_heads", "untied", "vocab", "biases", "moments", "qk_norm"):
+        assert {c[switch] for c in sides} == set(FACTORS[switch]), switch
+    assert any(int(c["tp"][0]) > c["kv_heads"] for c in sides)
+    assert {c["optimizer"] for c in sides} >= {"adam", "muon", "lion"}
+    assert any(pair.before.optimizer.store_param_remainders for pair in PAIRS)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -120,17 +96,14 @@ def test_a_run_goes_on_whatever_was_cut_long(pool: Pool, tmp_path: Path, seed: i
 
 
 def save_at_once(rank: int, world_size: int, config: RunConfig) -> None:
-    save_checkpoint(build_trainer(config, rank, world_size))
+    Checkpointer(build_trainer(config, rank, world_size)).write()
 
 
-EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 32}
 EVEN = {
-    "dp4": large_run({}, WHOLE),
-    "dp4-zero1": large_run({}, CUT),
-    "dp4-zero2-hsdp": large_run({}, {**STREAMED, **COPIES}),
-    "dp4-muon": large_run({}, CUT, "muon"),
-    "dp2-tp2": large_run({}, {**CUT, **TP2, "sequence_parallel": True}),
-    "dp4-ep2": large_run(EXPERTS, {**CUT, "expert_model_parallel_size": 2}),
+    "dp4-zero2-hsdp": large_run({}, ZERO["2 twice"]),
+    "dp4-muon": large_run({}, ZERO["1"], "muon"),
+    "dp2-tp2": large_run({}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "dp4-ep2": large_run({"num_experts": 8, "moe_ffn_hidden_size": 32}, {**ZERO["1"], "expert_model_parallel_size": 2}),
 }
 
 

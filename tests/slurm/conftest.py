@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
-from tests.slurm.training import LENGTH, LIGHT, Training
+from tests.slurm.training import LIGHT, SIX_RANKS, Training
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def the_cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def undisturbed(the_cluster: Cluster) -> Training:
     """A run from its start to its end that nothing happened to, its ranks started by srun alone; it has ended."""
-    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=LENGTH | {"LAUNCHER": "srun"})
+    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=SIX_RANKS | {"LAUNCHER": "srun"})
     the_cluster.wait(training.job)
     return training
 

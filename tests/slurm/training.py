@@ -14,11 +14,16 @@ Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
 STEPS = 24
-LENGTH = {"STEPS": str(STEPS), "SAVE_EVERY": "2"}
-"""What the recipe is told of the length of a run."""
+SIX_RANKS = {"STEPS": str(STEPS), "SAVE_EVERY": "2", "RANKS_PER_NODE": "2"}
+"""Settings of ``slurm/lib.sh`` for a short run with two ranks on each of its three nodes."""
 
-LIGHT = ("--num-layers", "4", "--global-batch-size", "12")
-"""Flags for a step of a second on two cores."""
+LIGHT = (
+    *("--num-layers", "4", "--global-batch-size", "12"),
+    *("--tensor-model-parallel-size", "1", "--no-sequence-parallel"),
+)
+"""Flags for PP2 x VPP2 x DP3, and for a step of less than a second on two cores."""
+
+SLOWED = ("--plugin", "tests.slurm.pace")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Training:
         sbatch: Sequence[str] = (),
         environ: Mapping[str, str],
     ) -> Training:
-        """Submit ``slurm/train_175b.sh`` with ``SMALL=1``, on the three nodes of its TP2 x PP2 x DP3.
+        """Submit ``slurm/train_175b.sh`` with ``SMALL=1``, on three nodes.
 
         Args:
             cluster: where.

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = (
-    *("config", "kernels", "distributed", "layers", "pipeline", "optimizer", "planner", "model", "checkpoint", "data"),
-    *("arguments", "convert", "training", "inference"),
+    *("config", "kernels", "distributed", "layers", "pipeline", "optimizer", "planner", "model"),
+    *("contrib.object_store", "checkpoint", "data", "arguments", "convert", "training", "inference", "contrib"),
 )
 """The packages of the library, bottom to top. A package imports only itself and those before it."""
 
-LAYERS = (*(f"megatron.{package}" for package in PACKAGES), "pretrain_gpt", "tools")
+LAYERS = (*(f"megatron.{package}" for package in PACKAGES), "megatron.contrib", "pretrain_gpt", "tools")
 """Everything that may be imported, bottom to top."""
+
+CONTRIB = "megatron.contrib"
+"""Optional parts: any package may import them inside a function, so that a run without them does not load them."""
 
 TORCH_FREE = (
     *("megatron.config", "megatron.arguments", "megatron.planner"),
@@ -28,7 +31,8 @@ TORCH_FREE = (
         f"megatron.pipeline.{part}"
         for part in ("actions", "schedules", "communication", "validate", "simulate", "search", "partition", "plan")
     ),
-    "megatron.optimizer.lr_scheduler",
+    "megatron.layers.parameters",
+    *("megatron.optimizer.lr_scheduler", "megatron.optimizer.param_groups"),
 )
 """The half that computes no tensors: importing these must not import torch."""
 
@@ -44,7 +48,12 @@ COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh"
 STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}
 """What else of torch.distributed a package may use: an engine that brings its own communication."""
 
-DISTRIBUTION_OF = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "tiktoken_ext": "tiktoken"}
+DISTRIBUTION_OF = {
+    "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "tiktoken_ext": "tiktoken",
+    "google": "protobuf",
+}
 """Import names that differ from the name of the package to install."""
 
 
@@ -109,7 +118,8 @@ def misplaced_imports(modules: Sequence[Module]) -> list[str]:
         if here is None:
             found.append(f"{module.name} belongs to no package")
             continue
-        for target in sorted(imports(module)):
+        late = {name for name in imports(module) - imports(module, at_import=True) if prefix_of(name, (CONTRIB,))}
+        for target in sorted(imports(module) - late):
             there = prefix_of(target, level)
             if there is not None and level[there] > level[here]:
                 found.append(f"{module.name} imports {target}, which is above it")

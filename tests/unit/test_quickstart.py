@@ -35,7 +35,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This checkout with the environment of these tests in the place of the one that the set-up would make."""
     root = tmp_path / "checkout"
     tools = ("train_tokenizer", "preprocess_data", "convert_checkpoint", "generate", "inspect_checkpoint")
-    for name in ("examples", "pretrain_gpt.py", "megatron", *(f"tools/{tool}.py" for tool in tools)):
+    for name in ("examples", "pretrain_gpt.py", "megatron", "tools/lib", *(f"tools/{tool}.py" for tool in tools)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(ROOT / name)
     binaries = shlex.quote(str(Path(sys.executable).parent))

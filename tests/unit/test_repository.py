@@ -65,6 +65,7 @@ def test_a_module_that_breaks_it_is_found(rule: Callable[[list[Module]], list[st
         ("megatron.optimizer.bad", "import megatron.data.loader"),  # a sibling
         ("megatron.training.bad", "def f() -> None:\n    import tools.plot_run"),  # upward, and late
         ("megatron.unknown", ""),
+        ("megatron.training.bad", "from megatron.contrib import local_checkpoints"),  # an optional part
     ],
 )
 def test_layers_are_strict(name: str, source: str) -> None:
@@ -78,6 +79,11 @@ def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:
     module = Module.parse("megatron.config.good", source)
     assert rules.imports(module, at_import=True) == {"typing.TYPE_CHECKING"}
     assert rules.torch_users([module]) == rules.eager_optional_imports([module]) == []
+
+
+def test_optional_parts_are_imported_late() -> None:
+    late = "def f() -> None:\n    from megatron.contrib import local_checkpoints"
+    assert rules.misplaced_imports([Module.parse("megatron.training.good", late)]) == []
 
 
 def test_only_checkpoints_may_use_the_storage_of_torch_distributed() -> None:

@@ -1,125 +1,21 @@
-"""Plots for tools: the loss curves of several runs, and document lengths of token files."""
+"""Plot of the document lengths of token files, for tools."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.data.errors import pluralize
 from megatron.data.inspect import DatasetSummary
-from megatron.training.loggers.console import format_compact
-from megatron.training.loggers.plots import (
-    FEW_POINTS,
-    MUTED_COLOR,
-    label_tokens,
-    open_figure,
-    running_mean,
-    scale_loss_axis,
-    scale_rate_axis,
-)
-from megatron.training.loggers.run_folder import RunHistory
+from megatron.training.loggers.formatting import format_compact
+from megatron.training.loggers.plots import MUTED_COLOR, open_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-RUN_COLORS = ("#2563eb", "#ea580c", "#15803d", "#be185d", "#7c3aed", "#a16207", "#0e7490", "#4b5563")
-DASHES = ("-", "--", ":", "-.")
-"""Line styles; the next one is used when the colours repeat."""
-RUN_MARKERS = "sD^v"
-RUN_MARKER_SIZES = (11.0, 9.0, 7.0, 5.0)
-"""Marker sizes of validation points: hollow and decreasing, so that equal points of several runs stay visible."""
-RUN_LINE_WIDTHS = (4.0, 2.2, 1.6, 1.1)
-"""Line widths, decreasing for the same reason."""
-
-
-class RunStyle(NamedTuple):
-    """Style of one run."""
-
-    color: str
-    dashes: str
-    mark: str
-    size: float
-    width: float
-
-
-def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
-    """Draw the loss of each run over tokens (raw faint, smoothed bold, validation as points) above its learning rate.
-
-    The keys are the names of the runs; the legend adds the last smoothed loss. Raises as :func:`open_figure`.
-    """
-    columns = 1 if max(map(len, runs)) > 40 else 2
-    with open_figure(out, 9, 5.2 + 0.22 * (len(runs) / columns)) as figure:  # the legend is below the axes
-        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
-        for (name, history), look in zip(runs.items(), run_styles()):
-            _draw_loss(loss, name, history, look)
-            tokens = [point.tokens for point in history.train]
-            rates = [point.learning_rate for point in history.train]
-            rate.plot(tokens, rates, color=look.color, linestyle=look.dashes, linewidth=look.width)
-        losses = [p.loss for history in runs.values() for p in history.train if np.isfinite(p.loss)]
-        scale_loss_axis(loss, losses + [value for history in runs.values() for _, value in _validation(history)])
-        marks = "; hollow marks: validation" if any(map(_validation, runs.values())) else ""
-        loss.set_title(f"{len(runs)} runs", loc="left", fontweight="bold")
-        loss.set_title(f"bold: training loss, smoothed{marks}", loc="right", color=MUTED_COLOR, fontsize=10)
-        loss.set_ylabel("loss per token (nats)")
-        rate.set_ylabel("learning rate")
-        scale_rate_axis(rate)
-        label_tokens(rate)
-        figure.legend(
-            handles=loss.get_legend_handles_labels()[0],
-            loc="outside lower left",
-            ncols=columns,
-            fontsize=9,
-            title="training loss at the end, smoothed",
-            title_fontsize=9,
-            alignment="left",
-        )
-
-
-def run_styles() -> Iterator[RunStyle]:
-    """Yield one style per run; styles repeat after all colours and line styles are used."""
-    lines = cycle([(color, dashes) for dashes in DASHES for color in RUN_COLORS])
-    for (color, dashes), (mark, size, width) in zip(lines, cycle(zip(RUN_MARKERS, RUN_MARKER_SIZES, RUN_LINE_WIDTHS))):
-        yield RunStyle(color, dashes, mark, size, width)
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes that distinguish the folders. Raise ValueError if a folder is given twice."""
-    paths = [folder.resolve() for folder in folders]
-    if duplicates := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
-        raise ValueError(f"{duplicates[0]} is given twice: give each run once")
-    names = []
-    for path in paths:
-        length = 1
-        while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
-            length += 1
-        names.append(str(Path(*path.parts[-length:])))
-    return names
-
-
-def _draw_loss(axes: Axes, name: str, history: RunHistory, look: RunStyle) -> None:
-    points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
-    color, dashes, mark, size, width = look
-    if not points:
-        axes.plot([], [], color=color, linestyle=dashes, label=f"{name}: no finite loss")
-        return
-    tokens, losses = np.array(points).T
-    smoothed, dots = running_mean(losses, least=1), "o" * (len(points) < FEW_POINTS)
-    axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8, marker=dots, markersize=3)
-    axes.plot(tokens, smoothed, color=color, linestyle=dashes, linewidth=width, label=f"{name}: {smoothed[-1]:.3f}")
-    if evaluated := _validation(history):
-        axes.plot(*np.array(evaluated).T, mark, color=color, markersize=size, fillstyle="none", markeredgewidth=1.5)
-
-
-def _validation(history: RunHistory) -> list[tuple[int, float]]:
-    """Return tokens and losses of a run's only validation set; runs with several sets have no points."""
-    return [(p.tokens, p.loss) for p in history.evaluations if np.isfinite(p.loss) and p.name == "validation"]
-
 
 DOCUMENTS_COLOR, TOKENS_COLOR, QUANTILE_COLOR = "#2563eb", "#ea580c", "#52606d"
 BINS = 60

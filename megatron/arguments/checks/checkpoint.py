@@ -7,10 +7,15 @@ import re
 from collections.abc import Iterator
 from os.path import exists, isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.checkpoint.object_store import Location, RemotePath, missing_library, parse_location
-from megatron.config.errors import Problem, did_you_mean
+from megatron.checkpoint.location import Location, parse_location
+from megatron.config.errors import Problem
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.text import did_you_mean
+
+if TYPE_CHECKING:
+    from megatron.contrib.object_store import RemotePath
 
 MEGATRON_LM = "latest_checkpointed_iteration.txt"
 """The file that marks a checkpoint folder of Megatron-LM."""
@@ -21,19 +26,14 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
     ``--load`` may be the folder of ``--save``, which need not exist yet.
     """
-    checkpoint = config.checkpoint
-    if checkpoint.load in ("", HUGGING_FACE_PREFIX):
-        yield Problem("E801", f"--load '{checkpoint.load}' has no folder name", ("drop --load",))
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load in ("", HUGGING_FACE_PREFIX):
+        yield Problem("E801", f"--load '{load}' has no folder name", ("drop --load",))
         return
-    if (
-        checkpoint.load is None
-        or str(checkpoint.load).startswith(HUGGING_FACE_PREFIX)
-        or _same_folder(config)
-        or holds_checkpoints(checkpoint.save)
-    ):
+    if load is None or load.startswith(HUGGING_FACE_PREFIX) or _same_folder(config) or holds_checkpoints(save):
         return
-    folder = parse_location(str(checkpoint.load))
-    if isinstance(folder, RemotePath):
+    folder = parse_location(load)
+    if not isinstance(folder, Path):
         yield from _store_problems("E801", "--load", folder, world_size)
     elif not isdir(folder):
         siblings = folder.parent.iterdir() if isdir(folder.parent) else ()
@@ -50,13 +50,14 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that checkpoints can be written, and that the folder is not itself a checkpoint."""
-    if config.checkpoint.save is None:
+    save = config.checkpoint.save
+    if save is None:
         return
-    if config.checkpoint.save == "":
+    if save == "":
         yield Problem("E802", "--save '' is empty", ("--save checkpoints", "drop --save"))
         return
-    folder = parse_location(str(config.checkpoint.save))
-    if isinstance(folder, RemotePath):
+    folder = parse_location(save)
+    if not isinstance(folder, Path):
         yield from _store_problems("E802", "--save", folder, world_size)
         return
     existing = next(path for path in (folder, *folder.parents) if exists(path))
@@ -68,13 +69,12 @@ def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         sentence = f"--save {folder} is one checkpoint; give the folder that contains it"
         yield Problem("E802", sentence, (f"--save {folder.parent}",))
     elif isfile(folder / MEGATRON_LM):
-        sentence = f"--save {folder} holds checkpoints of Megatron-LM"
-        yield Problem("E802", sentence, (f"--save {folder}-new",))
+        yield Problem("E802", f"--save {folder} holds checkpoints of Megatron-LM", (f"--save {folder}-new",))
 
 
 def _store_problems(code: str, option: str, place: RemotePath, world_size: int) -> Iterator[Problem]:
     """Yield problems of a place in an object store that can be found without a request to the store."""
-    missing = missing_library(place)
+    missing = place.missing_library()
     if missing is not None:
         yield Problem(code, f"{option} {missing[0]}", (missing[1],))
     elif not place.bucket:
@@ -90,55 +90,45 @@ def _store_problems(code: str, option: str, place: RemotePath, world_size: int) 
 def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
     checkpoint = config.checkpoint
-    if checkpoint.local_save is None:
+    local, save = checkpoint.local_save, checkpoint.save
+    on_node, drop = "--local-save /dev/shm/checkpoints", "drop --local-save"
+    if local is None:
         return
-    if checkpoint.local_save == "":
-        yield Problem("E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save"))
+    if local == "":
+        yield Problem("E804", "--local-save '' is empty", (on_node, drop))
         return
-    if checkpoint.save is None:
+    if save is None:
         sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
-        yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
-    elif Path(checkpoint.local_save).resolve() == parse_location(checkpoint.save).resolve():
-        sentence = f"--local-save {checkpoint.local_save} is the --save folder"
-        yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
+        yield Problem("E804", sentence, ("--save checkpoints", drop))
+    elif Path(local).resolve() == parse_location(save).resolve():
+        yield Problem("E804", f"--local-save {local} is the --save folder", (on_node, drop))
     if checkpoint.local_save_interval is None:
-        sentence = "--local-save needs --local-save-interval"
-        yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
-    if isinstance(parse_location(checkpoint.local_save), RemotePath):
-        sentence = f"--local-save {checkpoint.local_save} is in an object store; give a folder on the nodes' disks"
-        yield Problem("E804", sentence, (f"--save {checkpoint.local_save}", "--local-save /dev/shm/checkpoints"))
-    for name in sorted({*re.findall(r"{[^{}]*}", checkpoint.local_save)} - {"{node}"}):
-        rule = f"{name} is not a placeholder; only {{node}}, the node's number, is"
-        fix = f"--local-save {checkpoint.local_save.replace(name, '{node}')}"
-        yield Problem("E804", f"--local-save {checkpoint.local_save}: {rule}", (fix,))
+        yield Problem("E804", "--local-save needs --local-save-interval", ("--local-save-interval 50", drop))
+    if not isinstance(parse_location(local), Path):
+        sentence = f"--local-save {local} is in an object store; give a folder on the nodes' disks"
+        yield Problem("E804", sentence, (f"--save {local}", on_node))
+    for name in sorted({*re.findall(r"{[^{}]*}", local)} - {"{node}"}):
+        sentence = f"--local-save {local}: {name} is not a placeholder; only {{node}}, the node's number, is"
+        yield Problem("E804", sentence, (f"--local-save {local.replace(name, '{node}')}",))
 
 
 def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
     checkpoint = config.checkpoint
-    if checkpoint.load is not None and str(checkpoint.load).startswith(HUGGING_FACE_PREFIX):
+    load, save, step = checkpoint.load, checkpoint.save, checkpoint.ckpt_step
+    if load is not None and load.startswith(HUGGING_FACE_PREFIX):
         if checkpoint.resume_mode == "new-schedule":
-            sentence = f"--load {checkpoint.load}: a Hugging Face model has only weights, no schedule to continue"
+            sentence = f"--load {load}: a Hugging Face model has only weights, no schedule to continue"
             yield Problem("E803", sentence, ("--resume-mode weights-only",))
-        if checkpoint.ckpt_step is not None:
-            sentence = f"--load {checkpoint.load}: a Hugging Face model has no --ckpt-step {checkpoint.ckpt_step}"
+        if step is not None:
+            sentence = f"--load {load}: a Hugging Face model has no --ckpt-step {step}"
             yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
-    elif (
-        checkpoint.resume_mode == "weights-only"
-        and checkpoint.save is not None
-        and (checkpoint.load is None or _same_folder(config))
-    ):
-        sentence = "weights-only starts a new run, which cannot save to the folder of the old one"
-        new = f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new"
-        yield Problem("E803", f"{sentence}, --save {checkpoint.save}", (new, "--resume-mode exact"))
-    elif (
-        checkpoint.load is not None
-        and checkpoint.ckpt_step is not None
-        and _step(parse_location(checkpoint.load)) not in (None, checkpoint.ckpt_step)
-    ):
-        sentence = f"--load {checkpoint.load} and --ckpt-step {checkpoint.ckpt_step} name different checkpoints"
-        fixes = (f"--load {parse_location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
-        yield Problem("E803", sentence, fixes)
+    elif checkpoint.resume_mode == "weights-only" and save is not None and (load is None or _same_folder(config)):
+        sentence = f"weights-only starts a new run, which cannot save to the folder of the old one, --save {save}"
+        yield Problem("E803", sentence, (f"--load {load or save} --save {save}-new", "--resume-mode exact"))
+    elif load is not None and step is not None and _step(parse_location(load)) not in (None, step):
+        fixes = (f"--load {parse_location(load).parent}", "--set checkpoint.ckpt_step=null")
+        yield Problem("E803", f"--load {load} and --ckpt-step {step} name different checkpoints", fixes)
 
 
 def holds_checkpoints(folder: str | None) -> bool:
@@ -146,24 +136,24 @@ def holds_checkpoints(folder: str | None) -> bool:
 
     True for an object store that cannot be listed: the error is reported when the checkpoint is read.
     """
-    if folder is None or str(folder).startswith(HUGGING_FACE_PREFIX):
+    if folder is None or folder.startswith(HUGGING_FACE_PREFIX):
         return False
-    path = parse_location(str(folder))
-    if isinstance(path, RemotePath):
-        try:
-            return any(_step(each) is not None for each in (path, *path.folders()))
-        except OSError:
-            return True
-    return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
+    path = parse_location(folder)
+    if isinstance(path, Path):
+        return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
+    try:
+        return any(_step(each) is not None for each in (path, *path.folders()))
+    except OSError:
+        return True
 
 
 def _same_folder(config: RunConfig) -> bool:
     """Return True if checkpoints are saved to the folder they are loaded from."""
-    checkpoint = config.checkpoint
-    if checkpoint.load is None or checkpoint.save is None:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or save is None:
         return False
-    load = parse_location(str(checkpoint.load)).resolve()
-    return parse_location(str(checkpoint.save)).resolve() == (load if _step(load) is None else load.parent)
+    source = parse_location(load).resolve()
+    return parse_location(save).resolve() == (source if _step(source) is None else source.parent)
 
 
 def _step(folder: Location) -> int | None:
@@ -183,6 +173,3 @@ def checkpoint_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     if local and durable and local % durable == 0:
         sentence = f"--local-save-interval {local} is a multiple of --save-interval {durable}"
         yield f"{sentence}: local checkpoints do not reduce the steps lost in a crash"
-
-
-CHECKS = (check_load_folder, check_save_folder, check_local_folder, check_resume)

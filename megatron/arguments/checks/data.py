@@ -168,7 +168,7 @@ def _preprocess_command(text: str, written: str, data: DataConfig) -> str:
 
 def check_split(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the split is up to three weights."""
-    yield from split_problems(config.data)
+    return split_problems(config.data)
 
 
 def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -196,7 +196,7 @@ def _add_data(part: str, lists: Mapping[str, DataPathArgs]) -> tuple[str, ...]:
 
 def check_validation_sets(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that every validation set has a unique name."""
-    yield from name_problems(config.data, _path_lists(config.data))
+    return name_problems(config.data, _path_lists(config.data))
 
 
 def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -218,14 +218,3 @@ def data_notes(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{paths.origin} contains {twice[0]} more than once: every occurrence is read in the same order"
         if data.multiple_validation_sets and part == "valid" and blend.weights is not None:
             yield f"the weights of {paths.origin} have no effect: each of its prefixes is a separate validation set"
-
-
-CHECKS = (
-    check_source,
-    check_blends,
-    check_files,
-    check_split,
-    check_needed,
-    check_validation_sets,
-    check_eod_id,
-)

@@ -12,11 +12,20 @@ from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
 from megatron.config.batch import get_num_microbatches, rampup_stages
-from megatron.config.errors import Problem, divisors, flag_fixes, format_bytes, nearest, nearest_multiples
+from megatron.config.errors import Problem
 from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.settings import SETTINGS, flag
+from megatron.config.settings import SETTINGS
+from megatron.config.text import (
+    divisors,
+    flag,
+    flag_fixes,
+    format_bytes,
+    multiples_as_fixes,
+    nearest,
+    nearest_multiples,
+)
 from megatron.distributed.layout import Layout
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
@@ -27,35 +36,36 @@ from megatron.planner.memory import bucket_shapes, data_parallel_traffic
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Without ``kv_channels``, check that the heads divide the hidden size."""
     model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        heads = flag_fixes("--num-attention-heads", nearest(model.num_attention_heads, divisors(model.hidden_size)))
-        sizes = flag_fixes("--hidden-size", nearest_multiples(model.hidden_size, model.num_attention_heads))
-        width = f"--kv-channels {max(1, model.hidden_size // model.num_attention_heads)}"
-        sentence = f"hidden size {model.hidden_size} does not divide into {model.num_attention_heads} heads"
-        yield Problem("E101", sentence, (*heads, *sizes, width))
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.kv_channels is None and hidden % heads:
+        fixes = (
+            *flag_fixes("--num-attention-heads", nearest(heads, divisors(hidden))),
+            *multiples_as_fixes("--hidden-size", hidden, heads),
+            f"--kv-channels {max(1, hidden // heads)}",
+        )
+        yield Problem("E101", f"hidden size {hidden} does not divide into {heads} heads", fixes)
 
 
 def check_query_groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that every key/value head serves the same number of query heads."""
-    model = config.model
-    if model.num_attention_heads % model.kv_groups:
-        sentence = f"{model.num_attention_heads} query heads cannot share {model.kv_groups} key/value heads evenly"
-        fit = nearest(model.kv_groups, divisors(model.num_attention_heads))
-        yield Problem("E102", sentence, flag_fixes("--num-query-groups", fit))
+    heads, groups = config.model.num_attention_heads, config.model.kv_groups
+    if heads % groups:
+        fixes = flag_fixes("--num-query-groups", nearest(groups, divisors(heads)))
+        yield Problem("E102", f"{heads} query heads cannot share {groups} key/value heads evenly", fixes)
 
 
 def check_mlp_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the MLP has a width: the default of a gated MLP is rounded down to a multiple of 64."""
-    model = config.model
-    if model.ffn < 1:
-        sentence = f"hidden size {model.hidden_size} with swiglu: the MLP's width, 8/3 of it rounded down to 64s, is 0"
-        yield Problem("E103", sentence, (f"--ffn-hidden-size {4 * model.hidden_size}", "--hidden-size 24"))
+    hidden = config.model.hidden_size
+    if config.model.ffn < 1:
+        sentence = f"hidden size {hidden} with swiglu: the MLP's width, 8/3 of it rounded down to 64s, is 0"
+        yield Problem("E103", sentence, (f"--ffn-hidden-size {4 * hidden}", "--hidden-size 24"))
 
 
 def check_vocab_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the size of the vocabulary is given or known from a tokenizer."""
-    model, data = config.model, config.data
-    if model.vocab_size is not None:
+    data = config.data
+    if config.model.vocab_size is not None:
         return
     if data.tokenizer_type == "NullTokenizer":
         yield Problem("E104", "NullTokenizer does not know the size of the vocabulary", ("--vocab-size 50257",))
@@ -66,8 +76,7 @@ def check_vocab_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_positions(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the sequence length is at most the number of positions."""
-    limit = config.model.max_position_embeddings
-    length = config.training.seq_length
+    limit, length = config.model.max_position_embeddings, config.training.seq_length
     if limit is not None and length > limit:
         fixes = (f"--seq-length {limit}", f"--max-position-embeddings {length}")
         yield Problem("E105", f"samples of {length} tokens exceed the model's {limit} positions", fixes)
@@ -78,14 +87,12 @@ def check_rotary_channels(config: RunConfig, world_size: int) -> Iterator[Proble
     model = config.model
     if model.position_embedding_type not in ("rope", "yarn"):
         return
-    if model.rotary_dim < 2 or model.rotary_dim % 2:
-        whole = (f"--kv-channels {model.head_dim + 1}",) if model.head_dim % 2 else ()
-        # rounded up, because the number of channels is rounded down
-        shares = (
-            math.ceil(10_000 * n / model.head_dim) / 10_000
-            for n in nearest(model.rotary_dim, range(2, model.head_dim + 1, 2))
-        )
-        sentence = f"{model.rotary_dim} of {model.head_dim} channels per head would be rotated; the number must be even"
+    rotated, channels = model.rotary_dim, model.head_dim
+    if rotated < 2 or rotated % 2:
+        whole = (f"--kv-channels {channels + 1}",) if channels % 2 else ()
+        even = nearest(rotated, range(2, channels + 1, 2))
+        shares = (math.ceil(10_000 * n / channels) / 10_000 for n in even)  # up: the number of channels is rounded down
+        sentence = f"{rotated} of {channels} channels per head would be rotated; the number must be even"
         yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
 
@@ -93,24 +100,24 @@ def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check the bounds of RoPE frequency scaling and the options of YaRN."""
     model = config.model
     if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        sentence = f"rope_low_freq_factor {model.rope_low_freq_factor:g} is not below rope_high_freq_factor"
-        fixes = ("--rope-low-freq-factor 1 --rope-high-freq-factor 4",)
-        yield Problem("E107", f"{sentence} {model.rope_high_freq_factor:g}", fixes)
+        bounds = f"--rope-high-freq-factor {model.rope_high_freq_factor:g}"
+        sentence = f"--rope-low-freq-factor {model.rope_low_freq_factor:g} is not below {bounds}"
+        yield Problem("E107", sentence, ("--rope-low-freq-factor 1 --rope-high-freq-factor 4",))
     if model.position_embedding_type != "yarn":
         return
     if model.yarn_original_max_position_embeddings is None:
         fixes = (f"--yarn-original-max-position-embeddings {config.training.seq_length}",)
         yield Problem("E107", "yarn needs the context length of the model before its extension", fixes)
     if model.yarn_beta_slow >= model.yarn_beta_fast:
-        sentence = f"yarn_beta_slow {model.yarn_beta_slow:g} is not below yarn_beta_fast {model.yarn_beta_fast:g}"
+        sentence = f"--yarn-beta-slow {model.yarn_beta_slow:g} is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
         yield Problem("E107", sentence, ("--yarn-beta-slow 1 --yarn-beta-fast 32",))
 
 
 def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject context parallelism: the mesh has the axis, but the model does not support it yet."""
-    if config.parallel.context_parallel_size > 1:
-        sentence = f"context parallelism of {config.parallel.context_parallel_size} is not supported"
-        yield Problem("E201", sentence, ("--context-parallel-size 1",))
+    size = config.parallel.context_parallel_size
+    if size > 1:
+        yield Problem("E201", f"context parallelism of {size} is not supported", ("--context-parallel-size 1",))
 
 
 def check_world_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -137,105 +144,88 @@ def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: 
 
     After the loss of a node, the remaining ranks may not hold whole models, and the fix is a number of nodes.
     """
-    nodes_known = launch.launcher == "torchrun" and launch.world_size == world_size and launch.local_size > 1
-    if problem.code != "E202" or not nodes_known or world_size % launch.local_size:
+    each = launch.local_size
+    by_nodes = launch.launcher == "torchrun" and launch.world_size == world_size and each > 1 and not world_size % each
+    if problem.code != "E202" or not by_nodes:
         return problem
-    nodes = world_size // launch.local_size
-    model_ranks = config.parallel.model_ranks
-    each = model_ranks // math.gcd(model_ranks, launch.local_size)
-    if each == 1:
+    unit = config.parallel.model_ranks // math.gcd(config.parallel.model_ranks, each)
+    if unit == 1:
         return problem
+    nodes = world_size // each
     counted = "1 node" if nodes == 1 else f"{nodes} nodes"
-    enough = tuple(f"torchrun --nnodes {n}" for n in nearest_multiples(nodes, each))
-    return replace(
-        problem,
-        sentence=f"{problem.sentence}: {counted} of {launch.local_size}, and whole models need a multiple of {each}",
-        fixes=(*enough, *(fix for fix in problem.fixes if fix.startswith("--"))),
-    )
+    enough = (f"torchrun --nnodes {n}" for n in nearest_multiples(nodes, unit))
+    sentence = f"{problem.sentence}: {counted} of {each}, and whole models need a multiple of {unit}"
+    return Problem("E202", sentence, (*enough, *(fix for fix in problem.fixes if fix.startswith("--"))))
 
 
 def check_heads_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
-    model = config.model
+    heads, groups = config.model.num_attention_heads, config.model.kv_groups
     tp = config.parallel.tensor_model_parallel_size
-    if model.num_attention_heads % tp:
-        fit = [n for n in divisors(model.num_attention_heads) if world_size % n == 0]
+    if heads % tp:
+        fit = [n for n in divisors(heads) if world_size % n == 0]
         sizes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))
-        counts = flag_fixes("--num-attention-heads", nearest_multiples(model.num_attention_heads, tp))
-        yield Problem("E203", f"{model.num_attention_heads} heads do not divide over TP {tp}", sizes + counts)
-    elif model.kv_groups % tp and tp % model.kv_groups:
-        fit = [n for n in divisors(model.num_attention_heads) if n % tp == 0 or tp % n == 0]
-        sentence = f"{model.kv_groups} key/value heads and TP {tp}: neither is a multiple of the other"
-        yield Problem("E203", sentence, flag_fixes("--num-query-groups", nearest(model.kv_groups, fit)))
+        fixes = sizes + multiples_as_fixes("--num-attention-heads", heads, tp)
+        yield Problem("E203", f"{heads} heads do not divide over TP {tp}", fixes)
+    elif groups % tp and tp % groups:
+        fit = [n for n in divisors(heads) if n % tp == 0 or tp % n == 0]
+        sentence = f"{groups} key/value heads and TP {tp}: neither is a multiple of the other"
+        yield Problem("E203", sentence, flag_fixes("--num-query-groups", nearest(groups, fit)))
 
 
 def check_mlp_divides(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the width of the MLP, or of the shared expert that replaces it."""
-    model = config.model
-    tp = config.parallel.tensor_model_parallel_size
-    option = "--ffn-hidden-size"
-    module = "an MLP"
-    width = model.ffn
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    option, module, width = "--ffn-hidden-size", "an MLP", model.ffn
     if model.num_experts is not None:
-        option = "--moe-shared-expert-intermediate-size"
-        module = "a shared expert"
+        option, module = "--moe-shared-expert-intermediate-size", "a shared expert"
         width = model.moe_shared_expert_intermediate_size or 0
     if width % tp:
-        fixes = flag_fixes(option, nearest_multiples(width, tp))
-        yield Problem("E204", f"{module} of width {width} does not divide over TP {tp}", fixes)
+        sentence = f"{module} of width {width} does not divide over TP {tp}"
+        yield Problem("E204", sentence, multiples_as_fixes(option, width, tp))
 
 
 def check_sequence_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the sequence length under sequence parallelism."""
-    parallel = config.parallel
-    length = config.training.seq_length
-    if parallel.sequence_parallel and length % parallel.tensor_model_parallel_size:
-        fixes = flag_fixes("--seq-length", nearest_multiples(length, parallel.tensor_model_parallel_size))
-        sentence = f"samples of {length} tokens do not divide over TP {parallel.tensor_model_parallel_size}"
-        yield Problem("E205", f"sequence parallelism: {sentence}", (*fixes, "--no-sequence-parallel"))
+    length, tp = config.training.seq_length, config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and length % tp:
+        sentence = f"sequence parallelism: samples of {length} tokens do not divide over TP {tp}"
+        fixes = (*multiples_as_fixes("--seq-length", length, tp), "--no-sequence-parallel")
+        yield Problem("E205", sentence, fixes)
 
 
 def check_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that NCCL is used only on GPUs."""
     if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
-        fixes = ("--distributed-backend gloo", "--device cuda")
-        yield Problem("E206", "the nccl backend cannot serve CPUs", fixes)
+        yield Problem("E206", "the nccl backend cannot serve CPUs", ("--distributed-backend gloo", "--device cuda"))
 
 
-def check_experts_exist(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that expert parallelism is used only with experts."""
-    parallel, model = config.parallel, config.model
-    if model.num_experts is not None:
-        return
-    if parallel.expert_model_parallel_size > 1:
-        fixes = (f"--num-experts {4 * parallel.expert_model_parallel_size}", "--expert-model-parallel-size 1")
-        yield Problem("E213", f"expert parallelism of {parallel.expert_model_parallel_size} needs experts", fixes)
-    if parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size):
-        sentence = f"expert tensor parallelism of {parallel.expert_tensor_parallel_size} needs experts"
-        yield Problem("E213", sentence, (f"--expert-tensor-parallel-size {parallel.tensor_model_parallel_size}",))
-
-
-def check_experts_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that experts divide over EP, each of them over expert TP, and EP x expert TP divides a pipeline stage."""
     parallel, model = config.parallel, config.model
-    if model.num_experts is None:
-        return
     ep = parallel.expert_model_parallel_size
+    if model.num_experts is None:
+        if ep > 1:
+            enough = f"--num-experts {4 * ep}"
+            sentence = f"expert parallelism of {ep} needs experts"
+            yield Problem("E213", sentence, (enough, "--expert-model-parallel-size 1"))
+        if parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size):
+            sentence = f"expert tensor parallelism of {parallel.expert_tensor_parallel_size} needs experts"
+            yield Problem("E213", sentence, (f"--expert-tensor-parallel-size {parallel.tensor_model_parallel_size}",))
+        return
     tp = parallel.expert_tp
     ranks = world_size // parallel.pipeline_model_parallel_size
     fit = [n for n in divisors(model.num_experts) if ranks % (n * tp) == 0]
+    smaller = flag_fixes("--expert-model-parallel-size", nearest(ep, fit))
     if model.num_experts % ep:
-        fixes = (
-            *flag_fixes("--num-experts", nearest_multiples(model.num_experts, ep)),
-            *flag_fixes("--expert-model-parallel-size", nearest(ep, fit)),
-        )
+        fixes = multiples_as_fixes("--num-experts", model.num_experts, ep) + smaller
         yield Problem("E213", f"{model.num_experts} experts do not divide over EP {ep}", fixes)
     if model.expert_ffn % tp:
-        fixes = flag_fixes("--moe-ffn-hidden-size", nearest_multiples(model.expert_ffn, tp))
-        yield Problem("E213", f"experts of width {model.expert_ffn} do not divide over TP {tp}", fixes)
+        sentence = f"experts of width {model.expert_ffn} do not divide over TP {tp}"
+        yield Problem("E213", sentence, multiples_as_fixes("--moe-ffn-hidden-size", model.expert_ffn, tp))
     if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
         sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
-        yield Problem("E213", sentence, flag_fixes("--expert-model-parallel-size", nearest(ep, fit)))
+        yield Problem("E213", sentence, smaller)
 
 
 def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -271,6 +261,54 @@ def expert_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"no balancing loss ({' '.join(missing)}): a few experts may get all tokens"
     elif model.moe_router_load_balancing_type == "aux_loss":
         yield "--moe-router-load-balancing-type aux_loss: the loss depends on the micro-batches, and so on the layout"
+
+
+SHARDED = "--use-distributed-optimizer"
+MAX_PADDING = 0.25
+"""Padding of a bucket, relative to its parameters, above which a note is printed."""
+
+
+def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the sharding options agree, and that options of sharded state are used only with it."""
+    parallel = config.parallel
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
+        fixes = ("drop --use-distributed-optimizer", "--data-parallel-sharding-strategy optim")
+        yield Problem("E215", "--use-distributed-optimizer and no_shard contradict each other", fixes)
+    if parallel.zero_stage:
+        return
+    if parallel.overlap_param_gather:
+        sentence = "--overlap-param-gather needs a sharded optimizer: without one, no weights are gathered"
+        yield Problem("E215", sentence, (SHARDED, "--no-overlap-param-gather"))
+    if parallel.num_distributed_optimizer_instances > 1:
+        sentence = f"{parallel.num_distributed_optimizer_instances} optimizer instances need a sharded optimizer"
+        yield Problem("E215", sentence, (SHARDED, "--num-distributed-optimizer-instances 1"))
+
+
+def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
+    parallel = config.parallel
+    count = parallel.num_distributed_optimizer_instances
+    if not parallel.zero_stage or world_size % parallel.model_ranks:
+        return
+    replicas = world_size // (parallel.model_ranks // parallel.context_parallel_size)
+    sizes = {"DP": replicas}
+    experts = parallel.expert_model_parallel_size * parallel.expert_tp * parallel.pipeline_model_parallel_size
+    if config.model.num_experts is not None and world_size % experts == 0:
+        sizes["expert DP"] = world_size // experts
+    for name, size in sizes.items():
+        if size % count:
+            sentence = f"{count} optimizer instances do not divide {name} = {size}"
+            fit = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
+            fit = [n for n in fit if n < replicas] or fit  # one rank per instance would shard nothing
+            yield Problem("E215", sentence, flag_fixes("--num-distributed-optimizer-instances", nearest(count, fit)))
+
+
+def check_captured_update(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing an update that gathers weights, which is untested."""
+    what = config.compute.cuda_graph
+    if what != "none" and config.parallel.zero_stage:
+        sentence = f"--cuda-graph {what} is untested with a sharded optimizer"
+        yield Problem("E913", sentence, ("--cuda-graph none", "--data-parallel-sharding-strategy no_shard"))
 
 
 def check_stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -382,54 +420,6 @@ def _unbalanced_note(config: RunConfig, parallel: ParallelConfig, world_size: in
         yield f"{AUTO} reduces the bubble from {before:.1%} to {after:.1%}"
 
 
-SHARDED = "--use-distributed-optimizer"
-MAX_PADDING = 0.25
-"""Padding of a bucket, relative to its parameters, above which a note is printed."""
-
-
-def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the sharding options agree, and that options of sharded state are used only with it."""
-    parallel = config.parallel
-    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
-        fixes = ("drop --use-distributed-optimizer", "--data-parallel-sharding-strategy optim")
-        yield Problem("E215", "use_distributed_optimizer and no_shard contradict each other", fixes)
-    if parallel.zero_stage:
-        return
-    if parallel.overlap_param_gather:
-        sentence = "overlap_param_gather needs a sharded optimizer: without one, no weights are gathered"
-        yield Problem("E215", sentence, (SHARDED, "--no-overlap-param-gather"))
-    if parallel.num_distributed_optimizer_instances > 1:
-        sentence = f"{parallel.num_distributed_optimizer_instances} optimizer instances need a sharded optimizer"
-        yield Problem("E215", sentence, (SHARDED, "--num-distributed-optimizer-instances 1"))
-
-
-def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
-    parallel = config.parallel
-    count = parallel.num_distributed_optimizer_instances
-    if not parallel.zero_stage or world_size % parallel.model_ranks:
-        return
-    replicas = world_size // (parallel.model_ranks // parallel.context_parallel_size)
-    sizes = {"DP": replicas}
-    experts = parallel.expert_model_parallel_size * parallel.expert_tp * parallel.pipeline_model_parallel_size
-    if config.model.num_experts is not None and world_size % experts == 0:
-        sizes["expert DP"] = world_size // experts
-    for name, size in sizes.items():
-        if size % count:
-            sentence = f"{count} optimizer instances do not divide {name} = {size}"
-            fit = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
-            fit = [n for n in fit if n < replicas] or fit  # one rank per instance would shard nothing
-            yield Problem("E215", sentence, flag_fixes("--num-distributed-optimizer-instances", nearest(count, fit)))
-
-
-def check_captured_update(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing an update that gathers weights, which is untested."""
-    what = config.compute.cuda_graph
-    if what != "none" and config.parallel.zero_stage:
-        sentence = f"--cuda-graph {what} is untested with a sharded optimizer"
-        yield Problem("E913", sentence, ("--cuda-graph none", "--data-parallel-sharding-strategy no_shard"))
-
-
 def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about bf16 gradient reduction and ZeRO sharding."""
     if config.parallel.grad_reduce_in_bf16:
@@ -471,32 +461,7 @@ def _padding(config: RunConfig, world_size: int) -> float:
     found = [0.0]
     for pp in range(layout.sizes["pp"]):
         uncut = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.key.uncut]
-        held = sum(parameter.numel for bucket in uncut for parameter in bucket.parameters)
+        held = sum(sum(bucket.sizes.values()) for bucket in uncut)
         if held:
             found.append(sum(bucket.packing.size for bucket in uncut) / held - 1)
     return max(found)
-
-
-CHECKS = (
-    check_head_width,
-    check_query_groups,
-    check_mlp_width,
-    check_vocab_size,
-    check_positions,
-    check_rotary_channels,
-    check_rope_scaling,
-    check_context_parallel,
-    check_world_size,
-    check_heads_divide,
-    check_mlp_divides,
-    check_sequence_parallel,
-    check_backend,
-    check_experts_exist,
-    check_experts_divide,
-    check_expert_options,
-    check_strategy,
-    check_instances,
-    check_captured_update,
-    check_stages,
-    check_batches,
-)

@@ -18,11 +18,10 @@ from megatron.config.batch import (
     rampup_stages,
     schedule_lengths,
 )
-from megatron.config.errors import Problem, divisors, flag_fixes, nearest, nearest_multiples
-from megatron.config.parallel import ParallelConfig
+from megatron.config.errors import Problem
 from megatron.config.run import RunConfig, parse_factor
-from megatron.config.settings import flag
-from megatron.planner.memory import parameter_shapes
+from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest
+from megatron.layers.parameters import gpt
 
 PADDED = "--pad-global-batch"
 
@@ -36,17 +35,17 @@ def check_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that micro-batch size x DP divides the global batch, unless it is padded."""
     training = config.training
     unit = batch_multiple(config, world_size)
-    if training.pad_global_batch and training.global_batch_size is None:
+    batch, micro = training.global_batch_size, training.micro_batch_size
+    if training.pad_global_batch and batch is None:
         sentence = "--pad-global-batch needs --global-batch-size"
         yield Problem("E307", sentence, (f"--global-batch-size {unit}", f"drop {PADDED}"))
-    if training.global_batch_size is None or training.global_batch_size % unit == 0 or training.pad_global_batch:
+    if batch is None or batch % unit == 0 or training.pad_global_batch:
         return
-    micro = training.micro_batch_size
     ranks = unit // micro
-    fixes = flag_fixes("--global-batch-size", nearest_multiples(training.global_batch_size, unit))
-    if training.global_batch_size % ranks == 0:
-        fixes += flag_fixes("--micro-batch-size", nearest(micro, divisors(training.global_batch_size // ranks))[:1])
-    sentence = f"global batch {training.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
+    fixes = multiples_as_fixes("--global-batch-size", batch, unit)
+    if batch % ranks == 0:
+        fixes += flag_fixes("--micro-batch-size", nearest(micro, divisors(batch // ranks))[:1])
+    sentence = f"global batch {batch} is not a multiple of micro-batch {micro} x DP {ranks}"
     yield Problem("E301", sentence, (*fixes, PADDED))
 
 
@@ -90,7 +89,7 @@ def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E304", "the run has no length", ("--train-iters 1000", "--train-samples 1000000"))
     elif training.train_iters is not None and training.train_samples is not None:
         fixes = ("drop --train-iters", "drop --train-samples")
-        yield Problem("E304", "train_iters and train_samples both set the length of the run", fixes)
+        yield Problem("E304", "--train-iters and --train-samples both set the length of the run", fixes)
     elif training.train_samples is not None and final_iteration(training, ranks) == 0:
         first = rampup_stages(training, ranks)[0][1]
         sentence = f"{training.train_samples} samples do not fill one step of {first}"
@@ -110,13 +109,8 @@ def batch_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check the options of activation recomputation."""
-    training = config.training
-    layers = config.model.num_layers
-    if (
-        training.recompute_granularity == "full"
-        and training.recompute_num_layers is not None
-        and training.recompute_num_layers > layers
-    ):
+    training, layers = config.training, config.model.num_layers
+    if training.recompute_granularity == "full" and (training.recompute_num_layers or 0) > layers:
         sentence = f"{training.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
         yield Problem("E306", sentence, (f"--recompute-num-layers {layers}",))
     if training.recompute_granularity == "selective" and not training.recompute_modules:
@@ -137,36 +131,37 @@ def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem
         if rate > highest:
             lower = "decoupled_min_lr" if (peak, name) == ("decoupled_lr", "min_lr") else name
             fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
-            yield Problem("E401", f"{name} {rate:g} is above {flag(peak)} {highest:g}", fixes)
+            yield Problem("E401", f"{flag(name)} {rate:g} is above {flag(peak)} {highest:g}", fixes)
 
 
 def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that factors of parameter groups can be parsed, and that every pattern matches a parameter."""
     parsed = []
-    for option in ("lr_factors", "weight_decay_factors"):
-        for text in getattr(config.optimizer, option):
+    factors = {"--lr-factors": config.optimizer.lr_factors}
+    factors["--weight-decay-factors"] = config.optimizer.weight_decay_factors
+    for option, texts in factors.items():
+        for text in texts:
             try:
                 parsed.append((option, *parse_factor(text)))
             except ValueError as error:
-                yield Problem("E408", f"'{text}' in {option} {error}", (f"{flag(option)} 'embedding.*=0.5'",))
+                yield Problem("E408", f"'{text}' in {option} {error}", (f"{option} 'embedding.*=0.5'",))
     if not parsed:
         return
-    model = replace(config.model, vocab_size=1)  # names depend on neither the layout nor the vocabulary
-    names = [parameter.name for parameter in parameter_shapes(model, ParallelConfig(), 0)]
+    names = [*gpt(replace(config.model, vocab_size=1, max_position_embeddings=1))]  # sizes change no names
     for option, pattern, factor in parsed:
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
             sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
-            yield Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))
+            yield Problem("E407", sentence, (f"{option} '{nearest}={factor:g}'",))
 
 
 def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that each length is given once: in steps, in samples or as a fraction."""
     optimizer = config.optimizer
     for options in LENGTH_OPTIONS[1:]:  # the first is the length of the run
-        used = [option for option in options if getattr(optimizer, option)]
+        used = [flag(option) for option in options if getattr(optimizer, option)]
         if len(used) > 1:
-            fixes = tuple(f"drop {flag(option)}" for option in used)
+            fixes = tuple(f"drop {option}" for option in used)
             yield Problem("E402", f"{' and '.join(used)} set the same length", fixes)
 
 
@@ -218,17 +213,15 @@ def _length_flag(name: str, in_samples: bool, samples: float, unit: int | None, 
 def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that a constant weight decay has one value, and a changing one a start and an end."""
     optimizer = config.optimizer
-    ends = {"start_weight_decay": optimizer.start_weight_decay, "end_weight_decay": optimizer.end_weight_decay}
-    if optimizer.weight_decay_incr_style == "constant":
-        for name, value in ends.items():
-            if value is not None:
-                fixes = ("--weight-decay-incr-style linear", f"drop {flag(name)} and use --weight-decay {value:g}")
-                yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
-        return
+    style = optimizer.weight_decay_incr_style
+    ends = {"--start-weight-decay": optimizer.start_weight_decay, "--end-weight-decay": optimizer.end_weight_decay}
     for name, value in ends.items():
-        if value is None:
-            fixes = (f"{flag(name)} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
-            yield Problem("E405", f"a {optimizer.weight_decay_incr_style} weight decay needs {name}", fixes)
+        if style == "constant" and value is not None:
+            fixes = ("--weight-decay-incr-style linear", f"drop {name} and use --weight-decay {value:g}")
+            yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
+        elif style != "constant" and value is None:
+            fixes = (f"{name} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
+            yield Problem("E405", f"a {style} weight decay needs {name}", fixes)
 
 
 def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -238,17 +231,3 @@ def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if precision.params_dtype == "fp16" and precision.loss_scale is None and first < lowest:
         sentence = f"--initial-loss-scale {first:g} is below --min-loss-scale {lowest:g}"
         yield Problem("E406", sentence, (f"--min-loss-scale {first:g}", f"--initial-loss-scale {lowest:g}"))
-
-
-CHECKS = (
-    check_global_batch,
-    check_ramp,
-    check_length,
-    check_recomputation,
-    check_learning_rates,
-    check_factors,
-    check_schedule_units,
-    check_schedule,
-    check_weight_decay,
-    check_loss_scale,
-)

@@ -24,7 +24,7 @@ from megatron.checkpoint.durable_files import durable_rename, make_folder, sync_
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, split_box
-from megatron.checkpoint.object_store import local_path
+from megatron.checkpoint.location import local_path
 from megatron.checkpoint.publish import delete_checkpoint
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import intersect, relative_box, split_box
-from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig

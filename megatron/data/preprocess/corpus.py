@@ -286,11 +286,6 @@ def uncompressed_name(file: Path) -> str:
     return file.name[: len(file.name) - len(compression_suffix(file))]
 
 
-def block_bytes_of(block: Block) -> int:
-    """Return the bytes of text in a block, as far as known before reading it."""
-    return block.stored if isinstance(block, FileBlock) else len(block.content)
-
-
 def split_into_blocks(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block."""
     plain: list[Path] = []
@@ -560,10 +555,6 @@ def read_documents(
         files: to read, in this order.
         keys: JSON keys of the texts.
         on_bad: called with the error of each invalid document, which is skipped. By default the error is raised.
-
-    Raises:
-        DataError: if a line is not a JSON object with text under each of ``keys``, the file has no document, or it is
-            damaged, binary or not UTF-8. Also if a plain file is read with several keys.
     """
     for file in files:
         check_single_key(file, keys)

@@ -2,19 +2,17 @@
 
 `Tokenizer` is the interface the rest of the project uses; `EncodedBatch` holds the concatenated ids of several texts.
 `LibraryTokenizer` is the base class of tokenizers that call a library: it checks that texts are Unicode, converts the
-library's exceptions to ValueError and concatenates the ids. The file also reads tokenizer files and downloads them
-from the Hugging Face hub.
+library's exceptions to ValueError and concatenates the ids.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,10 +70,15 @@ class Tokenizer(ABC):
         """Digest of the mapping from ids to text; equal digests mean equal ids."""
         return fingerprint(*self._identity())
 
+    def _legacy_identity(self) -> tuple[str, ...]:
+        """Return what earlier versions computed the fingerprint of."""
+        return self._identity()
+
     @property
     def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests that earlier versions recorded for the same files."""
-        return ()
+        """Digests that earlier versions recorded, without and with the setting ``parse_special_tokens``."""
+        facts = self._legacy_identity()
+        return fingerprint(*facts), fingerprint(*facts, "parse_special_tokens")
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
         """Return the ids ``[n]`` of a text; bytes must be UTF-8; raise ValueError if the text cannot be encoded."""
@@ -98,11 +101,6 @@ class Tokenizer(ABC):
         return {}
 
 
-def legacy_fingerprints(*facts: str) -> tuple[str, ...]:
-    """Return the digests used when ``parse_special_tokens`` was still part of them: without and with it."""
-    return fingerprint(*facts), fingerprint(*facts, "parse_special_tokens")
-
-
 def unicode_text(text: str | bytes) -> str:
     """Return the text as a string; raise UnicodeError if bytes are not UTF-8 or the text has an unpaired surrogate."""
     if isinstance(text, bytes):
@@ -113,11 +111,6 @@ def unicode_text(text: str | bytes) -> str:
 
 class LibraryTokenizer(Tokenizer):
     """Base class of tokenizers that encode by calling ``library``."""
-
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the same facts, without and with the setting ``parse_special_tokens``."""
-        return legacy_fingerprints(*self._identity())
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
         """Return the ids of several texts."""
@@ -152,31 +145,3 @@ def read_tokenizer_file(path: Path, *fixes: str) -> bytes:
         raise DataError(f"there is no {path}", *fixes) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", *fixes) from error
-
-
-def is_hub_name(name: str) -> bool:
-    """Return True if ``name`` has the form ``org/name`` and is not a local path."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).exists()
-
-
-@cache
-def download_from_hub(name: str, files: tuple[str, ...]) -> Path:
-    """Return a local folder with the given files of ``org/name``, downloaded unless cached.
-
-    The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
-    """
-    failure = f"{name} is not a local folder, and"
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise DataError(f"{failure} huggingface_hub is not installed", "pip install huggingface_hub") from error
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
-    except Exception as error:  # many classes: of the hub, the network and the disk
-        wanted = " ".join(f"--include '{file}'" for file in files)
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            f"{failure} downloading it from the hub failed: {first[0]}",
-            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then --tokenizer-model DIR",
-            "HF_TOKEN=... for a gated model",
-        ) from error

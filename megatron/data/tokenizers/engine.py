@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import format_bytes
+from megatron.config.text import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer, convert_library_errors, unicode_text
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
@@ -84,9 +84,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], engine: str = "au
     if engine == OWN_LIBRARY:
         return _own_library(tokenizer, "requested")
     try:
-        file = _tokenizer_json(tokenizer)
-        encode_batch = _load_gigatoken(tokenizer, file)
-        added = [token["content"] for token in file.get("added_tokens") or ()]
+        encode_batch, added = _load_gigatoken(tokenizer)
         _compare(tokenizer, encode_batch, [*EDGE_CASE_TEXTS, *_texts_around(added), *sample])
     except _GigatokenError as error:
         if engine == GIGATOKEN:
@@ -94,7 +92,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], engine: str = "au
         return _own_library(tokenizer, str(error))
     proof = format_bytes(sum(len(text.encode()) for text in sample))
     reason = f"its ids equal those of {tokenizer.library} on the first {proof} and on {len(EDGE_CASE_TEXTS)} edge cases"
-    return _gigatoken(encode_batch, reason)
+    return EncodeEngine(f"{GIGATOKEN} {version(GIGATOKEN)}", reason, encode_batch)
 
 
 def build_engine(tokenizer: Tokenizer, name: str) -> EncodeEngine:
@@ -103,10 +101,9 @@ def build_engine(tokenizer: Tokenizer, name: str) -> EncodeEngine:
     if name.split()[0] != GIGATOKEN:
         return _own_library(tokenizer, reason)
     try:
-        encode_batch = _load_gigatoken(tokenizer, _tokenizer_json(tokenizer))
+        return EncodeEngine(name, reason, _load_gigatoken(tokenizer)[0])
     except _GigatokenError as error:
         raise DataError(str(error), "--engine hf") from error
-    return _gigatoken(encode_batch, reason)
 
 
 def _own_library(tokenizer: Tokenizer, reason: str) -> EncodeEngine:
@@ -115,33 +112,26 @@ def _own_library(tokenizer: Tokenizer, reason: str) -> EncodeEngine:
     return EncodeEngine(name, reason, tokenizer.encode_batch)
 
 
-def _gigatoken(encode_batch: EncodeBatch, reason: str) -> EncodeEngine:
-    return EncodeEngine(f"{GIGATOKEN} {version(GIGATOKEN)}", reason, encode_batch)
-
-
-def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parsed ``tokenizer.json`` of a tokenizer."""
+def _load_gigatoken(tokenizer: Tokenizer) -> tuple[EncodeBatch, list[str]]:
+    """Load a tokenizer's ``tokenizer.json`` into gigatoken; return its encoder, and the added tokens."""
+    content = tokenizer.hugging_face_files().get(TOKENIZER_JSON)
     if not tokenizer.files:
         raise _GigatokenError("this tokenizer needs no library")
-    content = tokenizer.hugging_face_files().get(TOKENIZER_JSON)
     if content is None:
         raise _GigatokenError("gigatoken needs a tokenizer.json, and this tokenizer has none")
-    return dict(json.loads(content))
-
-
-def _load_gigatoken(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatch:
-    """Load a tokenizer into gigatoken."""
     try:
         import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
         import gigatoken
     except ImportError:
         raise _GigatokenError("gigatoken is not installed (pip install gigatoken)") from None
+    file = json.loads(content)
+    added = [token["content"] for token in file.get("added_tokens") or ()]
     if not tokenizer.settings.get("parse_special_tokens"):
         file = _without_special_tokens(file)
     _refuse_added_tokens(file)
     with convert_library_errors(_GigatokenError, "gigatoken cannot read this tokenizer"):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
-    return lambda texts: _encode_batch(fast, texts)
+    return (lambda texts: _encode_batch(fast, texts)), added
 
 
 def _without_special_tokens(file: Mapping[str, Any]) -> dict[str, Any]:

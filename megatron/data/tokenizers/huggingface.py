@@ -8,26 +8,20 @@ give the ids of the text alone: no special tokens are added, and those spelled o
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, AnyStr
+from typing import Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import (
-    EncodedBatch,
-    LibraryTokenizer,
-    Tokenizer,
-    download_from_hub,
-    is_hub_name,
-    legacy_fingerprints,
-    read_tokenizer_file,
-)
+from megatron.data.tokenizers.base import EncodedBatch, LibraryTokenizer, Tokenizer, read_tokenizer_file
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -49,22 +43,24 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     library = "tokenizers"
 
-    def __init__(self, path: str | Path, parse_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer_model: str | Path,
+        parse_special_tokens: bool = False,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Read a ``tokenizer.json`` and the configuration files beside it.
 
         Args:
-            path: file, folder, or ``org/name`` on the hub.
+            tokenizer_model: file, folder, or ``org/name`` on the hub.
             parse_special_tokens: encode special tokens spelled out in text as their ids.
+            files: contents of the files, by name, instead of those in ``tokenizer_model``.
 
         Raises:
             DataError: if the file is missing, damaged or non-deterministic, or nothing defines the end-of-document id.
         """
-        folder = resolve_tokenizer_path(path)
-        self._load(_read_files(folder), folder, parse_special_tokens)
-
-    def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
-        """Initialize from file contents; ``path`` is used in messages."""
-        self.files = files
+        path = resolve_tokenizer_path(tokenizer_model)
+        self.files = files = _read_files(path) if files is None else files
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
         except Exception as error:  # the library raises no other class
@@ -104,10 +100,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             token["normalized"] = False  # no effect without a normalizer
         return (json.dumps(_without_defaults(kept), sort_keys=True),)
 
-    @property
-    def legacy_fingerprints(self) -> tuple[str, ...]:
-        """Digests of the text of ``tokenizer.json``, without and with the setting."""
-        return legacy_fingerprints(self.files[TOKENIZER_JSON].decode())
+    def _legacy_identity(self) -> tuple[str, ...]:
+        return (self.files[TOKENIZER_JSON].decode(),)
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow."""
@@ -117,11 +111,17 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """Return the text, including special tokens; unknown ids are skipped."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def special_tokens_found_in_text(self) -> list[str]:
-        """Return the special tokens, except the unknown token, whose spelling is encoded as their id."""
+    def check_special_tokens_stay_text(self) -> None:
+        """Raise DataError if the spelling of a special token, except the unknown token, is encoded as its id.
+
+        A unigram model may have that spelling as an ordinary piece; text cannot be kept apart then.
+        """
         unknown = getattr(self._tokenizer.model, "unk_token", None) or find_special_token(self.files, "unk_token")
-        ids = {token: self.encode(token) for token in self.special_ids if token != unknown}
-        return [token for token, found in ids.items() if self.special_ids[token] in found]
+        for token, number in self.special_ids.items():
+            if token != unknown and number in self.encode(token):
+                seen = f"this tokenizer encodes '{token}' in plain text as the special token {number}"
+                fix = "--parse-special-tokens, if that is intended for this corpus"
+                raise DataError(f"{seen}, and this cannot be turned off", fix)
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return the files it was read from."""
@@ -138,11 +138,30 @@ def _without_defaults(value: Any) -> Any:
     return {name: item for name, item in kept.items() if item is not None and item is not False and item != ""}
 
 
+@cache
 def resolve_tokenizer_path(path: str | Path) -> Path:
-    """Return ``path``, or the local folder that a hub name was downloaded to."""
-    if is_hub_name(str(path)):
-        return download_from_hub(str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
-    return Path(path)
+    """Return ``path``, or the local folder that ``org/name`` was downloaded to from the hub.
+
+    The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+    """
+    name, files = str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(path).exists():
+        return Path(path)
+    failure = f"{name} is not a local folder, and"
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DataError(f"{failure} huggingface_hub is not installed", "pip install huggingface_hub") from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except Exception as error:  # many classes: of the hub, the network and the disk
+        wanted = " ".join(f"--include '{file}'" for file in files)
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(
+            f"{failure} downloading it from the hub failed: {first[0]}",
+            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then --tokenizer-model DIR",
+            "HF_TOKEN=... for a gated model",
+        ) from error
 
 
 def _read_files(path: Path) -> dict[str, bytes]:
@@ -193,63 +212,14 @@ def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
     return None
 
 
-def bpe_merges(tokens: Sequence[AnyStr]) -> list[tuple[AnyStr, AnyStr]]:
-    """Return the merges of a BPE that forms tokens in this order: all splits of each token into two others."""
-    known = frozenset(tokens)
-    merges = []
-    for token in tokens:
-        splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        merges += [(left, right) for left, right in splits if left in known and right in known]
-    return merges
-
-
-def bpe_tokenizer_files(
-    added_tokens: Iterable[tuple[int, str, bool]],
-    normalizer: Mapping[str, Any] | None,
-    pre_tokenizer: Mapping[str, Any] | None,
-    decoder: Mapping[str, Any],
-    model: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> dict[str, bytes]:
-    """Return the files, by name, for ``transformers.AutoTokenizer`` of a BPE model.
-
-    Args:
-        added_tokens: id, spelling, and whether it is special, of each token matched before the model.
-        normalizer, pre_tokenizer, decoder: parts of ``tokenizer.json``.
-        model: vocabulary, merges and settings.
-        config: content of ``tokenizer_config.json`` besides the class.
-    """
-    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    bpe = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-    }
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": text, **matching, "special": special} for number, text, special in added_tokens
-        ],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": {**bpe, **model},
-    }
-    return _with_config(json.dumps(tokenizer, ensure_ascii=False), config)
-
-
 def make_tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
     """Return the files, by name, for ``transformers.AutoTokenizer``, with `END_OF_DOCUMENT` as ``eos_token``."""
     config = {"eos_token": END_OF_DOCUMENT, "clean_up_tokenization_spaces": False}
-    return _with_config(tokenizer.to_str(pretty=True) + "\n", config)
+    return files_with_config(tokenizer.to_str(pretty=True) + "\n", config)
 
 
-def _with_config(content: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+def files_with_config(content: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``tokenizer.json`` of this content and a ``tokenizer_config.json`` of ``config``."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     return {TOKENIZER_JSON: content.encode(), TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
@@ -284,71 +254,56 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
-    """Byte-level BPE with GPT-2's word splitting, stored as a ``tokenizer.json``.
+    """Byte-level BPE with GPT-2's word splitting, of a ``tokenizer.json``, or of ``vocab.json`` and ``merges.txt``.
 
     Its ids equal those of ``transformers``' GPT2Tokenizer without special tokens; ``<|endoftext|>`` ends a document.
     """
 
-    @classmethod
-    def from_vocabulary(cls, vocab: Path, merges: Path, parse_special_tokens: bool = False) -> GPT2BPETokenizer:
-        """Build the tokenizer from ``vocab.json`` and ``merges.txt``.
+    def __init__(
+        self,
+        tokenizer_model: str | Path | None = None,
+        parse_special_tokens: bool = False,
+        vocab_file: str | Path | None = None,
+        merge_file: str | Path | None = None,
+    ) -> None:
+        """Read ``tokenizer_model``, or the two files.
 
         Raises:
             DataError: if a file is missing, damaged or swapped with the other, or lacks a byte or ``<|endoftext|>``.
         """
-        flags = "--vocab-file vocab.json --merge-file merges.txt"
-        vocab_content = read_tokenizer_file(vocab, flags)
-        merges_content = read_tokenizer_file(merges, flags)
-        if merges_content.lstrip().startswith(b"{") and not vocab_content.lstrip().startswith(b"{"):
-            fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
-            raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
-        vocabulary = _parse_vocabulary(vocab_content, vocab)
-        pairs = _parse_merges(merges_content, merges)
-        try:
-            tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
-        except Exception as error:  # the library raises no other class
-            raise DataError(f"{merges} does not belong to {vocab}: {error}", "download both again") from error
-        tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        new = cls.__new__(cls)
-        new._load(make_tokenizer_files(tokenizer), vocab, parse_special_tokens)
-        return new
+        fix = "--vocab-file vocab.json --merge-file merges.txt"
+        if tokenizer_model:
+            if vocab_file is not None or merge_file is not None:
+                raise DataError("GPT2BPETokenizer takes either two files or a tokenizer.json, not both", fix)
+            super().__init__(tokenizer_model, parse_special_tokens)
+            return
+        if vocab_file is None or merge_file is None:
+            raise DataError("GPT2BPETokenizer needs two files", fix)
+        files = make_tokenizer_files(_gpt2_tokenizer(Path(vocab_file), Path(merge_file)))
+        super().__init__(vocab_file, parse_special_tokens, files)
 
 
-def _parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
+def _gpt2_tokenizer(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
+    """Build the library's tokenizer from GPT-2's two files."""
+    starts = [read_tokenizer_file(path, "--vocab-file vocab.json --merge-file merges.txt") for path in (vocab, merges)]
+    is_json = [start.lstrip().startswith(b"{") for start in starts]
+    if is_json == [False, True]:
+        fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
+        raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
     try:
-        vocabulary = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}", "download it again") from error
-    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
-        raise DataError(f"{path} is not a JSON object from tokens to ids", "--vocab-file vocab.json")
-    if len(set(vocabulary.values())) < len(vocabulary) or min(vocabulary.values(), default=0) < 0:
-        raise DataError(f"{path} has a duplicate or negative id", "download it again")
+        vocabulary, pairs = models.BPE.read_file(str(vocab), str(merges))
+        tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
+    except Exception as error:  # the library raises no other class
+        raise DataError(f"{vocab} and {merges} are not the files of one BPE: {error}", "download both again") from error
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise DataError(f"{vocab} has a duplicate id", "download it again")
     missing = [token for token in (*bytes_to_unicode(), END_OF_DOCUMENT) if token not in vocabulary]
     if missing:
-        seen = f"{path} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT}, first '{missing[0]}'"
-        raise DataError(
-            seen, "--vocab-file vocab.json of a byte-level BPE", f"--tokenizer-model DIR_WITH_{TOKENIZER_JSON}"
-        )
-    return vocabulary
-
-
-def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
-    """Return the merges in order of priority; a first line ``#version`` is skipped."""
-    try:
-        lines = content.decode().replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason}", "--merge-file merges.txt") from error
-    pairs = []
-    for number, line in enumerate(lines, 1):
-        words = line.split(" ")
-        if number == 1 and line.startswith("#version"):
-            continue
-        if len(words) == 2:
-            pairs.append((words[0], words[1]))
-        elif line:
-            seen = f"{path}:{number} is not two tokens separated by a space: '{line[:40]}'"
-            raise DataError(seen, "download it again")
-    return pairs
+        seen = f"{vocab} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT}, first '{missing[0]}'"
+        fixes = ("--vocab-file vocab.json of a byte-level BPE", f"--tokenizer-model DIR_WITH_{TOKENIZER_JSON}")
+        raise DataError(seen, *fixes)
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
 
 
 MAX_DIGITS = 100  # digits of a number; int() rejects strings of thousands of digits
@@ -386,30 +341,28 @@ class NullTokenizer(Tokenizer):
 
     library = "numpy"
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int | None) -> None:
+        if vocab_size is None or vocab_size < 1:
+            raise DataError("NullTokenizer needs --vocab-size", "--vocab-size 50257")
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
 
     def _identity(self) -> tuple[str, ...]:
         return "decimal ids", str(self.vocab_size)
 
-    def encode(self, text: str | bytes) -> NDArray[np.int64]:
-        """Return the numbers in the text; raise DataError if a word is not an id of the vocabulary."""
-        ids = []
-        for word in text.split():
-            is_number = word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS
-            if not is_number or int(word) >= self.vocab_size:
-                shown = word.decode(errors="replace") if isinstance(word, bytes) else word
-                seen = f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'"
-                raise DataError(seen, "--tokenizer-type ByteTokenizer")
-            ids.append(int(word))
-        return np.array(ids, dtype=np.int64)
-
     def encode_batch(self, texts: Sequence[str | bytes]) -> EncodedBatch:
         """Return the numbers in each text; raise DataError if a word is not an id of the vocabulary."""
-        arrays = [self.encode(text) for text in texts]
-        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
-        return EncodedBatch(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths)
+        lists = [[self._parse(word) for word in text.split()] for text in texts]
+        lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+        return EncodedBatch(np.fromiter(chain.from_iterable(lists), np.int64), lengths)
+
+    def _parse(self, word: str | bytes) -> int:
+        is_number = word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS
+        if is_number and int(word) < self.vocab_size:
+            return int(word)
+        shown = word.decode(errors="replace") if isinstance(word, bytes) else word
+        seen = f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'"
+        raise DataError(seen, "--tokenizer-type ByteTokenizer")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as decimal numbers."""

@@ -1,7 +1,6 @@
 """Tokenizers stored as byte sequences with ranks: OpenAI's ``.tiktoken`` files, and Megatron-LM's JSON.
 
-`TikTokenizer` reads both and encodes with the ``tiktoken`` library. `tiktoken_to_hugging_face` converts the ranks to a
-``tokenizer.json``, for ``transformers`` and gigatoken.
+`TikTokenizer` reads both and encodes with the ``tiktoken`` library.
 """
 
 from __future__ import annotations
@@ -10,51 +9,13 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, bpe_merges, bpe_tokenizer_files, bytes_to_unicode
-
-
-def tiktoken_to_hugging_face(
-    ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], end: int
-) -> dict[str, bytes]:
-    """Return the files of a tokenizer with equal ids; empty if a special token is spelled like a byte sequence.
-
-    Args:
-        ranks: byte sequences and their ids, in merge order.
-        pattern: pre-tokenization regex.
-        special: special tokens and their ids.
-        end: id that ends a document.
-    """
-    letters = bytes_to_unicode()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    vocabulary = {spelled[token]: number for token, number in ranks.items()}
-    if vocabulary.keys() & special.keys():
-        return {}
-    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    spelling = {number: token for token, number in special.items()}
-    merges = bpe_merges(sorted(ranks, key=lambda token: ranks[token]))  # tiktoken's: the pair of lowest rank
-    bpe = {
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
-        "vocab": {**special, **vocabulary},
-        "merges": [(spelled[left], spelled[right]) for left, right in merges],
-    }
-    return bpe_tokenizer_files(
-        added_tokens=[(number, token, True) for number, token in sorted(spelling.items())],
-        normalizer=None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, byte_level]},
-        decoder=byte_level,
-        model=bpe,
-        config={"eos_token": spelling[end], "clean_up_tokenization_spaces": False},
-    )
-
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, files_with_config
 
 RANKS_SUFFIX, JSON_SUFFIX = ".tiktoken", ".json"
 MEGATRON_VOCAB_SIZE = 1 << 17
@@ -80,8 +41,7 @@ PATTERNS = {
 """Megatron-LM's two pre-tokenization regexes."""
 
 
-@dataclass(frozen=True)
-class TiktokenEncoding:
+class TiktokenEncoding(NamedTuple):
     """Pre-tokenization regex and special tokens, which a file of ranks does not contain."""
 
     pattern: str
@@ -122,49 +82,41 @@ class TikTokenizer(LibraryTokenizer):
 
     def __init__(
         self,
-        path: str | Path,
-        pattern: str | None = None,
-        num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
+        tokenizer_model: str | Path,
+        tiktoken_pattern: str | None = None,
+        tiktoken_num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
         vocab_size: int | None = None,
         parse_special_tokens: bool = False,
     ) -> None:
         """Read a ``.tiktoken`` or ``.json`` file, or the only one in a folder.
 
         Args:
-            path: file or folder.
-            pattern: ``v1`` or ``v2``; by default the encoding given by the file name, and ``v2`` for a ``.json``.
-            num_special_tokens: ids before those of the file, if special tokens come first.
+            tokenizer_model: file or folder.
+            tiktoken_pattern: ``v1`` or ``v2``; by default the encoding named by the file, ``v2`` for ``.json``.
+            tiktoken_num_special_tokens: ids before those of the file, if special tokens come first.
             vocab_size: ids to keep, if special tokens come first; by default all. Megatron-LM keeps at most 2**17.
             parse_special_tokens: encode special tokens spelled out in text as their ids.
 
         Raises:
             DataError: if the file is missing or damaged, or the sizes do not fit it.
         """
-        file = Path(path)
-        if file.is_dir():
-            found = [entry for entry in sorted(file.iterdir()) if entry.suffix in (RANKS_SUFFIX, JSON_SUFFIX)]
-            if len(found) != 1:
-                seen = f"{path} holds {len(found)} files ending in {RANKS_SUFFIX} or {JSON_SUFFIX}, not one"
-                raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS_SUFFIX}")
-            file = found[0]
+        file = _find_file(Path(tokenizer_model))
         content = read_tokenizer_file(file, f"--tokenizer-model FILE{RANKS_SUFFIX}")
         self.files = {file.name if file.suffix == JSON_SUFFIX else file.stem + RANKS_SUFFIX: content}
         self.settings = {"parse_special_tokens": True} if parse_special_tokens else {}
-        encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS_SUFFIX and pattern is None else None
-        if encoding is None:
-            pattern = _pattern(pattern, file)
-            layout = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
-            self.settings = {**self.settings, **layout}
-            ranks = _parse_ranks(content, file)
-            self._ranks, special_ids = _special_tokens_first(ranks, num_special_tokens, vocab_size, file)
-            encoding = TiktokenEncoding(PATTERNS[pattern], special_ids)
-        else:
-            if num_special_tokens != DEFAULT_NUM_SPECIAL_TOKENS:
-                seen = f"the number of special tokens of {file.stem} is fixed, so {num_special_tokens} cannot be used"
+        if file.suffix == RANKS_SUFFIX and file.stem in ENCODINGS and tiktoken_pattern is None:
+            if tiktoken_num_special_tokens != DEFAULT_NUM_SPECIAL_TOKENS:
+                given = f"{tiktoken_num_special_tokens} cannot be used"
+                seen = f"the number of special tokens of {file.stem} is fixed, so {given}"
                 raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
-            self._ranks = _parse_ranks(content, file)
-        self._pattern = encoding.pattern
-        self.special_ids = encoding.special_ids
+            encoding = ENCODINGS[file.stem]
+            self._ranks, self._pattern, self.special_ids = _parse_ranks(content, file), *encoding
+        else:
+            name = _pattern_name(tiktoken_pattern, file)
+            self.settings |= {"tiktoken_pattern": name, "tiktoken_num_special_tokens": tiktoken_num_special_tokens}
+            self._pattern, ranks = PATTERNS[name], _parse_ranks(content, file)
+            first = _special_tokens_first(ranks, tiktoken_num_special_tokens, vocab_size, file)
+            self._ranks, self.special_ids = first
         self._known = frozenset(self._ranks.values()) | frozenset(self.special_ids.values())
         self.vocab_size = 1 + max(self._known)
         self.eod = self.special_ids.get(END_OF_DOCUMENT, self.special_ids.get("</s>", -1))
@@ -193,14 +145,29 @@ class TikTokenizer(LibraryTokenizer):
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return a ``tokenizer.json`` of equal ids, except that ``transformers`` parses special tokens in text."""
-        return dict(self._hugging_face_files)
+        return self._hugging_face_files
 
     @cached_property
-    def _hugging_face_files(self) -> Mapping[str, bytes]:
-        return tiktoken_to_hugging_face(self._ranks, self._pattern, self.special_ids, self.eod)
+    def _hugging_face_files(self) -> dict[str, bytes]:
+        from megatron.contrib.tokenizer_json import from_tiktoken
+
+        content = from_tiktoken(self._ranks, self._pattern, self.special_ids)
+        config = {"eos_token": self.decode([self.eod]), "clean_up_tokenization_spaces": False}
+        return {} if content is None else files_with_config(content, config)
 
 
-def _pattern(pattern: str | None, file: Path) -> str:
+def _find_file(path: Path) -> Path:
+    """Return the file itself, or the only file of ranks in a folder."""
+    if not path.is_dir():
+        return path
+    found = [entry for entry in sorted(path.iterdir()) if entry.suffix in (RANKS_SUFFIX, JSON_SUFFIX)]
+    if len(found) != 1:
+        seen = f"{path} holds {len(found)} files ending in {RANKS_SUFFIX} or {JSON_SUFFIX}, not one"
+        raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS_SUFFIX}")
+    return found[0]
+
+
+def _pattern_name(pattern: str | None, file: Path) -> str:
     if pattern is None and file.suffix == JSON_SUFFIX:
         return "v2"
     if pattern not in PATTERNS:

@@ -11,8 +11,9 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.data.errors import DataError
@@ -61,67 +62,19 @@ class TokenizerOptions:
         return replace(self, tokenizer_model=str(resolve_tokenizer_path(self.tokenizer_model)))
 
 
-def _hugging_face(model: str, options: TokenizerOptions) -> Tokenizer:
-    tokenizer = HuggingFaceTokenizer(model, options.parse_special_tokens)
-    # A unigram model may have the spelling of a special token as an ordinary piece; text cannot be kept apart then.
-    found = [] if options.parse_special_tokens else tokenizer.special_tokens_found_in_text()
-    if found:
-        number = tokenizer.special_ids[found[0]]
-        seen = f"this tokenizer encodes '{found[0]}' in plain text as the special token {number}"
-        fix = "--parse-special-tokens, if that is intended for this corpus"
-        raise DataError(f"{seen}, and this cannot be turned off", fix)
-    return tokenizer
-
-
-def _gpt2(model: str, options: TokenizerOptions) -> Tokenizer:
-    vocab, merges = options.vocab_file, options.merge_file
-    files = "--vocab-file vocab.json --merge-file merges.txt"
-    if model:
-        if vocab is not None or merges is not None:
-            raise DataError("GPT2BPETokenizer takes either two files or a tokenizer.json, not both", files)
-        return GPT2BPETokenizer(model, options.parse_special_tokens)
-    if vocab is None or merges is None:
-        raise DataError("GPT2BPETokenizer needs two files", files)
-    return GPT2BPETokenizer.from_vocabulary(Path(vocab), Path(merges), options.parse_special_tokens)
-
-
-def _sentencepiece(cls: type[SentencePieceTokenizer]) -> Callable[[str, TokenizerOptions], Tokenizer]:
-    return lambda model, options: cls(model, options.parse_special_tokens)
-
-
-def _tiktoken(model: str, options: TokenizerOptions) -> Tokenizer:
-    number = options.tiktoken_num_special_tokens
-    return TikTokenizer(model, options.tiktoken_pattern, number, options.vocab_size, options.parse_special_tokens)
-
-
-def _null(model: str, options: TokenizerOptions) -> Tokenizer:
-    if options.vocab_size is None or options.vocab_size < 1:
-        raise DataError("NullTokenizer needs --vocab-size", "--vocab-size 50257")
-    return NullTokenizer(options.vocab_size)
-
-
-class TokenizerType(NamedTuple):
-    """How tokenizers of a type are built."""
-
-    build: Callable[[str, TokenizerOptions], Tokenizer]  # called with ``tokenizer_model`` and all settings
-    settings: tuple[str, ...] = ()  # used besides type and size; any other is refused
-    required_model: str = ""  # placeholder of a required ``tokenizer_model``
-
-
-_FILE = ("tokenizer_model", "parse_special_tokens")
-_TYPES = {
-    "HuggingFaceTokenizer": TokenizerType(_hugging_face, _FILE, "DIR_OR_tokenizer.json"),
-    "GPT2BPETokenizer": TokenizerType(_gpt2, (*_FILE, "vocab_file", "merge_file")),
-    "SentencePieceTokenizer": TokenizerType(_sentencepiece(SentencePieceTokenizer), _FILE, "FILE.model"),
-    "GPTSentencePieceTokenizer": TokenizerType(_sentencepiece(GPTSentencePieceTokenizer), _FILE, "FILE.model"),
-    "Llama2Tokenizer": TokenizerType(_sentencepiece(Llama2Tokenizer), _FILE, "FILE.model"),
-    "TikTokenizer": TokenizerType(
-        _tiktoken, (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens"), "FILE.tiktoken"
-    ),
-    "ByteTokenizer": TokenizerType(lambda model, options: ByteTokenizer()),
-    "NullTokenizer": TokenizerType(_null),
+_TYPES: dict[str, Callable[..., Tokenizer]] = {
+    "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    "GPT2BPETokenizer": GPT2BPETokenizer,
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "GPTSentencePieceTokenizer": GPTSentencePieceTokenizer,
+    "Llama2Tokenizer": Llama2Tokenizer,
+    "TikTokenizer": TikTokenizer,
+    "ByteTokenizer": ByteTokenizer,
+    "NullTokenizer": NullTokenizer,
 }
+"""Constructors, whose arguments are fields of `TokenizerOptions`. Any other option but the size is refused."""
 TOKENIZER_TYPES = tuple(_TYPES)
+_EXAMPLES = {"HuggingFaceTokenizer": "DIR_OR_tokenizer.json", "TikTokenizer": "FILE.tiktoken"}
 
 
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
@@ -138,15 +91,19 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
             "--tokenizer-type NullTokenizer --vocab-size N",
             "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
         )
-    kind = _TYPES[name]
+    parameters = signature(_TYPES[name]).parameters
     for field in fields(options):
-        used = field.name in ("tokenizer_type", "vocab_size", *kind.settings)
+        used = field.name in ("tokenizer_type", "vocab_size", *parameters)
         if not used and getattr(options, field.name) != field.default:
             flag = f"--{field.name.replace('_', '-')}"
             raise DataError(f"{name} does not use {flag}", f"leave out {flag}")
-    if kind.required_model and options.tokenizer_model is None:
-        raise DataError(f"{name} needs --tokenizer-model", f"--tokenizer-model {kind.required_model}")
-    tokenizer = kind.build(options.tokenizer_model or "", options)
+    model = parameters.get("tokenizer_model")
+    if model is not None and model.default is model.empty and options.tokenizer_model is None:
+        raise DataError(f"{name} needs --tokenizer-model", f"--tokenizer-model {_EXAMPLES.get(name, 'FILE.model')}")
+    given = {field: value for field, value in vars(options).items() if field in parameters}
+    tokenizer = _TYPES[name](**given)
+    if type(tokenizer) is HuggingFaceTokenizer and not options.parse_special_tokens:
+        tokenizer.check_special_tokens_stay_text()
     if options.vocab_size not in (None, tokenizer.vocab_size):
         seen = f"{name} has {tokenizer.vocab_size} ids, not {options.vocab_size}"
         raise DataError(seen, "leave out --vocab-size")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 
-from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.location import Location
 from megatron.config.plugins import registered
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning

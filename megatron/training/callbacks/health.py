@@ -8,7 +8,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -327,21 +327,19 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
     # some main parameters are computed: hash them one by one
     parts = [(what, piece, groups, bit_hash(x)) for what, piece, x, groups in _copied_parts(trainer)]
     digests = torch.stack([digest for *_, digest in parts])
-    parts_by_group: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
+    members: dict[tuple[int, ...], list[int]] = defaultdict(list)  # parts by the ranks that hold copies
+    by_ranks: dict[tuple[int, ...], Group] = {}
     for i, (_, _, groups, _) in enumerate(parts):
         for group in groups:
-            parts_by_group.setdefault(group.ranks, (group, []))[1].append(i)
-    differing_parts: set[int] = set()
-    for _, (group, members) in sorted(parts_by_group.items(), key=lambda item: (-len(item[0]), item[0])):
-        indices = torch.tensor(members, device=digests.device)
+            members[group.ranks].append(i)
+            by_ranks.setdefault(group.ranks, group)
+    differing: set[int] = set()
+    for ranks in sorted(members, key=lambda ranks: (-len(ranks), ranks)):  # in one order on all ranks
+        indices = torch.tensor(members[ranks], device=digests.device)
         mine = digests[indices]
-        copies = comm.all_gather(mine, group).view(group.size, -1)
-        differing_parts.update(indices[(copies != mine).any(0)].tolist())
-    return [
-        WeightCopy(what, piece.global_box, int(digests[i]))
-        for i, (what, piece, *_) in enumerate(parts)
-        if i in differing_parts
-    ]
+        copies = comm.all_gather(mine, by_ranks[ranks]).view(len(ranks), -1)
+        differing.update(indices[(copies != mine).any(0)].tolist())
+    return [WeightCopy(parts[i][0], parts[i][1].global_box, int(digests[i])) for i in sorted(differing)]
 
 
 def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, list[Group]]]:
@@ -364,22 +362,19 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
     """Describe on which ranks copies of a parameter differ from the majority, if there is a majority."""
-    ranks_by_place: dict[Box, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_place: dict[Box, dict[int, int]] = defaultdict(dict)  # digests by rank
     for rank, copies in enumerate(by_rank):
         for copy in copies:
             if copy.what == what:
-                ranks_by_place[copy.place][copy.digest].append(rank)
-    odd: list[int] = []
-    for ranks_by_digest in ranks_by_place.values():
-        sizes = [len(ranks) for ranks in ranks_by_digest.values()]
-        tied = sizes.count(max(sizes)) > 1
-        odd += [rank for ranks in ranks_by_digest.values() if tied or len(ranks) < max(sizes) for rank in ranks]
-    holders = sorted(rank for rank, copies in enumerate(by_rank) if any(copy.what == what for copy in copies))
-    majority = [rank for rank in holders if rank not in odd]
-    minority = format_ranks(sorted(set(odd)))
-    if majority:
-        return f"on {minority} differs from {format_ranks(majority)}"
-    return f"is not the same on {minority}"
+                by_place[copy.place][rank] = copy.digest
+    odd: set[int] = set()
+    for digests in by_place.values():
+        (most, count), *others = Counter(digests.values()).most_common()
+        tied = bool(others) and others[0][1] == count
+        odd |= {rank for rank, digest in digests.items() if tied or digest != most}
+    majority = sorted({rank for digests in by_place.values() for rank in digests} - odd)
+    minority = format_ranks(sorted(odd))
+    return f"on {minority} differs from {format_ranks(majority)}" if majority else f"is not the same on {minority}"
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ run.
 
 from __future__ import annotations
 
+import gzip
 import math
+import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -29,14 +30,6 @@ from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.simulate import Timeline
 from megatron.planner.timeline import write_trace
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.profile_report import (
-    STEP_PREFIX,
-    MemoryCurve,
-    TraceSummary,
-    compress_trace,
-    is_layer,
-    read_events,
-)
 from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import StepMetrics
@@ -132,6 +125,187 @@ class ProfileRequestListener:
 PROFILE_FOLDER = "profiles"
 """Subfolder of the run folder."""
 
+SNAPSHOT_ENTRIES = 1_000_000
+"""Maximum number of allocations in a GPU memory snapshot."""
+
+TABLE_ROWS = 100
+"""Maximum number of rows of each table."""
+
+MEMORY_TRACK = b"allocated since the recording began"
+
+
+class Profiler:
+    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        run_dir: str | None,
+        rank: int,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        """Set up without recording.
+
+        Args:
+            config: which steps and ranks to profile, and what to record.
+            run_dir: the run folder; None disables profiles.
+            rank: this rank.
+            device: of this rank.
+            models: model chunks of this rank; their layers become ranges.
+            say: prints a line.
+
+        """
+        self.config = config
+        self.rank = rank
+        self.models = models
+        self._say = say
+        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and rank in config.profile_ranks else None
+        self._steps: set[int] = set()  # to profile
+        if self._folder is not None and (config.profile or config.profile_memory):
+            self._steps.update(range(config.profile_step_start, config.profile_step_end))
+        self._device, self._cuda = device, device.type == "cuda"
+        self._snapshot = config.profile_memory and self._cuda
+        self._trace: profile | None = None  # that is being recorded
+        self._first = 0  # its first step
+        self._cleanup = ExitStack()  # stops the recording
+
+    def ask(self, after: int, steps: int) -> None:
+        """Schedule a requested profile of the ``steps`` steps after step ``after``."""
+        if steps and self.rank == 0:
+            ranks = " ".join(map(str, self.config.profile_ranks))
+            self._say(f"profile requested of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
+        if self._folder is not None:
+            self._steps.update(range(after + 1, after + 1 + steps))
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
+        if self._trace is None and number in self._steps:
+            try:
+                self._start(number)
+            except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
+                self._give_up(error)
+        complete = False
+        try:
+            with profiler_range(f"step {number}"):
+                yield
+            complete = True
+        finally:
+            full = number + 1 - self._first >= MAX_PROFILE_STEPS
+            if not complete or full or number + 1 not in self._steps:
+                self.close(number)
+
+    def _start(self, first: int) -> None:
+        """Start recording with step ``first``."""
+        trace = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda,
+            record_shapes=self.config.pytorch_profiler_collect_shapes,
+            with_stack=self.config.pytorch_profiler_collect_callstack,
+            profile_memory=self.config.profile_memory,
+        )
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        if self._snapshot:
+            self._cleanup.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        trace.start()
+        self._cleanup.callback(trace.stop)
+        for model in self.models:
+            for name, module in model.named_modules():
+                if is_layer(name):
+                    self._cleanup.enter_context(layer_range(name, module))
+        self._trace, self._first = trace, first
+
+    def close(self, last: int) -> None:
+        """Write the profile that is being recorded, if any; ``last`` is its last step."""
+        trace, self._trace = self._trace, None
+        if trace is None or self._folder is None:
+            return
+        stem = f"step_{self._first:06d}-{last:06d}_rank_{self.rank}"
+        try:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)  # wait for the kernels of the last step
+            self._folder.mkdir(parents=True, exist_ok=True)
+            written = self._write(trace, self._folder / stem)
+        except Exception as error:
+            with suppress(OSError):  # remove an incomplete profile
+                for path in self._folder.glob(f"{stem}[._]*"):
+                    path.unlink()
+            self._give_up(error)
+        else:
+            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
+
+    def _write(self, trace: profile, stem: Path) -> list[Path]:
+        """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
+        snapshot, raw, packed, table = (Path(f"{stem}{end}") for end in ("_memory.pickle", ".json", ".json.gz", ".txt"))
+        if self._snapshot:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+        self._cleanup.close()
+        try:
+            trace.export_chrome_trace(str(raw))
+            if not raw.exists():  # PyTorch logs the error without raising it
+                raise OSError(f"{raw} could not be written; is the disk full?")
+            compress_trace(raw, packed)
+        finally:
+            raw.unlink(missing_ok=True)
+        averages = trace.key_averages()
+        device = "device" if self._cuda else "cpu"
+        table.write_text(
+            "\n".join(
+                f"{title}\n{averages.table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=70)}"
+                for title, key in (
+                    ("Ranges and operations, by time including nested ones:", "cpu_time_total"),
+                    ("Ranges and operations, by own time:", f"self_{device}_time_total"),
+                )
+            )
+        )
+        return [packed, table, *([snapshot] if self._snapshot else [])]
+
+    def _give_up(self, error: Exception) -> None:
+        self._steps.clear()
+        with suppress(Exception):  # of a profiler that did not start or stop
+            self._cleanup.close()
+        print_warning(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
+
+
+def compress_trace(raw: Path, packed: Path) -> None:
+    """Compress a trace with gzip. Allocations become a counter, which viewers draw as a curve over time."""
+    with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+        event = b""
+        for line in source:
+            event += line
+            if line.startswith(b"  }"):  # the end of an event
+                if b'"name": "[memory]"' in event:
+                    event = event.replace(b'"ph": "i"', b'"ph": "C"').replace(b"[memory]", MEMORY_TRACK)
+                    event = re.sub(rb'("args": \{)[^}]*"Total Allocated": (\d+)[^}]*', rb'\1"bytes": \2', event)
+                target.write(event)
+                event = b""
+        target.write(event)
+
+
+@contextmanager
+def layer_range(name: str, module: nn.Module) -> Iterator[None]:
+    """Mark each forward pass of a layer as a range, also when it is recomputed in backward."""
+    running: list[record_function] = []
+
+    def enter(*_: object) -> None:
+        running.append(record_function(name))
+        running[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+
+    with module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True):
+        yield
+
+
+def is_layer(name: str) -> bool:
+    """Return True for the name of a numbered module, such as ``layers.3``."""
+    return name.rpartition(".")[2].isdecimal()
+
 
 class PipelineProfiler:
     """Records timelines of the pipeline's actions in selected steps. Errors of writing are warnings."""
@@ -181,185 +355,6 @@ class PipelineProfiler:
             print_warning(f"no timeline of step {number}, training continues: {error}")
         else:
             self._say(f"timeline of the pipeline in step {number}: {path}")
-
-
-SNAPSHOT_ENTRIES = 1_000_000
-"""Maximum number of allocations in a GPU memory snapshot."""
-
-
-class Profiler:
-    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run."""
-
-    def __init__(
-        self,
-        config: ProfilingConfig,
-        run_dir: str | None,
-        rank: int,
-        device: torch.device,
-        models: Sequence[nn.Module],
-        say: Callable[[str], None] = print_line,
-    ) -> None:
-        """Set up without recording.
-
-        Args:
-            config: which steps and ranks to profile, and what to record.
-            run_dir: the run folder; None disables profiles.
-            rank: this rank.
-            device: of this rank.
-            models: model chunks of this rank; their layers become ranges.
-            say: prints a line.
-
-        """
-        self.config = config
-        self.rank = rank
-        self.device = device
-        self.models = models
-        self._say = say
-        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and rank in config.profile_ranks else None
-        self._steps: set[int] = set()  # to profile
-        if self._folder is not None and (config.profile or config.profile_memory):
-            self._steps.update(range(config.profile_step_start, config.profile_step_end))
-        self._recording: ProfileRecording | None = None
-
-    def ask(self, after: int, steps: int) -> None:
-        """Schedule a requested profile of the ``steps`` steps after step ``after``."""
-        if steps and self.rank == 0:
-            ranks = " ".join(map(str, self.config.profile_ranks))
-            self._say(f"profile requested of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
-        if self._folder is not None:
-            self._steps.update(range(after + 1, after + 1 + steps))
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
-        if self._recording is None and number in self._steps:
-            try:
-                self._recording = ProfileRecording(number, self.config, self.device, self.models)
-            except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
-                self._give_up(error)
-        complete = False
-        try:
-            with profiler_range(f"{STEP_PREFIX}{number}"):
-                yield
-            complete = True
-        finally:
-            if self._recording is not None:
-                full = number + 1 - self._recording.first >= MAX_PROFILE_STEPS
-                if not complete or full or number + 1 not in self._steps:
-                    self.close(number)
-
-    def close(self, last: int) -> None:
-        """Write the profile that is being recorded, if any; ``last`` is its last step."""
-        recording, self._recording = self._recording, None
-        if recording is None or self._folder is None:
-            return
-        stem = f"step_{recording.first:06d}-{last:06d}_rank_{self.rank}"
-        try:
-            recording.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            written = recording.write(self._folder / stem, last)
-        except Exception as error:
-            with suppress(OSError):  # remove an incomplete profile
-                for path in self._folder.glob(f"{stem}[._]*"):
-                    path.unlink()
-            self._give_up(error)
-        else:
-            self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
-        finally:
-            recording.release()
-
-    def _give_up(self, error: Exception) -> None:
-        self._steps.clear()
-        print_warning(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
-
-
-class ProfileRecording:
-    """A profile that is being recorded."""
-
-    def __init__(self, first: int, config: ProfilingConfig, device: torch.device, models: Sequence[nn.Module]) -> None:
-        """Start recording with step ``first``; on an error, stop everything that was started."""
-        self.first = first
-        self.config = config
-        self.device = device
-        cuda = device.type == "cuda"
-        self.snapshot = config.profile_memory and cuda
-        self.trace = profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
-            record_shapes=config.pytorch_profiler_collect_shapes,
-            with_stack=config.pytorch_profiler_collect_callstack,
-            profile_memory=config.profile_memory,
-        )
-        self._synchronize()
-        with ExitStack() as undo:
-            undo.callback(self.release)
-            if self.snapshot:
-                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-            self.trace.start()
-            undo.callback(self.trace.stop)
-            self._hooks = LayerRanges(models)
-            undo.pop_all()
-
-    def stop(self) -> None:
-        """Stop recording."""
-        self._hooks.remove()
-        self._synchronize()  # wait for the kernels of the last step
-        self.trace.stop()
-
-    def write(self, stem: Path, last: int) -> list[Path]:
-        """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
-        name = str(stem)
-        written = []
-        if self.snapshot:
-            written.append(Path(f"{name}_memory.pickle"))
-            torch.cuda.memory._dump_snapshot(str(written[-1]))
-        raw, table, packed = (Path(f"{name}.{suffix}") for suffix in ("json", "txt", "json.gz"))
-        curve = MemoryCurve()
-        try:
-            self.trace.export_chrome_trace(str(raw))
-            if not raw.exists():  # PyTorch logs the error without raising it
-                raise OSError(f"{raw} could not be written; is the disk full?")
-            with_curve = self.config.profile_memory and not self.snapshot
-            summary = TraceSummary(curve.along(read_events(raw)) if with_curve else read_events(raw))
-            table.write_text(summary.table(last - self.first + 1, curve.peak if with_curve else None))
-            compress_trace(raw, packed, curve)
-        finally:
-            raw.unlink(missing_ok=True)
-        return [packed, table, *written]
-
-    def release(self) -> None:
-        """Stop recording GPU allocations."""
-        if self.snapshot:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class LayerRanges:
-    """Forward hooks that mark every numbered layer as a range, also when it is recomputed in backward."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Register the hooks."""
-        self._open: list[record_function] = []
-        self._handles = []
-        for name, module in (named for model in models for named in model.named_modules()):
-            if is_layer(name):
-                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-                self._handles.append(module.register_forward_hook(self._exit, always_call=True))
-
-    def _enter(self, name: str, *_: object) -> None:
-        self._open.append(record_function(name))
-        self._open[-1].__enter__()
-
-    def _exit(self, *_: object) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
 
 class StepProfiler(Callback):

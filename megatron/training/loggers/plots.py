@@ -1,4 +1,4 @@
-"""Plots in the run folder: the loss curve, and heat maps of the health metrics of every layer.
+"""Plots of runs: the loss curve of one run or of several, and heat maps of the health metrics of every layer.
 
 `open_figure` sets the style and replaces the image atomically; other plots use it too.
 """
@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from itertools import cycle, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
-from megatron.training.loggers.console import format_compact, format_exponent, format_plain
-from megatron.training.loggers.run_folder import RunHistory, read_json_lines
+from megatron.training.loggers.base import metrics_under
+from megatron.training.loggers.formatting import format_compact, format_exponent, format_plain
+from megatron.training.loggers.run_folder import HistoryPoint, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 
 INK_COLOR, MUTED_COLOR, GRID_COLOR = "#1f2933", "#7b8794", "#e4e7eb"
-TRAIN_COLOR, RATE_COLOR, BATCH_COLOR = "#2563eb", "#0d9488", "#7c3aed"
-EVALUATION_COLORS = ("#ea580c", "#15803d", "#be185d", "#a16207", "#0e7490", "#4b5563")  # repeated with other markers
-EVALUATION_MARKERS = "osD^v"
-SKIPPED_COLOR, RESTART_COLOR, ERROR_COLOR = "#dc2626", "#52606d", "#111827"
-FEW_POINTS = 30  # with fewer points, the curve is not smoothed and every point has a marker
+RUN_COLORS = ("#2563eb", "#ea580c", "#15803d", "#be185d", "#7c3aed", "#a16207", "#0e7490", "#4b5563")
+DASHES = ("-", "--", ":", "-.")  # the next one is used when the colours repeat
+MARKERS = "osD^v"
+RATE_COLOR, BATCH_COLOR, SKIPPED_COLOR = "#0d9488", "#7c3aed", "#dc2626"
+FEW_POINTS = 30  # with fewer points, every point has a marker
 STYLE: Any = {
     "font.size": 10,
     "text.color": INK_COLOR,
@@ -46,31 +45,6 @@ STYLE: Any = {
     "ytick.labelcolor": INK_COLOR,
     "legend.frameon": False,
 }
-
-
-def draw_loss_curve(history: RunHistory, title: str, out: Path) -> None:
-    """Draw loss over tokens (raw faint, smoothed bold, validation as points) above learning rate and batch size.
-
-    Skipped updates, restarts and errors are vertical lines. A log line without a finite loss is a cross at the bottom.
-    Raises as :func:`open_figure`.
-    """
-    with open_figure(out, 9, 5.6) as figure:
-        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
-        _draw_loss(loss, history)
-        _draw_rate(rate, history)
-        skipped = [at for point in history.train for at in point.skipped]
-        for axes in (loss, rate):
-            _draw_verticals(axes, skipped, "skipped update", SKIPPED_COLOR, "-")
-            _draw_verticals(axes, history.restarts, "restart", RESTART_COLOR, "--")
-            _draw_verticals(axes, history.errors, "error", ERROR_COLOR, ":")
-        last = history.train[-1]
-        size = f"{last.iteration:,} steps, {format_compact(last.tokens)} tokens"
-        loss.set_title(title, loc="left", fontweight="bold")
-        loss.set_title(size, loc="right", color=MUTED_COLOR, fontsize=10)
-        loss.set_ylabel("loss per token (nats)")
-        label_tokens(rate)
-        if handles := loss.get_legend_handles_labels()[0]:
-            figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=9)
 
 
 @contextmanager
@@ -102,14 +76,51 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
             raise OSError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def running_mean(values: np.ndarray, least: int = 0) -> np.ndarray:
-    """Return the running mean ``[n]`` of ``values`` ``[n]``. The window grows from 1 at the steep start to n/15.
+def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
+    """Draw the loss of each run over tokens (raw faint, smoothed bold, evaluations as points) above its learning rate.
 
-    ``least`` is the minimum of the largest half width, for small n.
+    The keys are the names of the runs. A single run also gets its batch size, and vertical lines for skipped updates,
+    restarts and errors. Raises as :func:`open_figure`.
     """
+    single = len(runs) == 1
+    columns = 3 if single else 1 if max(map(len, runs)) > 40 else 2
+    with open_figure(out, 9, 5.4 + 0.22 * (len(runs) / columns)) as figure:  # the legend is below the axes
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.3, 1))
+        for number, (name, run) in enumerate(runs.items()):
+            color, dashes = RUN_COLORS[number % len(RUN_COLORS)], DASHES[number // len(RUN_COLORS) % len(DASHES)]
+            width = 2.2 if single else max(4.0 - number, 1.2)  # equal runs stay visible behind each other
+            _draw_training(loss, "training" if single else name, run.train, color, dashes, width)
+            _draw_evaluations(loss, run, None if single else color)
+            rates = [float(point.line["learning-rate"]) for point in run.train]
+            tokens = [point.tokens for point in run.train]
+            rate.plot(tokens, rates, dashes, color=RATE_COLOR if single else color, linewidth=1.6)
+        _scale_loss_axis(loss, [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)])
+        loss.set_ylabel("loss per token (nats)")
+        loss.set_title(next(iter(runs)) if single else f"{len(runs)} runs", loc="left", fontweight="bold")
+        remark = "bold: training loss, smoothed; points: evaluations"
+        rate.set_ylabel("learning rate")
+        rate.set_ylim(bottom=0)
+        rate.margins(y=0.15)
+        rate.yaxis.set_major_formatter(lambda value, _: format_exponent(value))
+        rate.set_xlabel("tokens")
+        rate.xaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
+        if single:
+            (run,) = runs.values()
+            last = run.train[-1]
+            remark = f"{last.iteration:,} steps, {format_compact(last.tokens)} tokens"
+            _draw_batch_size(rate, run.train)
+            for axes in (loss, rate):
+                _draw_incidents(axes, run)
+        loss.set_title(remark, loc="right", color=MUTED_COLOR, fontsize=10)
+        if handles := loss.get_legend_handles_labels()[0]:
+            figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Return the running mean ``[n]`` of ``values`` ``[n]``. The window grows from 1 at the steep start to n/15."""
     n = len(values)
     index = np.arange(n)
-    half = np.minimum(index // 4, max(n // FEW_POINTS, least))
+    half = np.minimum(index // 4, max(n // FEW_POINTS, 1))
     low = index - half
     high = np.minimum(index + half, n - 1) + 1
     for _ in range(2):  # the second pass smooths the kinks of the first
@@ -118,38 +129,44 @@ def running_mean(values: np.ndarray, least: int = 0) -> np.ndarray:
     return values
 
 
-def _draw_loss(axes: Axes, history: RunHistory) -> None:
-    points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
-    if points:
-        tokens, losses = np.array(points).T
-        axes.plot(tokens, losses, color=TRAIN_COLOR, alpha=0.3, linewidth=0.9)
-        smoothed, few = running_mean(losses), len(points) < FEW_POINTS
-        last = f"{losses[-1]:.3f}"
-        label = f"training: {last}" if few else f"training, smoothed: {smoothed[-1]:.3f} (last raw value {last})"
-        axes.plot(tokens, smoothed, color=TRAIN_COLOR, linewidth=2.2, marker="o" * few, markersize=4, label=label)
-    evaluated = [p for p in history.evaluations if np.isfinite(p.loss)]
-    styles = cycle(product(EVALUATION_MARKERS, EVALUATION_COLORS))
-    for name, (mark, color) in zip(dict.fromkeys(p.name for p in evaluated), styles):
-        tokens, losses = np.array([(p.tokens, p.loss) for p in evaluated if p.name == name]).T
-        axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.6)
-        label = f"{name}: {losses[-1]:.3f}"
-        axes.plot(tokens, losses, mark, color=color, markersize=5, markeredgecolor="white", label=label)
-    scale_loss_axis(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
-    lost = [p.tokens for p in history.train if not np.isfinite(p.loss)]
+def _draw_training(
+    axes: Axes, name: str, points: Sequence[HistoryPoint], color: str, dashes: str, width: float
+) -> None:
+    """Draw the training loss; a log line without a finite loss is a cross at the bottom."""
+    finite = [(point.tokens, point.loss) for point in points if math.isfinite(point.loss)]
+    if finite:
+        tokens, losses = np.array(finite).T
+        smoothed = running_mean(losses)
+        dots = "o" * (len(finite) < FEW_POINTS)
+        axes.plot(tokens, losses, color=color, alpha=0.3, linewidth=0.9, marker=dots, markersize=3)
+        label = f"{name}, smoothed: {smoothed[-1]:.3f} (last raw value {losses[-1]:.3f})"
+        axes.plot(tokens, smoothed, dashes, color=color, linewidth=width, label=label)
+    lost = [point.tokens for point in points if not math.isfinite(point.loss)]
     if lost:
         height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
-        label = f"{len(lost)} log line{'' if len(lost) == 1 else 's'} without a finite loss"
-        axes.plot(lost, [0.02] * len(lost), "x", color=SKIPPED_COLOR, label=label, transform=height, clip_on=False)
+        label = f"{name}: {len(lost)} log line{'' if len(lost) == 1 else 's'} without a finite loss"
+        axes.plot(lost, [0.02] * len(lost), "x", color=color, label=label, transform=height, clip_on=False)
 
 
-def scale_loss_axis(axes: Axes, losses: list[float]) -> None:
+def _draw_evaluations(axes: Axes, run: RunHistory, color: str | None) -> None:
+    """Draw the evaluations; without a ``color``, each validation set has one and is in the legend."""
+    evaluated = [point for point in run.evaluations if math.isfinite(point.loss)]
+    for number, name in enumerate(dict.fromkeys(point.name for point in evaluated)):
+        tokens, losses = np.array([(point.tokens, point.loss) for point in evaluated if point.name == name]).T
+        own, mark = color or RUN_COLORS[1 + number % (len(RUN_COLORS) - 1)], MARKERS[number % len(MARKERS)]
+        label = None if color else f"{name}: {losses[-1]:.3f}"
+        axes.plot(tokens, losses, f"-{mark}", color=own, linewidth=0.6, markersize=6, fillstyle="none", label=label)
+
+
+def _scale_loss_axis(axes: Axes, losses: Sequence[float]) -> None:
     """Make the loss axis logarithmic if high first losses would compress the rest of a linear axis."""
-    if not losses or not max(losses) > 3 * min(losses) > 0:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite or not max(finite) > 3 * min(finite) > 0:
         return
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
-    low, high = min(losses) / 1.05, max(losses) * 1.05
+    low, high = min(finite) / 1.05, max(finite) * 1.05
     axes.set_ylim(low, high)
     for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
         axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=99))
@@ -159,45 +176,36 @@ def scale_loss_axis(axes: Axes, losses: list[float]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def scale_rate_axis(axes: Axes) -> None:
-    """Start the learning-rate axis at 0, with labels as on the console."""
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
-    axes.yaxis.set_major_formatter(lambda value, _: format_exponent(value))
+def _draw_batch_size(rate: Axes, points: Sequence[HistoryPoint]) -> None:
+    axes = rate.twinx()
+    sizes = [int(point.line["batch-size"]) for point in points]
+    starts = [*(point.tokens - point.tokens_per_step for point in points), points[-1].tokens]
+    axes.step(starts, [*sizes, sizes[-1]], where="post", color=BATCH_COLOR, linewidth=1.2, linestyle="--")
+    axes.set_ylim(0, 1.3 * max(sizes))
+    axes.set_ylabel("batch size", color=BATCH_COLOR)
+    axes.grid(visible=False)
 
 
-def label_tokens(axes: Axes) -> None:
-    """Label the horizontal axis, which counts tokens."""
-    axes.set_xlabel("tokens")
-    axes.xaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
+def _draw_incidents(axes: Axes, run: RunHistory) -> None:
+    """Draw a vertical line at each skipped update, restart and error."""
+    skipped = [
+        point.tokens - (point.iteration - step) * point.tokens_per_step
+        for point in run.train
+        for step in point.line["skipped-iterations"]
+    ]
+    for noun, positions, color, dashes in (
+        ("skipped update", skipped, SKIPPED_COLOR, "solid"),
+        ("restart", run.restarts, "#52606d", "dashed"),
+        ("error", run.errors, "#111827", "dotted"),
+    ):
+        if positions:
+            label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
+            height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+            style: Any = {"linestyles": dashes, "linewidth": 0.9, "alpha": 0.7}
+            axes.vlines(positions, 0, 1, color, label=label, transform=height, **style)
 
 
-def _draw_rate(axes: Axes, history: RunHistory) -> None:
-    tokens = [p.tokens for p in history.train]
-    rates = [p.learning_rate for p in history.train]
-    axes.plot(tokens, rates, color=RATE_COLOR, linewidth=1.6, marker="o" * (len(tokens) < FEW_POINTS), markersize=3)
-    scale_rate_axis(axes)
-    axes.set_ylabel("learning rate", color=RATE_COLOR)
-    batch = axes.twinx()
-    sizes = [p.batch_size for p in history.train]
-    starts = [*(p.last_step_from for p in history.train), tokens[-1]]
-    batch.step(starts, [*sizes, sizes[-1]], where="post", color=BATCH_COLOR, linewidth=1.2, linestyle="--")
-    batch.set_ylim(0, 1.3 * max(sizes))
-    batch.set_ylabel("batch size", color=BATCH_COLOR)
-    batch.grid(visible=False)
-
-
-def _draw_verticals(
-    axes: Axes, positions: Sequence[float], noun: str, color: str, style: Literal["-", "--", ":"]
-) -> None:
-    if positions:
-        label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
-        height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
-        lines = axes.vlines(positions, 0, 1, color, linewidth=0.9, alpha=0.7, label=label, transform=height)
-        lines.set_linestyle(style)
-
-
-PANELS = {
+HEALTH_PANELS = {
     "grad-norm": "gradient norm, before clipping",
     "update-ratio": "update / weight",
     "activation-rms": "activations, root mean square",
@@ -208,86 +216,47 @@ PANELS = {
 }
 """Title of each quantity's heat map."""
 
-LAYER_METRIC = re.compile(r"health/[^/]+/(?!total$).*")
 
-
-class HealthMap(NamedTuple):
-    """One quantity of all layers and steps."""
-
-    layers: list[str]
-    steps: list[int]
-    values: np.ndarray  # [layers, steps], NaN if missing
-
-
-def draw_health(metrics: Path, title: str, out: Path) -> bool:
-    """Draw the health metrics of a ``metrics.jsonl``; return False if it has none.
-
-    Raises ValueError and OSError as :func:`open_figure`, and OSError if ``metrics`` cannot be read.
-    """
-    maps = read_health(metrics)
-    if not maps:
+def draw_health(history: RunHistory, title: str, out: Path) -> bool:
+    """Draw each health metric over layers and steps; return False if the run has none. Raises as `open_figure`."""
+    reports = history.health
+    layers = {
+        kind: list(dict.fromkeys(n for p in reports for n in metrics_under(f"health/{kind}/", p.line) if n != "total"))
+        for kind in HEALTH_PANELS
+    }
+    panels = {kind: label for kind, label in HEALTH_PANELS.items() if layers[kind]}
+    if not panels:
         return False
-    panels = {kind: label for kind, label in PANELS.items() if kind in maps or kind != "expert-load"}
     rows = math.ceil(len(panels) / 2)
     with open_figure(out, 11, 2.8 * rows, grid=False) as figure:
         figure.suptitle(f"{title}: health of every layer", x=0.01, ha="left", fontweight="bold")
-        grid = list(figure.subplots(rows, 2).flat)
+        grid = list(figure.subplots(rows, 2, squeeze=False).flat)
         for axes, (kind, label) in zip(grid, panels.items()):
             axes.set_title(label, loc="left", fontsize=10)
-            if kind in maps:
-                _draw(figure, axes, maps[kind])
+            found = [[p.line.get(f"health/{kind}/{layer}") for p in reports] for layer in layers[kind]]
+            _draw_heat_map(figure, axes, np.array(found, dtype=float), layers[kind], [p.iteration for p in reports])
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
     return True
 
 
-def read_health(metrics: Path) -> dict[str, HealthMap]:
-    """Read the health metrics by quantity, without steps that a restart discarded."""
-    reports: dict[int, dict[str, float]] = {}
-    for line in read_json_lines(metrics):
-        if line is None or not isinstance(step := line.get("iteration"), int):
-            continue
-        if line.get("event") == "start":
-            reports = {earlier: report for earlier, report in reports.items() if earlier <= step}
-        report = {name: math.nan if x is None else x for name, x in line.items() if LAYER_METRIC.fullmatch(name)}
-        if report:
-            reports[step] = report
-    steps = sorted(reports)
-    maps = {}
-    for kind in PANELS:
-        names = list(dict.fromkeys(n for step in steps for n in reports[step] if n.startswith(f"health/{kind}/")))
-        if names:
-            values = np.array([[reports[step].get(name, math.nan) for step in steps] for name in names], dtype=float)
-            maps[kind] = HealthMap([name.rpartition("/")[2] for name in names], steps, values)
-    return maps
-
-
-def _draw(figure: Figure, axes: Axes, health: HealthMap) -> None:
-    """Draw a heat map with the first layer at the bottom; positive values over a wide range get logarithmic colours."""
+def _draw_heat_map(figure: Figure, axes: Axes, values: np.ndarray, layers: list[str], steps: list[int]) -> None:
+    """Draw ``values`` ``[layers, steps]``, NaN if missing, with the first layer at the bottom."""
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import MaxNLocator
 
-    values = np.ma.masked_invalid(health.values)
-    known = values.compressed() if values.count() else np.zeros(1)
-    wide = known.min() > 0 and known.max() > 3 * known.min()
+    masked = np.ma.masked_invalid(values)
+    known = masked.compressed() if masked.count() else np.zeros(1)
+    wide = known.min() > 0 and known.max() > 3 * known.min()  # then colours are logarithmic
     norm = (LogNorm if wide else Normalize)(known.min(), known.max())
     axes.set_facecolor(SKIPPED_COLOR)  # visible where a value is missing or not finite
-    columns, rows = np.arange(len(health.steps) + 1), np.arange(len(health.layers) + 1)
-    bar = figure.colorbar(axes.pcolormesh(columns, rows, values, norm=norm, cmap="viridis"), ax=axes, pad=0.02)
+    mesh = axes.pcolormesh(np.arange(len(steps) + 1), np.arange(len(layers) + 1), masked, norm=norm, cmap="viridis")
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
     ticks = [float(tick) for tick in norm.inverse(np.linspace(0, 1, 4))]
     bar.set_ticks(ticks, labels=[format_plain(tick) for tick in ticks])
     bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=8)
-    labelled_rows = _labelled_rows(health.layers)
-    axes.set_yticks([row + 0.5 for row in labelled_rows], [health.layers[row] for row in labelled_rows], fontsize=8)
-    labelled = range(0, len(health.steps), math.ceil(len(health.steps) / 6))
-    axes.set_xticks([column + 0.5 for column in labelled], [f"{health.steps[i]:,}" for i in labelled], fontsize=8)
+    for axis, names in ((axes.yaxis, layers), (axes.xaxis, [f"{step:,}" for step in steps])):
+        shown = [int(i) for i in MaxNLocator(12 if names is layers else 6, integer=True).tick_values(0, len(names) - 1)]
+        shown = [i for i in shown if 0 <= i < len(names)]
+        axis.set_ticks([i + 0.5 for i in shown], [names[i] for i in shown], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
-
-
-def _labelled_rows(layers: list[str]) -> list[int]:
-    """Return the rows to label: all of a few layers, else every fifth block, tenth, ..."""
-    if len(layers) <= 14:
-        return list(range(len(layers)))
-    stride = next(n for n in (5, 10, 20, 50, 100, len(layers)) if len(layers) // n <= 12)
-    numbers = [name.removeprefix("layers.") for name in layers]
-    return [row for row, number in enumerate(numbers) if number.isdigit() and int(number) % stride == 0]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.data.loader import DataSource
@@ -245,58 +245,78 @@ class IncidentLogger:
         self._file.write(f"- {at} step {self._step}: {' '.join(text.split())}\n")
 
 
-@dataclass(frozen=True)
-class TrainPoint:
-    """One log line of training."""
+class HistoryPoint(NamedTuple):
+    """One line of metrics."""
 
+    name: str  # training, validation, validation NAME, test or health
     iteration: int
-    tokens: int  # consumed so far
-    last_step_from: float  # tokens consumed before the last step
-    loss: float
-    learning_rate: float
-    batch_size: int  # samples of the last step
-    skipped: tuple[float, ...]  # positions of the skipped updates, in consumed tokens
+    line: dict[str, Any]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed so far."""
+        return int(self.line["consumed-tokens"])
 
-@dataclass(frozen=True)
-class EvaluationPoint:
-    """One evaluation."""
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of the last step of a line of training."""
+        return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
 
-    name: str  # validation, validation NAME or test
-    iteration: int
-    tokens: int
-    loss: float
+    @property
+    def loss(self) -> float:
+        """Loss of training or of an evaluation; NaN for null, which the log writes because JSON has no NaN."""
+        loss = self.line["lm loss" if self.name == "training" else f"lm loss {self.name.partition(' ')[0]}"]
+        return math.nan if loss is None else float(loss)
 
 
 @dataclass
 class RunHistory:
-    """Log lines of a run, oldest first, without steps that a restart discarded."""
+    """Metrics of a run, oldest first, without steps that a restart discarded."""
 
-    train: list[TrainPoint] = field(default_factory=list)
-    evaluations: list[EvaluationPoint] = field(default_factory=list)
+    points: dict[tuple[str, int], HistoryPoint] = field(default_factory=dict)  # by name and iteration
     restarts: list[int] = field(default_factory=list)  # in consumed tokens
     errors: list[int] = field(default_factory=list)  # in consumed tokens
     unreadable: list[int] = field(default_factory=list)  # line numbers; a crash can cut a line off
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the next line of the file."""
+        """Add the next line of the file; an evaluation that a restart repeated replaces the earlier one."""
+        iteration = int(line["iteration"])
         if line.get("event") == "start":
-            iteration, tokens = line["iteration"], line["consumed-tokens"]
-            self.train = [point for point in self.train if point.iteration <= iteration]
-            self.evaluations = [point for point in self.evaluations if point.iteration <= iteration]
+            tokens = int(line["consumed-tokens"])
+            self.points = {key: point for key, point in self.points.items() if point.iteration <= iteration}
             self.restarts = [at for at in self.restarts if at < tokens]
             self.errors = [at for at in self.errors if at <= tokens]
             if self.train:
                 self.restarts.append(tokens)
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
-        elif "lm loss" in line:
-            self.train.append(_train_point(line))
-        for kind in ("validation", "test"):
-            if (loss := f"lm loss {kind}") in line:
-                name = f"{kind} {line.get('validation-set', '')}".strip()
-                tokens = int(line["consumed-tokens"])
-                self.evaluations.append(EvaluationPoint(name, int(line["iteration"]), tokens, _number(line[loss])))
+        elif "event" not in line and (name := point_name(line)):
+            self.points[name, iteration] = HistoryPoint(name, iteration, line)
+
+    @property
+    def train(self) -> list[HistoryPoint]:
+        """Log lines of training."""
+        return [point for point in self.points.values() if point.name == "training"]
+
+    @property
+    def evaluations(self) -> list[HistoryPoint]:
+        """Evaluations of all validation sets and of test data."""
+        return [point for point in self.points.values() if point.name not in ("training", "health")]
+
+    @property
+    def health(self) -> list[HistoryPoint]:
+        """Health reports."""
+        return [point for point in self.points.values() if point.name == "health"]
+
+
+def point_name(line: Mapping[str, Any]) -> str | None:
+    """Return the name of a line of metrics in the history."""
+    if "lm loss" in line:
+        return "training"
+    for kind in ("validation", "test"):
+        if f"lm loss {kind}" in line:
+            return f"{kind} {line.get('validation-set', '')}".strip()
+    return "health" if any(name.startswith("health/") for name in line) else None
 
 
 def read_history(path: Path) -> RunHistory:
@@ -310,34 +330,11 @@ def read_history(path: Path) -> RunHistory:
     history = RunHistory()
     for number, line in enumerate(read_json_lines(path), start=1):
         try:
-            if line is None:
-                raise ValueError
-            history.add(line)
-        except (ValueError, LookupError, TypeError, ArithmeticError):
+            history.add(line or {})
+        except (LookupError, TypeError, ValueError):
             history.unreadable.append(number)
-    # an evaluation that a restart repeated replaces the earlier one of the same step
-    history.evaluations = list({(point.name, point.iteration): point for point in history.evaluations}.values())
     if not history.train:
         count = len(history.unreadable)
         unreadable = f" ({count} line{'' if count == 1 else 's'} could not be read)" if count else ""
         raise ValueError(f"{path} holds no log line of a training step{unreadable}")
     return history
-
-
-def _train_point(line: dict[str, Any]) -> TrainPoint:
-    iteration, tokens, batch_size = int(line["iteration"]), int(line["consumed-tokens"]), int(line["batch-size"])
-    tokens_per_step = batch_size * tokens / int(line["consumed-samples"])
-    return TrainPoint(
-        iteration=iteration,
-        tokens=tokens,
-        last_step_from=tokens - tokens_per_step,
-        loss=_number(line["lm loss"]),
-        learning_rate=_number(line["learning-rate"]),
-        batch_size=batch_size,
-        skipped=tuple(tokens - (iteration - step) * tokens_per_step for step in line["skipped-iterations"]),
-    )
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for null, which the log writes because JSON has no NaN."""
-    return math.nan if value is None else float(value)

@@ -8,6 +8,7 @@ the console is written.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -16,19 +17,19 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megatron.arguments.sources import to_dict, to_yaml
 from megatron.checkpoint.errors import SupersededError
-from megatron.checkpoint.object_store import Location
+from megatron.checkpoint.location import Location
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.loggers.base import (
-    MEMORY_CAPACITY,
+    CONSOLE_PREFIX,
     LoggerFailedError,
     LoggerOpenError,
     MetricLogger,
@@ -36,7 +37,7 @@ from megatron.training.loggers.base import (
     error_summary,
 )
 from megatron.training.loggers.console import ConsoleLogger, print_line, print_warning
-from megatron.training.loggers.plots import draw_health, draw_loss_curve
+from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import (
     HEALTH_FILE,
     INCIDENTS_FILE,
@@ -47,8 +48,7 @@ from megatron.training.loggers.run_folder import (
     read_history,
     write_run_folder,
 )
-from megatron.training.loggers.tensorboard import TensorBoardLogger
-from megatron.training.loggers.wandb import WandbJournal, WandbLogger, journal_path, wandb_disabled
+from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger
 from megatron.training.metrics import ThroughputModel, device_name
 from megatron.training.startup import StartFacts
 
@@ -57,8 +57,6 @@ SUPERSEDED_CHECK_SECONDS = 5.0
 
 LOGGER_TIMEOUT_SECONDS = 30.0  # that flush and close wait for a logger
 QUEUE_CAPACITY = 10_000  # queued calls per logger, a few megabytes
-
-AnyLogger = TypeVar("AnyLogger", bound=MetricLogger)
 
 
 class RunLogger:
@@ -111,10 +109,10 @@ class RunLogger:
             return
         name = device_name(device)
         self._throughput_model = ThroughputModel.from_config(config, world_size, name, iteration, consumed_samples)
-        self._console = ConsoleLogger(self._throughput_model)
+        self._console = ConsoleLogger()
         reuse_note = None
         if self.folder is not None:
-            reuse_note = self._open_folder(self.folder, to_yaml(config), name, world_size, data or {})
+            reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {})
         self._open_trackers(config, run_id)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         self._event(kind, {"run-id": run_id, "world-size": world_size, **(facts or {})})
@@ -122,19 +120,16 @@ class RunLogger:
             self._has_loss_curve = not config.training.skip_train
             self.note(reuse_note)
 
-    def _open_folder(
-        self, folder: Path, resolved_config: str, device: str, world_size: int, data: Mapping[str, object]
-    ) -> str | None:
+    def _open_folder(self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object]) -> str | None:
         """Open the run folder; return a note if an earlier start has used it."""
         metrics = folder / METRICS_FILE
         used_before = metrics.exists()
         try:
-            renamed = write_run_folder(folder, resolved_config, device, world_size, data)
-            file = JsonLinesLogger(metrics, warn=print_warning)
+            renamed = write_run_folder(folder, resolved_config, device, self._world_size, data)
+            self._loggers[metrics.name] = JsonLinesLogger(metrics, warn=print_warning)
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
-        self._loggers[metrics.name] = file
         self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE))
         if not used_before:
             return None
@@ -150,27 +145,21 @@ class RunLogger:
             folder = Path(options.tensorboard_dir)
             make = partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples)
             self.add("TensorBoard", partial(BackgroundLogger, make))
-        if options.wandb_project is not None and wandb_disabled():
+        if options.wandb_project is not None and os.environ.get("WANDB_MODE") == "disabled":
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
             before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
-            open_journal = partial(WandbJournal, journal_path(options, run_id), before, print_warning)
-            journal = self.add("the journal for Weights & Biases", open_journal)
-            if journal is not None:  # it is kept if the client fails
-                client = partial(WandbLogger, options, to_dict(config), run_id, before, journal.past, print_line)
-                self.add("Weights & Biases", partial(BackgroundLogger, client, flushes=False))
+            client = partial(WandbLogger, options, to_dict(config), run_id, before, print_line)
+            self.add("Weights & Biases", partial(BackgroundLogger, client))
         for name, make_logger in registered("metric_logger").items():
             self.add(name, partial(BackgroundLogger, partial(make_logger, config)))
 
-    def add(self, name: str, make: Callable[[], AnyLogger]) -> AnyLogger | None:
-        """Add the logger that ``make`` returns, and return it; warn and return None if it raises."""
+    def add(self, name: str, make: Callable[[], MetricLogger]) -> None:
+        """Add the logger that ``make`` returns; warn if it raises."""
         try:
-            logger = make()
+            self._loggers[name] = make()
         except Exception as error:  # no logger is worth the run
             self._remove(name, LoggerOpenError(error_summary(error)))
-            return None
-        self._loggers[name] = logger
-        return logger
 
     def _call_each(self, method: str, *arguments: object) -> None:
         """Call a method of every logger that has it. Closes the last one first: the first still receives warnings."""
@@ -222,14 +211,21 @@ class RunLogger:
 
     def log(self, metrics: Metrics) -> None:
         """Report any metrics of the current step. Their names should not clash with those of `METRICS`."""
+        self._report("log", {**self._progress, **metrics})
+
+    def _event(self, kind: str, fields: Metrics) -> None:
+        self._report("event", {**self._progress, **fields}, kind)
+
+    def _report(self, method: str, values: dict[str, Any], *kind: str) -> None:
+        """Call a method of the console, and of all loggers unless a later start has taken over the run."""
         if not self.enabled:
             return
-        values: dict[str, Any] = {**self._progress, **metrics, "time": time.time()}
         step = values.pop("iteration")
-        self._console.log(step, values)
-        values.pop(MEMORY_CAPACITY, None)
+        values["time"] = time.time()
+        call_method(self._console, method, step, *kind, values)
         if self._owns_run():
-            self._call_each("log", step, values)
+            public = {name: value for name, value in values.items() if not name.startswith(CONSOLE_PREFIX)}
+            self._call_each(method, step, *kind, public)
 
     def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
         """Report a saved checkpoint.
@@ -261,15 +257,6 @@ class RunLogger:
         """Report a message."""
         self._event("note", {"text": text})
 
-    def _event(self, kind: str, fields: Metrics) -> None:
-        if not self.enabled:
-            return
-        self._console.event(self._progress["iteration"], kind, fields)
-        if self._owns_run():
-            progress = dict(self._progress)
-            step = progress.pop("iteration")
-            self._call_each("event", step, kind, {**progress, **fields, "time": time.time()})
-
     def _owns_run(self, at_once: bool = False) -> bool:
         """Return False once a later start has taken over the run; its loggers are dropped then.
 
@@ -281,12 +268,15 @@ class RunLogger:
                 with suppress(OSError):  # a file system that does not answer must not end the run
                     self._check_superseded()
             except SupersededError as error:
-                self._superseded = error
-                self._loggers.clear()
+                self._drop_loggers(error)
         return self._superseded is None
 
+    def _drop_loggers(self, error: SupersededError) -> None:
+        self._superseded = error
+        self._loggers.clear()
+
     def flush(self) -> None:
-        """Make all reports durable, so that none is lost if training resumes from the checkpoint saved next."""
+        """Let loggers write what they buffer, before a checkpoint from which training may resume."""
         self._call_each("flush")
 
     def close(self) -> None:
@@ -295,18 +285,7 @@ class RunLogger:
         self._call_each("close")
         self._loggers.clear()
         if owner and self.folder is not None and self._has_loss_curve:
-            self._draw_plots(self.folder)
-
-    def _draw_plots(self, folder: Path) -> None:
-        metrics = folder / METRICS_FILE
-        title = folder.resolve().name
-        try:
-            draw_loss_curve(read_history(metrics), title, folder / LOSS_CURVE_FILE)
-            print_line(f"loss curve: {folder / LOSS_CURVE_FILE}")
-            if draw_health(metrics, title, folder / HEALTH_FILE):
-                print_line(f"health of every layer: {folder / HEALTH_FILE}")
-        except Exception as error:  # a failed plot must not change the run's exit status
-            print_warning(f"no plot was drawn: {error}")
+            draw_plots(self.folder)
 
     def __enter__(self) -> RunLogger:
         return self
@@ -315,8 +294,7 @@ class RunLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, SupersededError):
-            self._superseded = error
-            self._loggers.clear()
+            self._drop_loggers(error)
         elif error is not None and self.enabled and self._owns_run(at_once=True):
             if self._read_pending is not None:
                 try:
@@ -327,13 +305,25 @@ class RunLogger:
         self.close()
 
 
+def draw_plots(folder: Path) -> None:
+    """Draw the loss curve, and the health if it was reported, into a run folder; a failure is a warning."""
+    title = folder.resolve().name
+    try:
+        history = read_history(folder / METRICS_FILE)
+        draw_runs({title: history}, folder / LOSS_CURVE_FILE)
+        print_line(f"loss curve: {folder / LOSS_CURVE_FILE}")
+        if draw_health(history, title, folder / HEALTH_FILE):
+            print_line(f"health of every layer: {folder / HEALTH_FILE}")
+    except Exception as error:  # a failed plot must not change the run's exit status
+        print_warning(f"no plot was drawn: {error}")
+
+
 class BackgroundLogger:
     """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
 
     def __init__(
         self,
         make: Callable[[], MetricLogger],
-        flushes: bool = True,
         timeout: float = LOGGER_TIMEOUT_SECONDS,
         capacity: int = QUEUE_CAPACITY,
     ) -> None:
@@ -341,71 +331,59 @@ class BackgroundLogger:
 
         Args:
             make: opens the logger; called in the thread, may raise.
-            flushes: whether `flush` waits; False if the data is also kept elsewhere.
-            timeout: seconds that `flush` and `close` wait.
+            timeout: seconds that `close` waits.
             capacity: maximum number of queued calls.
 
         """
-        self._flushes = flushes
         self._timeout = timeout
-        self._queue: queue.Queue[Callable[[MetricLogger], None] | None] = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[str, tuple[object, ...]]] = queue.Queue(capacity)
         self._error: Exception | None = None
-        self._flushed = threading.Event()  # not set while a flush is awaited, and after its timeout until it is done
-        self._flushed.set()
         self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Queue the metrics. Raises the error of an earlier call, or `LoggerFailedError` if the queue is full."""
-        self._put(lambda logger: logger.log(step, metrics))
+        self._put("log", step, metrics)
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Queue the event; raises as `log`."""
-        self._put(lambda logger: call_method(logger, "event", step, kind, fields))
+        self._put("event", step, kind, fields)
 
     def flush(self) -> None:
-        """Flush the logger and wait for it. After a timeout, do not wait again until it has caught up."""
-        self._put(lambda logger: call_method(logger, "flush"))
-        if self._flushes and self._flushed.is_set():
-            self._flushed.clear()
-            self._put(lambda logger: self._flushed.set())
-            self._flushed.wait(self._timeout)
-            self._raise_error()
+        """Queue a flush, without waiting for it; raises as `log`."""
+        self._put("flush")
 
     def close(self) -> None:
         """Close the logger and wait for it. Raises as `log`, and `LoggerFailedError` after the timeout."""
-        self._put(lambda logger: logger.close())
-        self._put(None)
+        self._put("close")
         self._thread.join(self._timeout)
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
         if self._thread.is_alive():
             raise LoggerFailedError(f"it did not finish within {self._timeout:.0f} s")
 
-    def _put(self, job: Callable[[MetricLogger], None] | None) -> None:
-        self._raise_error()
+    def _put(self, method: str, *arguments: object) -> None:
+        if self._error is not None:
+            raise self._error
         try:
-            self._queue.put_nowait(job)
+            self._queue.put_nowait((method, arguments))
         except queue.Full:
             raise LoggerFailedError(f"it is {self._queue.maxsize:,} records behind") from None
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _work(self, make: Callable[[], MetricLogger]) -> None:
         failure: type[Exception] = LoggerOpenError
+        method = ""
         try:
             logger = make()
             failure = LoggerFailedError
-            while (job := self._queue.get()) is not None:
-                job(logger)
+            while method != "close":
+                method, arguments = self._queue.get()
+                call_method(logger, method, *arguments)
         except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
             self._error = failure(error_summary(error))
-        finally:
-            self._flushed.set()
 
 
-def call_method(logger: MetricLogger, method: str, *arguments: object) -> None:
+def call_method(logger: object, method: str, *arguments: object) -> None:
     """Call a method of a logger; do nothing if it is optional and missing."""
     if (bound := getattr(logger, method, None)) is not None:
         bound(*arguments)

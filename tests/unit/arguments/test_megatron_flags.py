@@ -1,4 +1,4 @@
-"""A Megatron-LM argument list means the same here, or is ignored or refused by name."""
+"""Flags of Megatron-LM and of other trainers: the same here, ignored, refused by name, or replaced."""
 
 from __future__ import annotations
 
@@ -8,79 +8,73 @@ from pathlib import Path
 
 import pytest
 
-from megatron.arguments.cli import parse
-from megatron.arguments.megatron_flags import OWN_FLAGS, foreign_flags, refusal
-from megatron.config.errors import UserError
+from megatron.arguments.cli import OWN_FLAGS
+from megatron.arguments.megatron_flags import foreign_flags, refusal
 from megatron.config.settings import SPELLINGS, Setting
+from tests.unit.arguments.command import codes, notes, problems, run
 
 FLAGS = foreign_flags()
-LIST = Path(__file__).parents[2] / "golden" / "megatron_flags.txt"
-RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "100"]
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @dataclass(frozen=True)
 class Flag:
+    """A flag in the list of Megatron-LM's."""
+
     spelling: str
     default: str
-    choices: tuple[str, ...]
     kind: str
 
 
 def read() -> list[Flag]:
     flags = []
-    for line in LIST.read_text().splitlines()[1:]:
-        match = re.fullmatch(r"`(--[^`]*)` \[(.*?)\](?: \{(.*)\})? \((.*)\)", line)
+    for line in (GOLDEN / "megatron_flags.txt").read_text().splitlines()[1:]:
+        match = re.fullmatch(r"`(--[^`]*)` \[(.*?)\](?: \{.*\})? \((.*)\)", line)
         assert match, line
-        spellings, default, choices, kind = match.groups()
-        flags += [Flag(s, default, tuple((choices or "").split(",")), kind) for s in spellings.split()]
+        flags += [Flag(spelling, match[2], match[3]) for spelling in match[1].split()]
     return flags
 
 
-MEGATRON = read()
-NAMES = {flag.spelling for flag in MEGATRON}
+MEGATRON = {flag.spelling: flag for flag in read()}
+OURS = [flag for flag in MEGATRON.values() if flag.spelling in SPELLINGS]
 
 
-def test_the_list_is_whole() -> None:
-    assert len(NAMES) > 870
-
-
-@pytest.mark.parametrize("flag", MEGATRON, ids=lambda flag: flag.spelling)
-def test_every_flag_is_ours_or_named(flag: Flag) -> None:
-    kinds = [flag.spelling in SPELLINGS, flag.spelling in FLAGS.ignored, flag.spelling in FLAGS.refused]
-    assert sum(kinds) <= 1, "in two tables"
-    assert any(kinds) or refusal(flag.spelling) is not None
-
-
-def test_the_tables_name_nothing_else() -> None:
-    assert {*FLAGS.ignored, *FLAGS.refused, *FLAGS.unsupported} <= NAMES
-    assert [p for p in FLAGS.refused_prefixes if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
-
-
-def test_the_rest_is_in_no_other_table() -> None:
+def test_every_flag_of_megatron_is_ours_or_in_one_table() -> None:
+    assert len(MEGATRON) > 870
+    for name in MEGATRON:
+        kinds = [name in SPELLINGS, name in FLAGS.ignored, name in FLAGS.refused]
+        assert sum(kinds) <= 1, name
+        assert any(kinds) or refusal(name) is not None, name
+    assert {*FLAGS.ignored, *FLAGS.refused, *FLAGS.unsupported} <= set(MEGATRON)
+    foreign = set(MEGATRON) - set(SPELLINGS)
+    assert [p for p in FLAGS.refused_prefixes if not any(name.startswith(p) for name in foreign)] == []
     rest = FLAGS.unsupported
     assert len(rest) == len(set(rest))
     named = {*FLAGS.ignored, *FLAGS.refused}
     assert [flag for flag in rest if flag in named or flag.startswith(tuple(FLAGS.refused_prefixes))] == []
 
 
-def test_what_is_offered_instead_is_a_flag() -> None:
-    for flag in FLAGS.refused.values():
-        for spelling in re.findall(r"--[a-z-]+", " ".join(flag.instead)):
-            assert spelling in SPELLINGS or spelling in OWN_FLAGS or f"drop {spelling}" in flag.instead, spelling
-
-
-@pytest.mark.parametrize("flag", [f for f in MEGATRON if f.spelling in SPELLINGS], ids=lambda flag: flag.spelling)
-def test_flags_that_are_ours_take_the_same_kind_of_value(flag: Flag) -> None:
-    setting = SPELLINGS[flag.spelling]
-    takes_none = setting.kind.scalar is bool or flag.spelling in setting.option.aliases
-    assert takes_none == (flag.kind == "flag")
-    scalar = {"int": int, "float": float, "str": str, "tuple_type": int}.get(flag.kind.split(" ")[0])
-    if not takes_none and flag.spelling not in WIDER:
-        assert setting.kind.scalar is scalar
+def test_names_of_other_trainers_are_in_one_table_and_fixes_name_flags() -> None:
+    theirs = [*FLAGS.renamed, *FLAGS.replaced]
+    assert len(theirs) == len(set(theirs))
+    assert [name for name in theirs if name in SPELLINGS or name in MEGATRON] == []
+    assert set(FLAGS.renamed.values()) <= set(SPELLINGS)
+    for name, flag in [*FLAGS.refused.items(), *FLAGS.replaced.items()]:
+        offered = set(re.findall(r"--[a-z][\w-]+", " ".join(flag.instead)))
+        assert offered <= {*SPELLINGS, *OWN_FLAGS, name, "--nproc-per-node"}, name
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.
 WIDER = {"--rotary-base", "--distributed-timeout-minutes", "--loss-scale-window", "--exit-duration-in-mins"}
+
+
+def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
+    for flag in OURS:
+        setting = SPELLINGS[flag.spelling]
+        takes_none = setting.scalar is bool or flag.spelling in setting.option.aliases
+        assert takes_none == (flag.kind == "flag"), flag
+        scalar = {"int": int, "float": float, "str": str, "tuple_type": int}.get(flag.kind.split(" ")[0])
+        assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
 
 def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
@@ -90,14 +84,13 @@ def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
             return default == "None" or setting.default is None
         if default == "[]":
             return setting.default == ()
-        if setting.kind.scalar in (int, float):
+        if setting.scalar in (int, float):
             return float(default) == float(words[0])
-        return default == (str(setting.default) if setting.kind.scalar is bool else words[0])
+        return default == (str(setting.default) if setting.scalar is bool else words[0])
 
-    differing = [f.spelling for f in MEGATRON if f.spelling in SPELLINGS and f.spelling == SPELLINGS[f.spelling].flag]
-    differing = [s for s in differing if not same(SPELLINGS[s], next(f.default for f in MEGATRON if f.spelling == s))]
-    assert set(differing) <= set(FLAGS.different_defaults)
-    assert set(FLAGS.different_defaults) <= set(SPELLINGS) & NAMES
+    main = {flag.spelling: flag for flag in OURS if flag.spelling == SPELLINGS[flag.spelling].flag}
+    assert {s for s, flag in main.items() if not same(SPELLINGS[s], flag.default)} <= set(FLAGS.different_defaults)
+    assert set(FLAGS.different_defaults) <= set(SPELLINGS) & set(MEGATRON)
 
 
 def test_a_script_of_megatron_runs() -> None:
@@ -115,7 +108,7 @@ def test_a_script_of_megatron_runs() -> None:
         --eval-interval 50 --eval-iters 2 --log-interval 10 --log-throughput --make-vocab-size-divisible-by 128
         --num-workers 8 --dataloader-type single --seed 42 --split 99,1,0
     """
-    parsed = parse([*RUN, *script.split()], {"RANK": "0", "WORLD_SIZE": "4"})
+    parsed = run(" ".join(script.split()), ranks=4)
     model = parsed.config.model
     assert (model.kv_groups, model.head_dim, model.activation, model.add_bias_linear) == (2, 8, "swiglu", False)
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
@@ -124,22 +117,15 @@ def test_a_script_of_megatron_runs() -> None:
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
 
-def test_a_precision_aware_optimizer_is_said_by_the_formats_of_its_moments() -> None:
-    parsed = parse([*RUN, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"], {})
-    (note,) = parsed.notes
-    assert "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders select it" in note
-    assert parsed.config.optimizer.exp_avg_dtype == "bf16"
-
-
 def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(LIST.parent)
+    monkeypatch.chdir(GOLDEN)
     script = """
         --data-path 0.3 megatron/case0 0.7 megatron/case0 --split 949,50,1 --data-cache-path cache
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --vocab-size 50257
         --reset-position-ids --reset-attention-mask --eod-mask-loss --seq-length 128 --train-samples 1000
         --num-dataset-builder-threads 4 --mid-level-dataset-surplus 0.005 --null-tokenizer-pad-id -1 --no-mmap-bin-files
     """
-    parsed = parse(script.split(), {})
+    parsed = run(" ".join(script.split()), base="")
     data = parsed.config.data
     assert data.data_path == ("0.3", "megatron/case0", "0.7", "megatron/case0")
     assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
@@ -148,25 +134,46 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert printed == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
 
 
-@pytest.mark.parametrize("spelling", sorted(name for name, flag in FLAGS.ignored.items() if flag.values is None))
-def test_ignored_flags_change_nothing(spelling: str) -> None:
-    beside = {"--group-query-attention": ["--num-query-groups", "4"], "--no-position-embedding": ["--swiglu"]}
-    argv = [*RUN, "--use-rotary-position-embeddings", *beside.get(spelling, [])]
-    value = [] if next(f for f in MEGATRON if f.spelling == spelling).kind == "flag" else ["1"]
-    with_it, without = parse([*argv, spelling, *value], {}), parse(argv, {})
-    assert with_it.config == without.config
-    assert next(n for n in with_it.notes if n not in without.notes).startswith(f"ignored: {spelling}")
+def test_ignored_flags_change_nothing() -> None:
+    beside = {"--group-query-attention": "--num-query-groups 4", "--no-position-embedding": "--swiglu"}
+    for spelling in (name for name, flag in FLAGS.ignored.items() if flag.values is None):
+        flags = f"--use-rotary-position-embeddings {beside.get(spelling, '')}"
+        value = "" if MEGATRON[spelling].kind == "flag" else "1"
+        with_it, without = run(f"{flags} {spelling} {value}"), run(flags)
+        assert with_it.config == without.config
+        assert next(n for n in with_it.notes if n not in without.notes).startswith(f"ignored: {spelling}")
 
 
-def test_values_that_are_not_harmless_are_refused() -> None:
-    assert parse([*RUN, "--dataloader-type=single"], {}).notes
-    with pytest.raises(UserError, match="E004 --dataloader-type cyclic"):
-        parse([*RUN, "--dataloader-type", "cyclic"], {})
+def test_notes_on_ignored_flags() -> None:
+    told = notes("--use-flash-attn --num-workers 4 --sequence-parallel --transformer-impl local").splitlines()
+    assert [line.partition(" because ")[0] for line in told[:3]] == [
+        "ignored: --use-flash-attn",
+        "ignored: --num-workers 4",
+        "ignored: --transformer-impl local",
+    ]
+    assert "--use-mcore-models, --transformer-impl local because" in notes(
+        "--use-mcore-models --transformer-impl local"
+    )
+    for flag in ("--log-batch-size-to-tensorboard", "--no-log-learnig-rate-to-tensorboard", "--data-impl mmap"):
+        assert notes(flag).startswith(f"ignored: {flag} because ")
+    assert codes("--dataloader-type=single") == []
+    assert codes("--dataloader-type cyclic") == ["E004"]
+    assert codes("--data-impl cached") == ["E001"]
 
 
-def test_masks_that_megatron_would_not_make_are_made_and_noted() -> None:
-    files = ["--data-path", str(LIST.parent / "megatron" / "case0"), "--set", "data.mock_data=false"]
-    argv = [*RUN, *files, "--no-create-attention-mask-in-dataloader"]
+def test_masks_that_megatron_would_not_make_are_noted() -> None:
+    flags = f"--data-path {GOLDEN}/megatron/case0 --set data.mock_data=false --no-create-attention-mask-in-dataloader"
     printed = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
-    assert printed in parse([*argv, "--reset-attention-mask"], {}).notes
-    assert printed not in parse(argv, {}).notes
+    assert printed in notes(f"{flags} --reset-attention-mask")
+    assert printed not in notes(flags)
+
+
+def test_other_names_are_corrected_with_their_value() -> None:
+    for name, ours in FLAGS.renamed.items():
+        written = name.replace("-", "_").replace("__", "--", 1)
+        assert problems(f"{written} 7")[0].fixes == (f"{ours} 7",)
+    launcher = ("torchrun --nproc-per-node 2 pretrain_gpt.py",)
+    assert problems("--nproc 2")[0].fixes == problems("--nproc_per_node=2")[0].fixes == launcher
+    assert problems("--wandb-mode offline")[0].fixes[0] == "WANDB_MODE=offline"
+    length = codes("--max-steps 10", base="--mock-data --vocab-size 257")
+    assert length == ["E001"], "the run's length is not also missing"

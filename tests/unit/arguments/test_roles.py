@@ -41,9 +41,9 @@ def other_values(name: str, value: Any) -> list[Any]:
     setting = SETTINGS[name]
     if setting.option.choices:
         return [choice for choice in setting.option.choices if choice != value]
-    if setting.kind.scalar is bool:
+    if setting.scalar is bool:
         return [not value]
-    return [OTHER_SIZES.get(name, (value or 0.5) / 2 if setting.kind.scalar is float else 2 * (value or 8))]
+    return [OTHER_SIZES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
 
 
 @cache

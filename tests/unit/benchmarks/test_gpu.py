@@ -1,19 +1,26 @@
-"""The command for one GPU, rehearsed on a CPU, and its arithmetic on a case that went wrong in every way."""
+"""Benchmarks in miniature: of one GPU rehearsed on a CPU, of bandwidth, pipelines and schedules."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks import gpu, gpu_case, gpu_contestants
+from benchmarks import bandwidth, gpu, gpu_case, gpu_contestants, pipeline, schedules
+from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
+from megatron.distributed import comm
+from megatron.distributed.launch import world_group
+from tests.distributed.pool import Pool, RankError
 from tests.processes import wait_until_gone
 
 TOLD: dict[str, Any] = {
@@ -53,12 +60,7 @@ def test_figures_come_from_the_turns_or_else_from_the_trials() -> None:
     ]
 
 
-def test_nothing_is_said_of_the_goal_where_transformers_was_not_measured_at_its_best() -> None:
-    trials = [trial | {"name": trial["name"].replace("compiled", "eager")} for trial in TOLD["trials"]]
-    eager = TOLD | {"trials": trials, "winners": {"best": "fast", "transformers": "theirs, eager"}}
-    assert gpu.verdict(eager, gpu.standings(eager))[1].endswith("goal 1.2: open, as it was not measured compiled")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["124M-s1024", "1B-s2048"])
 def test_transformers_gets_no_mask_from_the_compiler_and_so_its_flash_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -79,19 +81,13 @@ def test_transformers_gets_no_mask_from_the_compiler_and_so_its_flash_kernel(
     assert all(kwargs["attn_mask"] is None and kwargs["is_causal"] for kwargs in seen)
 
 
-def test_what_failed_is_told() -> None:
-    text = "\n".join(gpu.table(TOLD))
-    assert "ended: out of time" in text
-    assert "OutOfMemoryError: tried" in text
-    assert "no time for compiled" in text
-
-
 def here(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """A case in this process, which has imported everything."""
     assert command[:3] == [sys.executable, "-m", "benchmarks.gpu_case"]
     return subprocess.CompletedProcess(command, gpu_case.main(command[3:]))
 
 
+@pytest.mark.slow
 def test_the_whole_command_runs_in_miniature(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,23 +141,6 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "--rehearse" in capsys.readouterr().err
 
 
-def test_the_cases_are_those_that_are_measured() -> None:
-    assert tuple(gpu_contestants.CASES) == tuple(gpu_contestants.REHEARSAL) == gpu.CASES
-    assert all(len(case.micro_batches) == 2 for case in gpu_contestants.CASES.values())
-    assert all(case.samples % size == 0 for case in gpu_contestants.CASES.values() for size in case.micro_batches)
-
-
-def test_a_later_flag_takes_the_place_of_an_earlier_one() -> None:
-    setting = (
-        gpu_contestants.Ours(2, "--kernels torch")
-        .changed("--cuda-graph step")
-        .changed("--kernels auto attention=torch")
-    )
-    assert setting.more == "--kernels auto attention=torch --cuda-graph step"
-    config = setting.changed("--cuda-graph none").config(gpu_contestants.CASES["8B-shape-s8192"], torch.device("cpu"))
-    assert (config.model.num_layers, config.compute.kernels) == (8, ("auto", "attention=torch"))
-
-
 def test_a_setting_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(
         self: gpu_contestants.Ours, case: gpu_contestants.Case, device: torch.device
@@ -205,7 +184,7 @@ def bench_of(out: Path, seconds: float) -> gpu_case.Bench:
     return gpu_case.Bench("1B-s2048", gpu_contestants.REHEARSAL["1B-s2048"], torch.device("cpu"), seconds, out)
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(1000.0, True), (45.0, True), (30.0, False)])
+@pytest.mark.parametrize(("seconds", "turns"), [(45.0, True), pytest.param(1000.0, True, marks=pytest.mark.slow)])
 def test_what_a_verdict_needs_comes_first_and_the_turns_get_their_time(
     seconds: float, turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,15 +203,7 @@ def test_what_a_verdict_needs_comes_first_and_the_turns_get_their_time(
     assert any("no time" in note for note in printed["notes"]) == (seconds < 1000)
 
 
-def test_no_size_is_tried_for_us_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch, build=2.0, theirs=20.0)
-    bench = bench_of(tmp_path / "case.json", 55.0)
-    gpu_case.run(bench)
-    assert {setting.micro_batch for setting in bench.results} == {2}
-    assert "as transformers was not tried with such micro-batches" in str(bench.report["notes"])
-
-
-@pytest.mark.parametrize("seconds", [55.0, 500.0])
+@pytest.mark.parametrize("seconds", [55.0, pytest.param(500.0, marks=pytest.mark.slow)])
 def test_on_a_gpu_transformers_is_compiled_before_anything_is_refined(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,20 +245,6 @@ def test_what_runs_out_of_memory_beside_others_is_tried_alone(tmp_path: Path, mo
     assert bench.attempt(gpu_contestants.Ours(4)).error is None
 
 
-def test_what_does_not_fit_together_takes_turns_without_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clock(monkeypatch, build=1.0)
-    bench = bench_of(tmp_path / "case.json", 100.0)
-    for name, setting in {"best": gpu_contestants.Ours(2, "--kernels auto"), "eager": gpu_contestants.Ours(2)}.items():
-        bench.challenge(name, setting)
-        bench.results[setting].peak_bytes = 60
-    bench.room = 100.0
-    gpu_case.leave_out(bench)
-    assert list(bench.winners) == ["best"]
-    assert "not all fit" in str(bench.report["notes"])
-
-
 def test_a_later_run_keeps_what_it_does_not_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,3 +276,120 @@ def test_rather_fewer_cases_than_none_with_a_verdict(tmp_path: Path, monkeypatch
     assert gpu.main(["--minutes", "5", "--skip-tests", "--output", str(tmp_path)]) == 0
     assert len(given) == 3
     assert all(85 < seconds < 100 for seconds in given)
+
+
+def by_hand(operation: str, buffers: list[Tensor], rank: int) -> Tensor:
+    """What an operation gives on a rank, from all ranks' buffers, without communication."""
+    ranks = len(buffers)
+    parts = [x.chunk(ranks) for x in buffers]
+    total = torch.stack(buffers).sum(0)
+    return {
+        "all-reduce": total,
+        "reduce-scatter": total.chunk(ranks)[rank],
+        "all-gather": torch.cat([parts[other][other] for other in range(ranks)]),
+        "all-to-all": torch.cat([parts[other][rank] for other in range(ranks)]),
+        "send/receive": buffers[rank - 1],
+    }[operation]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_right(operation: str, ranks: int) -> None:
+    x = torch.empty(4 * ranks, dtype=torch.float64)
+    buffers = [bandwidth.filled(x, ranks, rank) for rank in range(ranks)]
+    for rank in range(ranks):
+        assert torch.allclose(bandwidth.expected(operation, x, ranks, rank), by_hand(operation, buffers, rank))
+
+
+def test_shares_of_the_bus_are_those_of_nccl_tests() -> None:
+    shares = {
+        "all-reduce": 1.75,
+        "reduce-scatter": 0.875,
+        "all-gather": 0.875,
+        "all-to-all": 0.875,
+        "send/receive": 1.0,
+    }
+    assert {operation: bandwidth.share_of_bus(operation, 8) for operation in OPERATIONS} == shares
+
+
+def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list[Figure]:
+    """What the benchmark finds of three ranks; ``wrong`` when nothing is sent in an all-to-all."""
+    fault = patch.object(comm, "start_all_to_all", lambda x, group: comm.Pending(x)) if wrong else nullcontext()
+    world = world_group(rank, ranks)
+    with fault, patch.object(bandwidth, "SECONDS", 0.0):
+        printed = bandwidth.figures_of({EVERYWHERE: world}, world, sizes, torch.device("cpu"))
+    return [Figure(**figure) for figure in printed["figures"]]
+
+
+def test_ranks_are_measured(pool: Pool) -> None:
+    ranks = pool.run(3, measured, (1,), False, timeout=200, check_collectives=False)
+    assert ranks[0] == ranks[1] == ranks[2]  # the slowest rank's time, on all
+    assert [figure.operation for figure in ranks[0]] == [*OPERATIONS]
+    for figure in ranks[0]:
+        share = bandwidth.share_of_bus(figure.operation, 3)
+        assert figure.bus == pytest.approx(share * (2**20 // 12 * 12) / figure.seconds / 1e9, rel=1e-3)
+    page = bandwidth.page(ranks[0]).splitlines()
+    assert page[1] == "bus bandwidth, GB/s: all ranks, groups of 3"
+    assert page[2].split() == ["1", "MB"]
+    assert [line.split()[0] for line in page[3:]] == [*OPERATIONS]
+
+
+def test_a_wrong_result_is_told(pool: Pool) -> None:
+    with pytest.raises(RankError, match="all-to-all of 1 MB over all ranks gives a wrong result on rank"):
+        pool.run(2, measured, (1,), True, timeout=200, check_collectives=False)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])  # those that hand nothing over on a rank
+def test_both_compute_the_same(name: str) -> None:
+    case = pipeline.Case.of(name, 3)
+    with patch.multiple(comm, start_send=pipeline.nothing_moves, start_receive=pipeline.nothing_moves):
+        case.plain()()
+        plain, case.weight.grad = case.weight.grad, None
+        case.pipeline()()
+    assert plain is not None
+    assert torch.equal(case.weight.grad, plain)
+
+
+def test_what_an_action_costs() -> None:
+    row = {"actions": 10, "computing": 4, "micros": {"runtime": [300.0, 500.0, 400.0], "plain": [100.0, 200.0, 200.0]}}
+    assert pipeline.price(row) == [20.0, 30.0, 20.0]
+    result = {"schedules": {"zb-h1": row}, "rounds": 3, "microbatches": 8, "load": 0.5}
+    machine = {"processor": "a processor", "python": "3", "torch": "2"}
+    page = pipeline.report(result | machine)
+    assert "| zb-h1 | 10 | 4 | 20.0 | 20.0 | 30.0 | 2.5 |" in page
+    assert "all below 50 us" in page
+    row["micros"]["runtime"] = [1000.0] * 3
+    assert "above 50 us: zb-h1" in pipeline.report(result | machine)
+
+
+def test_a_small_pipeline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks", "2", "--chunks", "3", "--microbatches", "4", "--repeats", "2"]
+    assert schedules.main(["--schedules", "interleaved", "1f1b", *sizes]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    sizes_of = {row[0].strip("| "): row[1:3] for row in rows if len(row) > 3}
+    # of m micro-batches over s stages: 2ms computed, and 2m sent and received over each of the s - 1 edges
+    assert sizes_of["interleaved"] == ["3", str(2 * 4 * 6 + 4 * 4 * 5)]
+    assert sizes_of["1f1b"] == ["1", str(2 * 4 * 2 + 4 * 4 * 1)]
+
+
+def test_sums_medians_and_what_is_above_the_limit() -> None:
+    micros = {"made": [1.0, 3.0, 2.0], "communication": [4.0] * 3, "proof": [2.0] * 3, "simulation": [1.0, 1.0, 4.0]}
+    row = {"chunks": 1, "actions": 3000, "computing": 1000, "micros": micros | {schedules.COLLECTOR: [0.5] * 3}}
+    result = {"schedules": {"zb-h1": row}, "ranks": 4, "microbatches": 8, "rounds": 3, "clock": "wall"}
+    machine = {"processor": "a processor", "load": 0.5, "python": "3"}
+    page = schedules.report(result | machine)
+    assert "| zb-h1 | 1 | 3,000 | 2.00 | 4.00 | 2.00 | 1.00 | 10.00 | 8.00 | 12.00 | 0.50 | 30.0 |" in page
+    assert "all below 10 microseconds" in page
+    row["micros"]["proof"] = [9.0] * 3
+    assert "above 10 microseconds: zb-h1" in schedules.report(result | machine)
+
+
+def test_buffers_differ_in_every_part_of_every_rank() -> None:
+    x = torch.empty(40)
+    assert len({value for rank in range(4) for value in bandwidth.filled(x, 4, rank).tolist()}) == 16
+
+
+def test_one_rank_alone_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert bandwidth.main([]) == 2
+    assert "E202 bandwidth needs at least two ranks\n  fix: torchrun" in capsys.readouterr().err

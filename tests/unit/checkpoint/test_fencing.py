@@ -3,21 +3,21 @@
 The old start is stopped before each of its calls to the system in turn. There the new one begins: it takes the folder,
 looks at what is there, and saves. Then the old one goes on to its end, and not a byte may be other than before.
 
-| the old start is stopped before ...          | what the new start finds             | what comes of the old one  |
-|----------------------------------------------|--------------------------------------|----------------------------|
-| taking the folder                            | nothing of it                        | refused: a later start     |
-| the rename that makes its workshop           | a draft, which is no workshop        | refused: a later start     |
-| any step of taking over from a third         | its workshop, with that of the third | ENOENT at its next rename  |
-| making X.tmp                                 | an empty workshop                    | ENOENT                     |
-| a write, sync or close in X.tmp (any rank)   | X.tmp without a marker: removed      | writes to nobody's file    |
-| the marker's rename                          | likewise                             | ENOENT                     |
-| X -> workshop/X.replaced                     | X.tmp, complete: published           | ENOENT, X is the new one's |
-| workshop/X.tmp -> X                          | X.tmp and X.replaced: the first is X | ENOENT                     |
-| the sync after it                            | X                                    | told, or done              |
-| removing workshop/X.replaced                 | X, and X.replaced: removed           | ENOENT, or done            |
-| retention: W -> workshop/W.gone              | W                                    | ENOENT, W is there         |
-| retention: inside of W.gone                  | W.gone: removed                      | ENOENT, or done            |
-| abandoning: X.replaced -> X, X.tmp -> X.gone | as it was, settled                   | ENOENT                     |
+| the old start is stopped before ...       | what the new start finds           | what comes of the old one |
+|-------------------------------------------|------------------------------------|---------------------------|
+| taking the folder                         | nothing of it                      | refused: a later start    |
+| the rename that makes its staging folder  | a draft, which counts for nothing  | refused: a later start    |
+| any step of taking over from a third      | its folder, with that of the third | ENOENT at its next rename |
+| making staging/X                          | an empty staging folder            | ENOENT                    |
+| a write, sync or close in X (any rank)    | X without a marker: removed        | writes to nobody's file   |
+| the rename of the staged marker           | likewise                           | ENOENT                    |
+| staging/X/attempt -> X/attempt            | X with a marker: published         | ENOENT, X is the new's    |
+| staging/X/COMPLETE -> X/COMPLETE          | X with a marker: published         | ENOENT, X is the new's    |
+| the sync after it                         | X                                  | told, or done             |
+| removing the older attempt                | X, and the older attempt: removed  | ENOENT, or done           |
+| retention: W -> staging/W.gone            | W                                  | ENOENT, W is there        |
+| retention: inside of W.gone               | W.gone: removed                    | ENOENT, or done           |
+| abandoning: X/attempt -> staging/X        | X as it was                        | ENOENT                    |
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron.checkpoint import lease as module
 from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import Lease, acquire_lease
-from megatron.checkpoint.local_store import LocalStore, NodeMap, delete_other_local_checkpoints, save_local
-from megatron.checkpoint.publish import create_staged
+from megatron.checkpoint.publish import Attempt
 from megatron.checkpoint.save import CheckpointExtras, save_sharded, write_small_files
 from megatron.config.launch import JobStart
+from megatron.contrib.local_checkpoints import NodeCheckpoints
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, is_whole, watched
 from tests.unit.checkpoint.test_folder import make
@@ -67,21 +67,21 @@ def again(lease: Lease) -> None:
 
 def on_a_node(lease: Lease) -> None:
     """A checkpoint on a node's own disk, and the removal of the ones before."""
-    store = LocalStore(Path(str(lease.folder)), NodeMap((0,)), ALONE, ALONE, lease)
-    save_local(store, 2, all_of(content(20)), CheckpointExtras({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
-    assert delete_other_local_checkpoints(store, 2) is None
+    nodes = NodeCheckpoints(Path(str(lease.folder)), (0,), ALONE, ALONE, lease)
+    nodes.save(2, all_of(content(20)), CheckpointExtras({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
+    assert nodes.delete_others(2) is None
 
 
 def refused(lease: Lease) -> None:
-    """The disk is full when the checkpoint has its name: it is taken back, and the one before put back."""
+    """The disk is full when the attempt has its name, and the marker has not: it is taken back."""
     real, seen = os.rename, list[str]()
 
     def rename(source: Any, target: Any) -> None:
         real(source, target)
-        seen[:] = [Path(target).name] if Path(source).parent == lease.staging else []
+        seen[:] = [Path(target).name] if lease.staging in Path(source).parents else []
 
     def fsync(file: int) -> None:
-        if seen == ["iter_0000002"] and not AT_IT:
+        if seen and seen[0].startswith("attempt-") and not AT_IT:
             seen.clear()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -185,9 +185,9 @@ def template(tmp_path: Path) -> Path:
     shop = folder / ".epoch-3"
     (shop / ".epoch-2").mkdir(parents=True)
     (shop / "claim.json").write_text("{}")
-    make(shop / "iter_0000009.tmp", complete=False)
+    make(shop / "iter_0000009", complete=False)
     make(shop / "iter_0000001.gone")
-    shutil.copytree(folder / "iter_0000002", shop / ".epoch-2" / "iter_0000002.tmp")
+    save(shop / ".epoch-2" / "iter_0000002", content(2))
     make(folder / "iter_0000008.tmp", complete=False)
     return folder
 
@@ -225,11 +225,12 @@ def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.
 
 def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
     with acquire_lease(tmp_path, start=OLD) as old:
-        folder = create_staged(tmp_path / "iter_0000005", old.staging)
+        attempt = Attempt(tmp_path / "iter_0000005", old.staging)
+        attempt.start()
         with acquire_lease(tmp_path, start=NEW):
             for name in ("tensors_00003.safetensors", "tokenizer/tokenizer.json"):
                 with pytest.raises(FileNotFoundError):
-                    write_small_files(folder, {name: b"late"})
+                    write_small_files(attempt.folder, {name: b"late"})
             assert [path.name for path in tmp_path.rglob("*")] == [".epoch-2", "claim.json"]
             with pytest.raises(SupersededError, match=r"E817 start 1 of .* is superseded by start 2, of process \d"):
                 old.check()
@@ -257,10 +258,11 @@ def test_a_number_that_is_given_again_is_not_the_old_starts(tmp_path: Path, what
         shutil.rmtree(folder / what)
         with acquire_lease(folder, start=JobStart(job="18")) as new:
             assert new.epoch == old.epoch
-            built = create_staged(folder / "iter_0000002", new.staging)
+            attempt = Attempt(folder / "iter_0000002", new.staging)
+            attempt.start()
             with pytest.raises(SupersededError):
                 save_as(old, 2, 2)
-            assert built.is_dir()
+            assert Path(str(attempt.folder)).is_dir()
             save_as(new, 2, 20)
 
 
@@ -325,10 +327,10 @@ def test_a_file_that_a_hanging_process_has_open_refuses_nobody(tmp_path: Path, m
 
     with acquire_lease(tmp_path, start=OLD) as old:
         save_as(old, 1, 1)
-        for name in ("iter_0000002.tmp", "iter_0000003.tmp.gone"):
+        for name in ("iter_0000002", "iter_0000003.gone"):
             (tmp_path / ".epoch-1" / name).mkdir()
             (tmp_path / ".epoch-1" / name / "open").touch()
-        (tmp_path / "iter_0000001").rename(tmp_path / ".epoch-1/iter_0000001.tmp")
+        (tmp_path / "iter_0000001").rename(tmp_path / ".epoch-1/iter_0000001")
         monkeypatch.setattr(os, "unlink", unlink)
         for restart in (1, 2):
             with acquire_lease(tmp_path, start=JobStart(job="17", restart=restart)) as new:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
-from megatron.checkpoint.publish import create_staged, discard_staged, publish_staged, recover
+from megatron.checkpoint.publish import Attempt
 
 
 def make(path: Path, value: int = 0, complete: bool = True, iteration: int = 0) -> Path:
@@ -20,6 +23,14 @@ def make(path: Path, value: int = 0, complete: bool = True, iteration: int = 0) 
     if complete:
         (path / MARKER).write_bytes(marker_content(content))
     return path
+
+
+def save_value(final: Path, value: int) -> None:
+    """A save of nothing but a number."""
+    attempt, content = Attempt(final), encode_manifest({}, {}, {"value": value}, {})
+    attempt.start()
+    attempt.write_manifest(content)
+    attempt.publish(content)
 
 
 def values(folder: Path) -> list[int]:
@@ -32,14 +43,13 @@ def test_newest_first_with_reasons(tmp_path: Path) -> None:
     for iteration in (5, 20, 10_000_000):
         make(runs.path(iteration), iteration)
     make(tmp_path / "iter_0000030", complete=False)
-    make(tmp_path / "iter_0000040.tmp", complete=False)
+    make(tmp_path / "iter_0000040.tmp")
     for name in ("iter_x", "latest", "iter_0000050.txt", "iter_0000060.tmp.replaced"):
         (tmp_path / name).mkdir()
     (tmp_path / "iter_0000070").write_text("a file")
     found = runs.candidates()
-    assert [f.iteration for f in found] == [10_000_000, 40, 30, 20, 5]
-    assert [f.path.name for f in found][1:3] == ["iter_0000040.tmp", "iter_0000030"]
-    assert [bool(f.manifest) for f in found] == [not f.problem for f in found] == [True, False, False, True, True]
+    assert [f.iteration for f in found] == [10_000_000, 30, 20, 5]
+    assert [bool(f.manifest) for f in found] == [not f.problem for f in found] == [True, False, True, True]
     assert "has no COMPLETE" in str(found[1].problem)
     assert runs.leftovers == [tmp_path / "iter_0000040.tmp"]
     assert CheckpointFolder(tmp_path / "none").candidates() == []
@@ -52,10 +62,10 @@ def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
     manifest, passed_over = runs.newest()
     assert (manifest.path, passed_over) == (runs.path(30), [])
     (runs.path(30) / MANIFEST).write_text("damaged")
-    make(tmp_path / "iter_0000040.tmp", complete=False)
+    make(runs.path(40), complete=False)
     manifest, passed_over = runs.newest()
     assert manifest.path == runs.path(20)
-    assert [found.path.name for found in passed_over] == ["iter_0000040.tmp", "iter_0000030"]
+    assert [found.path.name for found in passed_over] == ["iter_0000040", "iter_0000030"]
     assert "does not match" in str(passed_over[1].problem)
     assert [runs.newest(step)[0].path for step in (20, 10)] == [runs.path(20), runs.path(10)]
     assert runs.newest(10)[1] == []  # those of other steps were not asked for
@@ -131,19 +141,20 @@ def test_later_ones_that_were_passed_over_do_not_count(tmp_path: Path) -> None:
 
 
 def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path) -> None:
-    runs = CheckpointFolder(tmp_path)
     make(tmp_path / "iter_0000001.tmp", complete=False)
     make(tmp_path / "iter_0000002.tmp", 2)
     make(tmp_path / "iter_0000003", 3)
     make(tmp_path / "iter_0000003.replaced", 33)
-    assert values(tmp_path) == [3, 33, 2]
-    assert runs.retain(None) == []
+    make(tmp_path / "iter_0000004.gone", 4)
+    assert values(tmp_path) == [3]
+    assert len(CheckpointFolder(tmp_path).leftovers) == 4
+    assert CheckpointFolder(tmp_path).retain(None) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003"]
     assert values(tmp_path) == [3, 2]
 
 
-def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -> None:
-    """All combinations of .tmp, plain and .replaced being absent, cut off or complete: the best one survives."""
+def test_every_state_that_an_earlier_version_left_is_settled_without_loss(tmp_path: Path) -> None:
+    """All combinations of .tmp, plain and .replaced being absent, cut off or complete: a complete one survives."""
     for tmp in (None, False, True):
         for plain in (None, False, True):
             for old in (None, False, True):
@@ -152,38 +163,67 @@ def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -
                 for suffix, state, value in ((".tmp", tmp, 3), ("", plain, 2), (".replaced", old, 1)):
                     if state is not None:
                         make(folder / f"iter_0000007{suffix}", value, state)
-                loadable = [value for state, value in ((tmp, 3), (plain, 2), (old, 1)) if state]
-                assert values(folder) == loadable
-                recover(folder / "iter_0000007")
-                assert values(folder)[:1] == loadable[:1]
-                make(create_staged(folder / "iter_0000007").joinpath("x")).rename(folder / "x")
-                make(folder / "y", 9)
-                for path in (folder / "y").iterdir():
-                    path.rename(folder / "iter_0000007.tmp" / path.name)
-                publish_staged(folder / "iter_0000007")
-                assert values(folder)[0] == 9
-                recover(folder / "iter_0000007")
+                expected = [value for state, value in ((plain, 2), (tmp, 3), (old, 1)) if state][:1]
+                CheckpointFolder(folder).retain(None)
+                assert values(folder) == expected
+                assert [path.name for path in folder.iterdir()] == ["iter_0000007"] * (bool(expected) or plain is False)
+                save_value(folder / "iter_0000007", 9)
                 assert values(folder) == [9]
+                names = sorted(path.name for path in (folder / "iter_0000007").iterdir() if path.suffix == "")
+                assert [names[0], len(names)] == [MARKER, 2]
+
+
+@pytest.mark.parametrize("before", ["nothing", "flat", "attempt", "link", "dangling"])
+@pytest.mark.parametrize("crash", range(12))
+def test_a_publication_that_is_cut_off_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, crash: int
+) -> None:
+    """At any rename or mkdir: afterwards the old or the new one counts, and no other file is left."""
+    final, other = tmp_path / "run" / "iter_0000007", tmp_path / "other"
+    final.parent.mkdir()
+    if before == "flat":
+        make(final, 1)
+    elif before == "attempt":
+        save_value(final, 1)
+    elif before != "nothing":
+        final.symlink_to(other)
+    if before == "link":
+        make(other, 1)
+    calls = iter(range(100))
+
+    def cut(real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            if next(calls) >= crash:
+                raise KeyboardInterrupt
+            real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        for name in ("rename", "mkdir", "unlink", "rmdir"):
+            patch.setattr(os, name, cut(getattr(os, name)))
+        save_value(final, 2)
+    seen = values(final.parent)
+    CheckpointFolder(final.parent).retain(None)
+    assert values(final.parent) in ([2], seen if seen else [], [1] if before in ("flat", "attempt", "link") else [])
+    assert [path.name for path in final.parent.iterdir() if values(final.parent)] == ["iter_0000007"] * bool(
+        values(final.parent)
+    )
+    if values(final.parent) == [2]:
+        assert sorted(path.name for path in final.iterdir())[0] == MARKER
+        assert len([*final.iterdir()]) == 2
+    assert values(tmp_path) == []
+    assert before != "link" or (other / MARKER).exists()
 
 
 def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     final = tmp_path / "iter_0000001"
     final.mkdir()
     (final / "mp_rank_00").mkdir()
-    make(tmp_path / "iter_0000001.tmp", 1)
     with pytest.raises(StorageError, match="not a checkpoint of this program"):
-        create_staged(final)
+        Attempt(final).start()
     CheckpointFolder(tmp_path).retain(1)
     assert (final / "mp_rank_00").exists()
-    assert values(tmp_path) == [1]
-
-
-def test_abandon_puts_back_what_was_set_aside(tmp_path: Path) -> None:
-    make(tmp_path / "iter_0000001.replaced", 1)
-    make(tmp_path / "iter_0000001.tmp", 2)
-    discard_staged(tmp_path / "iter_0000001")
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
-    assert values(tmp_path) == [1]
 
 
 def test_random_saves_and_retains(tmp_path: Path) -> None:

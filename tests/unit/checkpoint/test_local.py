@@ -14,21 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder, LocalCheckpoint, is_local_checkpoint, node_folder
-from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
-from megatron.checkpoint.local_store import (
-    LocalStore,
-    NodeMap,
+from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint, node_folder
+from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
+from megatron.checkpoint.save import CheckpointExtras
+from megatron.contrib.local_checkpoints import (
+    LocalCheckpoint,
+    NodeCheckpoints,
     choose_sources,
-    delete_other_local_checkpoints,
-    fetch_missing_files,
-    find_local_checkpoints,
     list_node_checkpoints,
     merge_node_checkpoints,
-    save_local,
 )
-from megatron.checkpoint.save import CheckpointExtras
-from tests.unit.checkpoint.samples import ALONE, all_of, save
+from megatron.distributed.comm import Group
+from tests.unit.checkpoint.samples import ALONE, all_of, files_of, forge, save
 from tests.unit.checkpoint.test_faults import content, failing, is_whole, killed_at, watched
 
 RUN = "runs/a"
@@ -49,27 +46,28 @@ def test_a_folder_is_a_nodes() -> None:
 
 
 def test_ranks_and_their_neighbours() -> None:
-    nodes = NodeMap.from_launcher([0, 0, 4, 4, 8, 8])
-    assert nodes.node_of == (0, 0, 1, 1, 2, 2)
-    assert (nodes.count, nodes.are_even) == (3, True)
-    assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
-    assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert [nodes.ranks(node)[0] for node in range(3)] == [0, 2, 4]
-    cyclic = NodeMap.from_launcher([7, 5, 7, 5])
-    assert cyclic.ranks(0) == [1, 3]
-    assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]
-    assert not NodeMap.from_launcher([0, 0, 1]).are_even
+    def seen_by(rank: int, *node_of: int) -> NodeCheckpoints:
+        group = Group(tuple(range(len(node_of))), rank)
+        return NodeCheckpoints(Path(), node_of, group, group)
+
+    even = [seen_by(rank, 0, 0, 1, 1, 2, 2) for rank in range(6)]
+    assert [nodes.neighbour(1) for nodes in even] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
+    assert [nodes.neighbour(-1) for nodes in even] == [4, 5, 0, 1, 2, 3]
+    assert [nodes.is_leader for nodes in even] == [True, False] * 3
+    cyclic = [seen_by(rank, 1, 0, 1, 0) for rank in range(4)]
+    assert cyclic[0].ranks(0) == [1, 3]
+    assert [nodes.neighbour(1) for nodes in cyclic] == [1, 0, 3, 2]
 
 
 def held(node: int, iteration: int, mark: str, *files: str) -> LocalCheckpoint:
-    return LocalCheckpoint(iteration, mark, RUN, {node: frozenset(files)})
+    return LocalCheckpoint(iteration, mark, RUN, {node: frozenset(files)}, ("a", "b", "c"))
 
 
 def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
     parts = [held(0, 3, "x", "a"), held(0, 2, "y", "a"), held(1, 3, "z", "b"), held(2, 3, "x", "c")]
     found = merge_node_checkpoints(parts)
     assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
-    assert found[0].missing(["a", "b", "c"]) == ["b"]
+    assert found[0].missing == ["b"]
     assert merge_node_checkpoints([]) == []
 
 
@@ -108,28 +106,26 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     for iteration in (1, 2, 3, 4):
         save(runs.path(iteration), content(iteration))
     (runs.path(4) / MARKER).write_text("0" * 16)
-    (runs.path(3) / "tensors_00000.safetensors").unlink()
+    (files_of(tmp_path / "iter_0000003") / "tensors_00000.safetensors").unlink()
     runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
     found, notes = list_node_checkpoints(tmp_path, 0)
     assert [(h.iteration, len(h.files[0])) for h in found] == [(3, 1), (2, 2), (1, 2)]
-    assert found[0].mark == marker_content((runs.path(3) / MANIFEST).read_bytes()).decode()
+    assert found[0].mark == (tmp_path / "iter_0000003" / MARKER).read_text()
     (note,) = notes
-    assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not match {MANIFEST}")
+    assert note.startswith(f"passed over {runs.path(4)}: {MANIFEST} is missing, or {MARKER} has flipped bytes")
     assert list_node_checkpoints(tmp_path / "none", 0) == ([], [])
 
 
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    path = CheckpointFolder(tmp_path).path(1)
+    path = tmp_path / "iter_0000001"
     save(path, content(1))
-    text = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":9')
-    (path / MANIFEST).write_bytes(text)
-    (path / MARKER).write_bytes(marker_content(text))
+    forge(path, lambda text: text.replace(b'"version":1', b'"version":9'))
     with pytest.raises(NewerVersionError):
         list_node_checkpoints(tmp_path, 0)
 
 
-def tier(folder: Path) -> LocalStore:
-    return LocalStore(folder, NodeMap((0,)), ALONE, ALONE)
+def tier(folder: Path) -> NodeCheckpoints:
+    return NodeCheckpoints(folder, (0,), ALONE, ALONE)
 
 
 def step(folder: Path, iteration: int) -> None:
@@ -137,14 +133,14 @@ def step(folder: Path, iteration: int) -> None:
     extra = CheckpointExtras(
         {"iteration": iteration}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"}
     )
-    save_local(tier(folder), iteration, all_of(content(iteration)), extra)
-    assert delete_other_local_checkpoints(tier(folder), iteration) is None
+    tier(folder).save(iteration, all_of(content(iteration)), extra)
+    assert tier(folder).delete_others(iteration) is None
 
 
 def newest(folder: Path) -> int:
     """The step of the checkpoint that a start takes, which is whole."""
-    (first, *_), _ = find_local_checkpoints(tier(folder))
-    manifest, notes = fetch_missing_files(tier(folder), first, all_of(content(0)))
+    (first, *_), _ = tier(folder).find()
+    manifest, notes = tier(folder).fetch(first, all_of(content(0)))
     assert notes == []
     assert is_whole(manifest, first.iteration)
     return first.iteration
@@ -198,8 +194,8 @@ def check_failures(folder: Path, targets: list[int]) -> None:
         with watched(failing(target, errno.ENOSPC, once=True)):
             extra = CheckpointExtras({}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
             try:
-                save_local(tier(folder), 2, all_of(content(2)), extra)
-                warning = delete_other_local_checkpoints(tier(folder), 2)
+                tier(folder).save(2, all_of(content(2)), extra)
+                warning = tier(folder).delete_others(2)
                 assert warning is None or "older local checkpoints are not deleted" in warning
                 expected = 2
             except StorageError as error:

@@ -45,7 +45,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path))
     assert manifest == Manifest(tmp_path, VERSION, {"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}})
     assert manifest.total_bytes == 42
-    assert TENSOR.bytes == 24
 
 
 def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
@@ -57,40 +56,28 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
     [
         lambda data: data.pop("state"),
         lambda data: data.update(format="other"),
-        lambda data: data.update(version="1"),
         lambda data: data.update(tensors=[]),
+        lambda data: data.update(config="x"),
         lambda data: data["tensors"]["w"].update(dtype="F3"),
         lambda data: data["tensors"]["w"].update(shape=[7]),
         lambda data: data["tensors"]["w"].update(view=[2, -3]),
-        lambda data: chunk_of(data).update(start=[0]),
         lambda data: chunk_of(data).update(start=[1, 0]),
         lambda data: chunk_of(data).update(size=[2, 2]),
         lambda data: chunk_of(data).update(offset=17),
         lambda data: chunk_of(data).update(offset=15),
-        lambda data: chunk_of(data).update(file="other"),
-        lambda data: chunk_of(data).update(offset=16.0),
         lambda data: chunk_of(data).update(bytes=24.0),
-        lambda data: chunk_of(data).update(start=[False, 0.5]),
-        lambda data: data["files"]["tokenizer/t.json"].update(bytes="2"),
+        lambda data: chunk_of(data).update(file="other"),
         lambda data: data["files"]["tokenizer/t.json"].update(head=-1),
-        lambda data: data.update(state=[]),
-        lambda data: data.update(config=None),
-        lambda data: data["files"]["tokenizer/t.json"].update(more=1),
+        # a stranger's checkpoint may not say where its files are written when they are copied
+        *(
+            lambda data, name=name: data["files"].update({name: data["files"]["tokenizer/t.json"]})
+            for name in ("../x", "/x", "tokenizer/x/..", "./x", "", "x\0")
+        ),
     ],
 )
-def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_manifest_that_contradicts_itself(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json (is|has)"):
         Manifest.open(make(tmp_path, change))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../x", "/x", "//x", "a/../x", "tokenizer//x", "tokenizer/x/..", "./x", ".", "", "x/", "a/./x", "x\0", "\ud800"],
-)
-def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
-    """A stranger's checkpoint may not say where its files are written when they are copied."""
-    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is not valid for its version"):
-        Manifest.open(make(tmp_path, lambda data: data["files"].update({name: data["files"]["tokenizer/t.json"]})))
 
 
 def test_a_manifest_that_is_too_deep(tmp_path: Path) -> None:
@@ -112,9 +99,7 @@ def test_a_newer_version_is_named(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / MARKER).unlink(), "has no COMPLETE"),
         (lambda folder: (folder / MARKER).write_text("0" * 16 + "\n"), "does not match manifest.json"),
-        (lambda folder: (folder / MARKER).write_text(""), "does not match manifest.json"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
-        (lambda folder: (folder / MANIFEST).write_text("{}"), "does not match manifest.json"),
         (lambda folder: (folder / "tokenizer" / "t.json").unlink(), "t.json is missing"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"1"), "t.json is truncated: 1 bytes, not 2"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"123"), "t.json is too long"),
@@ -125,11 +110,6 @@ def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], ob
     fault(tmp_path)
     with pytest.raises(DamagedCheckpointError, match=sentence):
         Manifest.open(tmp_path)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match="has no COMPLETE"):
-        Manifest.open(tmp_path / "none")
 
 
 def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import errno
 import json
 import random
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -21,7 +24,6 @@ import pytest
 import s3fs
 import torch
 
-from megatron.checkpoint import object_store, tensor_file
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.errors import (
     CheckpointError,
@@ -34,10 +36,12 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest, marker_content, marker_folder, whole_box
 from megatron.checkpoint.lease import acquire_lease
 from megatron.checkpoint.load import CheckpointReader, load_sharded
-from megatron.checkpoint.object_store import RemoteFileWriter, RemotePath, local_path, missing_library, parse_location
-from megatron.checkpoint.publish import delete_checkpoint, stale_uploads
+from megatron.checkpoint.location import local_path, parse_location
+from megatron.checkpoint.publish import delete_checkpoint, leftovers
 from megatron.checkpoint.save import save_sharded, storage_error
 from megatron.checkpoint.verify import list_damage
+from megatron.contrib import object_store
+from megatron.contrib.object_store import RemoteFileWriter, RemotePath, missing_library
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
 from tests.unit.checkpoint.test_faults import content, is_whole
@@ -178,7 +182,7 @@ def test_calls_are_repeated_later_and_later(
     failures: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(object_store.time, "sleep", waits.append)
+    monkeypatch.setattr(time, "sleep", waits.append)
     number = count()
 
     def act() -> str:
@@ -206,7 +210,7 @@ def test_calls_are_repeated_later_and_later(
 def test_any_boxes_to_the_bit(store: Store, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, draw = samples(seed), random.Random(seed)
     monkeypatch.setattr("megatron.checkpoint.save.CHUNK_BYTES", (64, 400, 1 << 20)[seed])
-    monkeypatch.setattr(tensor_file, "BLOCK", (1, 500, 1 << 20)[seed])  # what is read ahead
+    monkeypatch.setattr(object_store, "READ_AHEAD", (1, 500, 1 << 20)[seed])  # what is read ahead
     path = CheckpointFolder(RUN).path(seed)
     save_sharded(path, {n: s.entry(partition(s.view, draw, 5)) for n, s in tensors.items()}, {"seed": seed}, {}, ALONE)
     manifest = Manifest.open(path)
@@ -501,7 +505,7 @@ def test_leftovers_are_those_of_no_marker(store: Store) -> None:
     (path / "attempt-000000000000" / "x").write_bytes(b"x")
     (path / "notes" / "mine").write_bytes(b"x")
     (RUN / "iter_0000009" / "attempt-1" / "x").write_bytes(b"x")
-    assert stale_uploads(path) == [path / "attempt-000000000000"]
+    assert [*leftovers(path)] == [path / "attempt-000000000000"]
     assert CheckpointFolder(RUN).leftovers == [RUN / "iter_0000009", path / "attempt-000000000000"]
     CheckpointFolder(RUN).retain(None)
     assert {key.split("/")[4] for key in store.objects} == {MARKER, inside, "notes"}
@@ -514,3 +518,16 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(store: Store) -> None:
         delete_checkpoint(path)
     assert f"bucket/runs/a/iter_0000001/{MARKER}" not in store.objects
     assert CheckpointFolder(RUN).leftovers == [path]
+
+
+def test_a_run_on_disks_needs_no_store() -> None:
+    """Everything that trains and saves is imported, and neither the module for stores nor its libraries."""
+    code = (
+        "import sys, pretrain_gpt, megatron.training.main, megatron.contrib.local_checkpoints\n"
+        "from megatron.checkpoint.location import parse_location\n"
+        "parse_location('runs/a')\n"
+        "names = 'megatron.contrib.object_store', 'tenacity', 'upath', 's3fs'\n"
+        "sys.exit(str([name for name in names if name in sys.modules] or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import publish as module
+from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.publish import delete_checkpoint, discard_staged, is_complete, publish_staged, recover
+from megatron.checkpoint.format import MANIFEST
+from megatron.checkpoint.publish import delete_checkpoint, is_complete
 from tests.unit.checkpoint.samples import save, small
 from tests.unit.checkpoint.test_folder import make, values
 
@@ -62,26 +64,52 @@ def test_leftovers_that_are_links(tmp_path: Path, suffix: str, complete: bool) -
     other = CheckpointFolder(tmp_path / "other")
     make(other.path(1), 2)
     (other.folder / f"iter_0000001{suffix}").symlink_to(elsewhere)
-    recover(other.path(1))
+    other.retain(None)
     assert [path.name for path in other.folder.iterdir()] == ["iter_0000001"]
-    assert values(other.folder) == [1 if complete and suffix == ".tmp" else 2]
+    assert values(other.folder) == [2]
     assert is_complete(elsewhere) is complete
-    assert (elsewhere / module.MANIFEST).exists()
+    assert (elsewhere / MANIFEST).exists()
 
 
-def test_a_failed_save_leaves_the_best_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where crashes have left an older one too, it is not that which survives."""
-    final = tmp_path / "iter_0000007"
-    for suffix, value in ((".tmp", 3), ("", 2), (".replaced", 1)):
-        make(tmp_path / f"iter_0000007{suffix}", value)
+def test_a_failed_save_puts_the_link_back(
+    forked: tuple[CheckpointFolder, CheckpointFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = forked
+    real = os.rename
 
-    def sync(path: Path) -> None:
-        if path == tmp_path:
+    def rename(source: Path, target: Path) -> None:
+        if Path(target).name.startswith("attempt-"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
 
-    monkeypatch.setattr(module, "sync_folder", sync)
-    with pytest.raises(OSError, match="Input/output error"):
-        publish_staged(final)
-    assert values(tmp_path) == [3, 2]
-    discard_staged(final)
-    assert values(tmp_path) == [2]
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(StorageError, match="Input/output error"):
+        save(other.path(2), small(), value=22)
+    assert other.path(2).is_symlink()
+    assert values(other.folder) == values(one.folder) == [2, 1]
+    assert not other.leftovers
+
+
+def test_what_a_failed_save_cannot_delete_is_not_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker is staged, the disk refuses the next rename, and then the deletion in the middle."""
+    runs = CheckpointFolder(tmp_path)
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if Path(target).parent == runs.path(2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    def rmtree(path: Path) -> None:
+        next(Path(path).rglob(MANIFEST)).unlink()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        patch.setattr(shutil, "rmtree", rmtree)
+        with pytest.raises(StorageError):
+            save(tmp_path / "iter_0000002", small(), value=2)
+    runs.retain(None)
+    assert [*tmp_path.iterdir()] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import save as save_module
+from megatron.checkpoint import publish
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.format import MANIFEST, Manifest
 from megatron.checkpoint.verify import list_damage
@@ -26,7 +26,7 @@ def test_what_somebody_else_removes_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
 ) -> None:
     """As two processes do that save the same step: one makes the folder anew while the other writes."""
-    path, real = tmp_path / "iter_0000002", save_module.write_file
+    path, real = tmp_path / "iter_0000002", publish.write_file
     save(path, small(), iteration=2)
 
     def disturbed(file: Path, content: bytes) -> None:
@@ -34,7 +34,7 @@ def test_what_somebody_else_removes_is_not_published(
             change(file.parent / name)
         real(file, content)
 
-    monkeypatch.setattr(save_module, "write_file", disturbed)
+    monkeypatch.setattr(publish, "write_file", disturbed)
     with pytest.raises(StorageError, match=rf"{re.escape(name)} {seen} where \d+ bytes were written"):
         save(path, small(), iteration=3)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]

@@ -1,15 +1,34 @@
+"""Facts of machines and of a shared file system, and the page that reports them."""
+
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tools.cluster_check import checks
-from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
+from tools.cluster_check import checks, filesystem
+from tools.cluster_check.filesystem import PAGE_BYTES, FileSystemProbe, check_file_system
+from tools.cluster_check.report import (
+    FAILED,
+    JSON,
+    MARKDOWN,
+    OK,
+    SKIPPED,
+    WARNING,
+    CheckResult,
+    CheckSection,
+    ClusterReport,
+    section_summary,
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,24 +110,11 @@ def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any])
     assert part.checks[-1].detail == "no report from ranks 3"
 
 
-def test_no_rank_at_all(tmp_path: Path) -> None:
-    part = CheckSection("machine")
-    assert checks.check_machines(part, tmp_path) == {}
-    assert part.verdict == FAILED
-
-
 def test_variables_are_shown_and_secrets_are_not() -> None:
     good = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     good |= {"NVIDIA_TF32_OVERRIDE": "1", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     hidden = {"NCCL_SECRET": "x", "UCX_API_KEY": "x", "WANDB_API_KEY": "x", "AWS_PROFILE": "x", "SLURM_CONF": "x"}
     assert checks.reported_environment({**hidden, **good, "XNCCL_A": "x"}) == good
-
-
-def test_the_driver() -> None:
-    text = "NVRM version: NVIDIA UNIX {} Kernel Module{}  550.54.15  Release Build\nGCC version: 12\n"
-    for words in (("x86_64", ""), ("Open", " for x86_64")):
-        assert checks.nvidia_driver_version(lambda words=words: text.format(*words)) == "550.54.15"
-    assert checks.nvidia_driver_version(Path("no-such-file").read_text) is None
 
 
 def test_infiniband_and_network(tmp_path: Path) -> None:
@@ -136,3 +142,140 @@ def test_this_machine(facts: dict[str, Any]) -> None:
     assert facts["kernels"][0].startswith("kernels: ")
     assert set(checks.COMPARED_FACTS) <= facts.keys()
     assert set(checks.REQUIRED_EQUAL) <= set(checks.COMPARED_FACTS)
+
+
+NODES = 3
+HOSTS = {rank: f"node{rank // 2}" for rank in range(2 * NODES)}
+
+
+def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict[str, Any]]:
+    """What two ranks on each of ``NODES`` nodes see; rank ``lost`` has a folder of its own."""
+
+    def one(rank: int) -> dict[str, Any]:
+        mine = folder / ("own" if rank == lost else "shared")
+        mine.mkdir(exist_ok=True)
+        return FileSystemProbe(mine, rank, len(HOSTS), HOSTS[rank], rank % 2 == 0, seconds).probe(1)
+
+    with ThreadPoolExecutor(len(HOSTS)) as threads:
+        return dict(enumerate(threads.map(one, HOSTS)))
+
+
+def judged(told: dict[int, dict[str, Any]]) -> dict[str, CheckResult]:
+    part = CheckSection("machine")
+    check_file_system(part, told, HOSTS)
+    return {check.what: check for check in part.checks}
+
+
+def test_a_good_file_system(tmp_path: Path) -> None:
+    printed = probe(tmp_path)
+    assert [check.verdict for check in judged(printed).values()] == [OK, OK, OK]
+    assert judged(printed)["locks"].detail == "a lock held by one node excludes the others"
+    assert [rank for rank, entry in printed.items() if "write_mb_per_s" in entry] == [0, 2, 4]
+    assert all(entry["write_mb_per_s"] > 0 for rank, entry in printed.items() if rank % 2 == 0)
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
+    (shared,) = judged(probe(tmp_path, seconds=0.5, lost=3)).values()
+    assert (shared.what, shared.verdict) == ("folder shared by all ranks", FAILED)
+    assert "node0 does not see files written by ranks 3" in shared.detail
+
+
+def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
+    with patch.object(fcntl, "flock", lambda file, how: None):
+        printed = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in printed.items() if rank in (2, 4)} == {"free"}
+    assert judged(printed)["locks"].verdict == WARNING
+    assert "does not reach node1, node2" in judged(printed)["locks"].detail
+
+
+def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
+    """Rank 0 leaves the second page empty until another rank has read it, however the threads are scheduled."""
+    original_replace, original_is_torn, caught = Path.replace, filesystem.is_torn, threading.Event()
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name != "page":
+            return original_replace(self, target)
+        is_first = not target.exists()  # nobody reads before the first page is announced
+        target.write_bytes(b"")
+        if not is_first:
+            caught.wait(60.0)
+        target.write_bytes(self.read_bytes())
+        return target
+
+    def is_torn(path: Path) -> bool:
+        torn = original_is_torn(path)
+        if torn:
+            caught.set()
+        return torn
+
+    patches = patch.object(Path, "replace", replace), patch.object(filesystem, "is_torn", is_torn)
+    with patches[0], patches[1], patch.object(filesystem, "REPLACEMENTS", 2):
+        printed = probe(tmp_path)
+    rename = judged(printed)["rename replaces a file at once"]
+    assert rename.verdict == FAILED
+    assert "reads found a file torn or missing" in rename.detail
+
+
+def test_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    assert filesystem.is_torn(path)
+    for content, torn in ((b"x" * PAGE_BYTES, False), (b"x" * 10, True), (b"x" * (PAGE_BYTES - 1) + b"y", True)):
+        path.write_bytes(content)
+        assert filesystem.is_torn(path) == torn
+    with patch.object(Path, "read_bytes", side_effect=OSError(errno.ESTALE, "stale")):
+        assert not filesystem.is_torn(path)
+    broken = patch.object(Path, "read_bytes", side_effect=OSError(errno.EIO, "broken"))
+    with broken, pytest.raises(OSError, match="broken"):
+        filesystem.is_torn(path)
+
+
+def part(*verdicts: str) -> CheckSection:
+    return CheckSection("x", [CheckResult(f"what {i}", verdict, f"told {i}") for i, verdict in enumerate(verdicts)])
+
+
+def test_the_headline_is_the_first_that_is_not_well() -> None:
+    assert section_summary(part(OK, OK)) == "2 checks"
+    assert section_summary(part(OK)) == "1 check"
+    assert section_summary(part(OK, WARNING, FAILED, FAILED)) == "what 2: told 2"
+    assert section_summary(part()) == ""
+
+
+def test_the_page_and_the_data(tmp_path: Path) -> None:
+    bad = part(OK, FAILED)
+    bad.tables["Numbers"] = [("a", "b"), ("1 | 2", "3")]
+    bad.facts["seed"] = 7
+    bad.log = "the end\nof it"
+    ClusterReport("4 ranks", "tools/acceptance.py", [part(OK), bad]).write(tmp_path)
+    page = (tmp_path / MARKDOWN).read_text()
+    assert page.startswith("# Cluster acceptance: FAILED\n\n4 ranks\n\nStarted as `tools/acceptance.py`.\n")
+    assert "\n| x | FAILED | 0 | what 1: told 1 |\n" in page
+    assert "\n- **FAILED** what 1: told 1\n" in page
+    assert "\nNumbers:\n\n| a | b |\n| --- | --- |\n| 1 \\| 2 | 3 |\n" in page
+    assert page.endswith("```\nthe end\nof it\n```\n")
+    printed = json.loads((tmp_path / JSON).read_text())
+    assert printed["failed"] is True
+    assert [entry["verdict"] for entry in printed["parts"]] == [OK, FAILED]
+    assert printed["parts"][1]["facts"] == {"seed": 7}
+    assert {path.name for path in tmp_path.iterdir()} == {MARKDOWN, JSON}
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict"),
+    [
+        (ClusterReport("", "", [part(OK), part(WARNING)]), "passed"),
+        (ClusterReport("", "", [part(OK)], unasked=["layouts"]), "passed, without layouts"),
+        (ClusterReport("", "", [part(OK), part(SKIPPED)]), "passed, without x"),
+        (ClusterReport("", "", [part(FAILED), part(SKIPPED)]), "FAILED"),
+        (
+            ClusterReport("", "", [part(OK)], left=["layouts", "bandwidth"]),
+            "unfinished, layouts, bandwidth still to come",
+        ),
+        (ClusterReport("", "", [part(FAILED)], left=["layouts"]), "unfinished, layouts still to come, FAILED already"),
+    ],
+)
+def test_what_was_not_tried_has_not_passed(report: ClusterReport, verdict: str, tmp_path: Path) -> None:
+    assert report.verdict == verdict
+    assert report.markdown().startswith(f"# Cluster acceptance: {verdict}\n")
+    report.write(tmp_path)
+    printed = json.loads((tmp_path / JSON).read_text())
+    assert (printed["version"], printed["verdict"], printed["over"]) == (1, verdict, not report.left)

@@ -1,18 +1,38 @@
+"""The parts of a cluster check: programs, layouts, a killed run, and what the page says of failures."""
+
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import bandwidth
+from megatron.distributed.layout import Layout
+from tests.processes import wait_until_gone
 from tools.cluster_check import checks
-from tools.cluster_check.checks import layout_cases
-from tools.cluster_check.report import FAILED, OK, SKIPPED, WARNING, ClusterReport
-from tools.cluster_check.run import BETWEEN_NODES, LAYOUT_STARTS, ClusterCheck, LaunchResult
+from tools.cluster_check import run as runner
+from tools.cluster_check.checks import LAYOUT_FORMATS, batch_flags, layout_cases, trace_config
+from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection, ClusterReport
+from tools.cluster_check.run import (
+    BETWEEN_NODES,
+    LAYOUT_STARTS,
+    ClusterCheck,
+    InterruptPlan,
+    InterruptTest,
+    LaunchResult,
+    RankLauncher,
+    killed_run_layout,
+    resumed_run_layout,
+)
 
 FILES = {"missing": [], "visible_after": 0.1, "lock": "held", "torn": 0, "write_mb_per_s": 1.0}
 FACTS = checks.machine_facts("cpu", {})
@@ -159,42 +179,6 @@ def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict:
     assert BETWEEN_NODES == bandwidth.BETWEEN
 
 
-def test_gpus_that_are_asked_for_and_not_found_fail(tmp_path: Path) -> None:
-    launcher = Pretended(tmp_path, 1, lambda name, program: 0)
-    course = ClusterCheck(launcher, tmp_path, "cuda", 60.0, ["fp32"], None, 10, 1)  # type: ignore[arg-type]
-    report = course.run(["machine"], "command")
-    assert report.failed
-    assert course.device == "cuda", "what is asked for is not replaced in silence"
-    assert "no GPU found" in report.about
-
-
-def test_after_too_many_failures_the_rest_is_not_tried(tmp_path: Path) -> None:
-    report, _ = run(tmp_path, all_fail, parts="layouts")
-    verdicts = [check.verdict for check in report.parts[1].checks]
-    assert verdicts == [*LAYOUT_STARTS * [FAILED], *(9 - LAYOUT_STARTS) * [SKIPPED], OK]
-
-
-def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
-    assert run(tmp_path, all_fail, parts="bandwidth")[1] == ["machine", "bandwidth"]
-
-
-def test_nothing_goes_on_where_no_rank_starts(tmp_path: Path) -> None:
-    report, started = run(tmp_path, lambda name, program: 1, ranks=0)
-    assert started == ["machine"]
-    assert [part.verdict for part in report.parts] == [FAILED, SKIPPED, SKIPPED, SKIPPED]
-
-
-def test_one_rank_has_nobody_to_communicate_with(tmp_path: Path) -> None:
-    report, started = run(tmp_path, all_fail, ranks=1)
-    assert started == ["machine", "undisturbed"]
-    assert [part.verdict for part in report.parts] == [OK, SKIPPED, FAILED, SKIPPED]
-
-
-def test_the_cluster_in_a_line(tmp_path: Path) -> None:
-    report, _ = run(tmp_path, all_fail, parts="bandwidth")
-    assert report.about.startswith(f"4 ranks on 1 node: CPUs alone (gloo); torch {FACTS['torch']}; ")
-
-
 @pytest.mark.parametrize(("apart", "verdict"), [(0.002, OK), (5.0, WARNING)])
 def test_bandwidths_and_clocks(tmp_path: Path, apart: float, verdict: str) -> None:
     def act(name: str, program: Sequence[Any]) -> int:
@@ -213,3 +197,226 @@ def test_bandwidths_and_clocks(tmp_path: Path, apart: float, verdict: str) -> No
         ("all-reduce", "12.3", "12.3"),
         ("all-gather", "12.3", "12.3"),
     ]
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_program_runs_with_its_words_and_finds_the_library(tmp_path: Path) -> None:
+    tell = "import os, sys, megatron.config.launch\nprint(sys.argv[1:], os.environ['MASTER_PORT'])\nsys.exit(3)\n"
+    starts = RankLauncher([sys.executable, "-B", "-W", "ignore::{port}"], tmp_path)
+    outcomes = [starts.run("tell", [program(tmp_path / "tell.py", tell), "a b", tmp_path], 60) for _ in range(2)]
+    logs = [outcome.log.read_text() for outcome in outcomes]
+    assert [outcome.status for outcome in outcomes] == [3, 3]
+    assert outcomes[0].ended == "exit status 3"
+    assert [outcome.log.name for outcome in outcomes] == ["01-tell.log", "02-tell.log"]
+    assert f"['a b', '{tmp_path}'] " in logs[0]
+    ports = [log.split()[-1] for log in logs]
+    assert ports[0] != ports[1]
+    assert f"ignore::{ports[0]}" in logs[0].splitlines()[0]
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    hang = (
+        "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    with patch.object(runner, "GRACE_SECONDS", 0.2):
+        outcome = RankLauncher([sys.executable], tmp_path).run("hang", [program(tmp_path / "hang.py", hang)], 3)
+    assert outcome.status is None
+    assert outcome.ended.startswith("timed out after ")
+    wait_until_gone(map(int, outcome.log.read_text().splitlines()[-1].split()))
+
+
+def test_a_launcher_that_is_told_to_end_may_end_its_ranks(tmp_path: Path) -> None:
+    polite = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('goodbye'), sys.exit(0)))\n"
+        "print('here', flush=True)\ntime.sleep(600)\n"
+    )
+    outcome = RankLauncher([sys.executable], tmp_path).run("polite", [program(tmp_path / "polite.py", polite)], 3)
+    assert outcome.status is None
+    assert outcome.log.read_text().endswith("here\ngoodbye\n")
+
+
+def test_the_tail_is_what_ranks_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    agent = "W1122 12:06:08.012 3133 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 1 SIGTERM"
+    log.write_text("\n".join([*(f"line {i}" for i in range(100)), "error on rank 1: out of luck", agent, "Root Cause"]))
+    tail = LaunchResult(1, 0.0, log).tail().splitlines()
+    assert tail[-1] == "error on rank 1: out of luck"
+    assert len(tail) == runner.TAIL_LINES
+
+
+STEPS, KILLED = 10, 5
+
+
+def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    runs, part = Runs(tmp_path), CheckSection("interruption")
+    runs.acts["killed"] = lambda: write(tmp_path / "killed", [(0, 6)]) or 1
+    runs.acts["resumed"] = lambda: write(tmp_path / "killed", [(0, 6), (2, STEPS)]) or 0
+    trial = InterruptTest(runs, tmp_path, "cpu", 4, InterruptPlan(STEPS, 2, 7, 1, 3), 60.0)  # type: ignore[arg-type]
+    trial.undisturbed(part)
+    trial.interrupted(part)
+    (bad,) = [check for check in part.checks if check.verdict == FAILED]
+    assert bad.detail == "it continued after step 2 of 6"
+
+
+@given(steps=st.integers(6, 500), ranks=st.integers(1, 64), seed=st.integers(0, 10**10))
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_a_rank_dies_after_one_save_and_before_another(steps: int, ranks: int, seed: int) -> None:
+    plan = InterruptPlan.draw(steps, ranks, seed)
+    assert plan.every < plan.killed <= steps - plan.every
+    assert 0 <= plan.rank < ranks
+    assert plan == InterruptPlan.draw(steps, ranks, seed)
+
+
+def loss(step: int) -> float:
+    return 5.0 / step
+
+
+def write(folder: Path, starts: Sequence[tuple[int, int]], change: Callable[[int], float] = loss) -> None:
+    """What a run leaves that was started after the first step of each pair, and came to the second."""
+    lines: list[dict[str, Any]] = []
+    for begun, last in starts:
+        lines.append({"event": "start", "iteration": begun, "consumed-tokens": 64 * begun})
+        counted = (
+            {"iteration": i, "consumed-tokens": 64 * i, "consumed-samples": i} for i in range(begun + 1, last + 1)
+        )
+        rest = {"batch-size": 1, "learning-rate": 0.1, "skipped-iterations": []}
+        lines += [line | rest | {"lm loss": change(line["iteration"])} for line in counted]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Runs:
+    """A launcher under which the runs do what a test says; what it does not say is well."""
+
+    def __init__(self, folder: Path, **acts: Callable[[], int | None]) -> None:
+        self.folder, self.programs = folder, dict[str, list[str]]()
+        self.acts: dict[str, Callable[[], int | None]] = {
+            "undisturbed": lambda: write(folder / "undisturbed", [(0, STEPS)]) or 0,
+            "killed": lambda: write(folder / "killed", [(0, KILLED - 1)]) or 1,
+            "resumed": lambda: write(folder / "killed", [(0, KILLED - 1), (4, STEPS)]) or 0,
+            "elsewhere": lambda: write(folder / "elsewhere", [(8, STEPS)], lambda i: loss(i) * (1 + 1e-7)) or 0,
+        } | acts
+
+    def run(self, name: str, program: Sequence[Any], seconds: float) -> LaunchResult:
+        self.programs[name] = [*map(str, program)]
+        log = self.folder / f"{name}.log"
+        log.write_text(f"what {name} wrote")
+        return LaunchResult(self.acts[name](), 2.0, log)
+
+
+def tried(folder: Path, **acts: Callable[[], int | None]) -> tuple[CheckSection, Runs]:
+    runs, part = Runs(folder, **acts), CheckSection("interruption")
+    trial = InterruptTest(runs, folder, "cpu", 4, InterruptPlan(STEPS, 2, KILLED, 1, 3), 60.0)  # type: ignore[arg-type]
+    if trial.undisturbed(part):
+        trial.interrupted(part)
+        trial.elsewhere(part)
+    return part, runs
+
+
+def test_all_well(tmp_path: Path) -> None:
+    part, runs = tried(tmp_path)
+    assert part.verdict == OK
+    assert [check.detail for check in part.checks if "losses" in check.what] == [
+        "bitwise equal",
+        "steps 9 to 10 differ by 1.0e-07 at most (allowed: 1e-05)",
+    ]
+    assert runs.programs["killed"][:6] == ["tools/acceptance.py", "rank", "train", "1", "5", "3"]
+    assert runs.programs["killed"][6:] == runs.programs["resumed"][1:]
+    assert "--async-save" in runs.programs["undisturbed"]
+    assert runs.programs["elsewhere"][-4:] == ["--load", f"{tmp_path}/undisturbed/checkpoints", "--ckpt-step", "8"]
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = {
+    "fails": ("undisturbed", lambda folder: lambda: 1, "exit status 1 after 2 s"),
+    "hangs": ("undisturbed", lambda folder: lambda: None, "timed out after 2 s after 2 s"),
+    "not killed": (
+        "killed",
+        lambda folder: lambda: write(folder / "killed", [(0, STEPS)]) or 0,
+        "exit status 0, with step 10 as the last in the log",
+    ),
+    "hangs when killed": (
+        "killed",
+        lambda folder: lambda: write(folder / "killed", [(0, 4)]),
+        "timed out after 2 s, with step 4 as the last in the log",
+    ),
+    "does not resume": ("resumed", lambda folder: lambda: 1, "exit status 1 after 2 s"),
+    "begins anew": (
+        "resumed",
+        lambda folder: lambda: write(folder / "killed", [(0, 4), (0, STEPS)]) or 0,
+        "it continued after step 0 of 4",
+    ),
+    "dies too early": (
+        "killed",
+        lambda folder: lambda: write(folder / "killed", [(0, 2)]) or 1,
+        "exit status 1, with step 2 as the last in the log",
+    ),
+    "off by a bit": (
+        "resumed",
+        lambda folder: (
+            lambda: write(folder / "killed", [(0, 4), (4, STEPS)], lambda i: loss(i) * (1 + 1e-15 * (i > 7))) or 0
+        ),
+        "(they must be bitwise equal)",
+    ),
+    "loses a step": (
+        "resumed",
+        lambda folder: lambda: write(folder / "killed", [(0, 3), (4, STEPS)]) or 0,
+        "no loss was recorded for step 4",
+    ),
+    "not a number": (
+        "resumed",
+        lambda folder: lambda: write(folder / "killed", [(0, 4), (4, STEPS)], lambda i: float("nan")) or 0,
+        "differ by nan at most",
+    ),
+    "another model": (
+        "elsewhere",
+        lambda folder: lambda: write(folder / "elsewhere", [(8, STEPS)], lambda i: 1.0) or 0,
+        "(allowed: 1e-05)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_goes_wrong_is_told(tmp_path: Path, fault: str) -> None:
+    name, act, sentence = WRONG[fault]
+    part, _ = tried(tmp_path, **{name: act(tmp_path)})
+    (bad,) = [check for check in part.checks if check.verdict == FAILED]
+    assert bad.detail.endswith(sentence) or sentence in bad.detail
+
+
+CLUSTERS = [(2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (5, 1), (6, 3), (8, 4), (12, 4), (16, 8), (24, 8)]
+"""Ranks, and ranks of a node."""
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), CLUSTERS)
+def test_all_fit_the_ranks_and_are_what_their_names_say(ranks: int, per_node: int) -> None:
+    for case in layout_cases(ranks, per_node):
+        config = trace_config(f"{batch_flags(ranks)} {case.flags}", case.experts, "bf16", "cpu", 0, ranks)
+        named = {axis.lower(): int(size) for axis, size in re.findall(r"\b(TP|PP|DP)(\d+)", case.name)}
+        sizes = Layout.from_config(config.parallel, ranks).sizes
+        assert {axis: size for axis, size in sizes.items() if axis in ("tp", "pp", "dp") and size > 1} == named
+        assert prod(named.values()) == ranks
+        assert config.parallel.sequence_parallel == (" SP" in case.name)
+        assert config.parallel.zero_stage == int(*re.findall(r"ZeRO-(\d)", case.name) or "0")
+        assert (config.parallel.expert_model_parallel_size, bool(config.model.num_experts)) == (
+            (2, True) if case.name.startswith("EP2") else (1, False)
+        )
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), CLUSTERS)
+def test_no_tensor_parallel_group_leaves_its_node(ranks: int, per_node: int) -> None:
+    for case in layout_cases(ranks, per_node):
+        tp = int(*re.findall(r"TP(\d+)", case.name) or "1")
+        assert per_node % tp == 0 or (tp == 2 and "PP2" in case.name) or case.experts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", LAYOUT_FORMATS)
+def test_the_run_that_is_killed_and_its_other_layout_fit_any_ranks(ranks: int, dtype: str) -> None:
+    for flags in (killed_run_layout(ranks), resumed_run_layout(ranks)):
+        trace_config(f"{batch_flags(ranks)} {flags}", False, dtype, "cpu", 0, ranks)

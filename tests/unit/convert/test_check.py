@@ -1,3 +1,5 @@
+"""The check of a conversion finds every fault of weights, tables and configuration, and agrees with equal models."""
+
 from __future__ import annotations
 
 import json
@@ -6,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import (
     TOLERANCE,
+    LazyWeightLoader,
     MismatchError,
     OutputDifference,
     check_model,
@@ -48,7 +52,7 @@ def test_equal_models_are_equal_block_by_block(name: str, tmp_path: Path) -> Non
     assert all(difference.relative <= TOLERANCE for difference in found)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-untied", "llama", "qwen3-window"])
+@pytest.mark.parametrize("name", ["gpt2-untied", "qwen3-window"])
 def test_one_changed_element_of_any_tensor_is_seen(name: str, tmp_path: Path) -> None:
     model = replace(MODELS[name], num_layers=1)
     weights = random_weights(model)
@@ -63,33 +67,29 @@ def test_one_changed_element_of_any_tensor_is_seen(name: str, tmp_path: Path) ->
             compare(bad, model, good)
 
 
-def test_first_block_that_differs_is_named(tmp_path: Path) -> None:
+def test_faults_of_one_tensor_are_named(tmp_path: Path) -> None:
     model = MODELS["llama"]
     weights = random_weights(model)
     good = write_folder(tmp_path / "good", model, weights)
-    key = "model.layers.1.mlp.up_proj.weight"
-    bad = write_folder(tmp_path / "bad", model, weights | {key: weights[key] * 1.01})
+    key, norm = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    other = write_folder(tmp_path / "other", model, weights | {key: weights[key] * 1.01})
     with pytest.raises(MismatchError, match=r"the first to differ is block 1 by .* logits by"):
-        compare(bad, model, good)
+        compare(other, model, good)
+    more = write_folder(tmp_path / "more", model, weights | {"model.layers.0.adapter": torch.ones(1)})
+    with pytest.raises(MismatchError, match=r"does not use these tensors .*: model\.layers\.0\.adapter"):
+        compare(more, model, good)
+    less = {name: value for name, value in weights.items() if name != key}
+    with pytest.raises(MismatchError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        compare(write_folder(tmp_path / "less", model, less), model, good)
 
-
-def test_tensors_that_hold_no_numbers_are_named(tmp_path: Path) -> None:
-    model = MODELS["llama"]
-    weights = random_weights(model, torch.bfloat16)
-    weights["model.norm.weight"][0] = torch.nan
-    weights["model.layers.1.mlp.up_proj.weight"][-1, 2] = -torch.inf
-    keys = r"model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight"
-    with pytest.raises(CheckpointError, match=rf"m holds tensors with values that are NaN or infinite: {keys}$"):
-        compare(write_folder(tmp_path / "m", model, weights, shards=2), model)
-
-
-def test_numbers_on_one_side_only_are_no_match(tmp_path: Path) -> None:
-    model = MODELS["llama"]
-    weights = random_weights(model)
-    good = write_folder(tmp_path / "good", model, weights)
-    weights["model.norm.weight"][0] = torch.nan
+    broken = {norm: weights[norm].clone(), key: weights[key].clone()}
+    broken[norm][0], broken[key][-1, 2] = torch.nan, -torch.inf
+    bad = write_folder(tmp_path / "bad", model, weights | broken, shards=2)
+    with pytest.raises(CheckpointError, match=rf"bad holds tensors .* NaN or infinite: {key}, {norm}$"):
+        compare(bad, model)
+    one_side = write_folder(tmp_path / "side", model, weights | {norm: broken[norm]})
     with pytest.raises(MismatchError, match="the first to differ is logits by inf"):
-        compare(good, model, write_folder(tmp_path / "bad", model, weights))
+        compare(good, model, one_side)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,11 @@ def test_changed_config_is_seen(key: str, value: object, seen: str, tmp_path: Pa
         compare(folder, model)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("llama", "llama"), ("gpt2", "gpt2")])
-def test_a_wrong_row_of_the_table_is_seen(
-    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MODELS[kind]
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_wrong_row_of_the_table_is_seen(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, family = MODELS[kind], MODEL_FAMILIES[kind]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
-    family = MODEL_FAMILIES[kind]
-    swaps = {"x g d": "g x d", "h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
+    swaps = {"h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
 
     def mutate(row: WeightRow) -> WeightRow:
         return row[0], row[1], tuple((theirs, swaps.get(axes, axes)) for theirs, axes in row[2])
@@ -127,46 +124,56 @@ def test_a_wrong_row_of_the_table_is_seen(
         compare(folder, model)
 
 
-def test_tensors_missing_or_unused_by_transformers(tmp_path: Path) -> None:
-    model = MODELS["llama"]
-    weights = random_weights(model)
-    good = write_folder(tmp_path / "good", model, weights)
-    more = write_folder(tmp_path / "more", model, weights | {"model.layers.0.adapter": torch.ones(1)})
-    with pytest.raises(MismatchError, match=r"does not use these tensors .*: model\.layers\.0\.adapter"):
-        compare(more, model, good)
-    del weights["model.layers.1.input_layernorm.weight"]
-    less = write_folder(tmp_path / "less", model, weights)
-    with pytest.raises(MismatchError, match=r"lacks model\.layers\.1\.input_layernorm\.weight"):
-        compare(less, model, good)
-
-
 def test_inputs_reach_the_last_learned_position() -> None:
     tokens, positions = sample_inputs(MODELS["gpt2"])
     assert tokens.shape == positions.shape == (2, 32)
-    assert positions[0, 0] == 0
-    assert positions[-1, -1] == 199
+    assert (positions[0, 0], positions[-1, -1]) == (0, 199)
     assert (positions.diff(dim=1) == 1).all()
     assert tokens.max() < 101
     assert sample_inputs(tiny())[0].shape == (2, 16), "no longer than the model's positions"
 
 
-@pytest.mark.parametrize(("window", "rows"), [(None, 32), (1, 33), (100, 132), (256, 288)])
-def test_rows_are_longer_than_a_window(window: int | None, rows: int) -> None:
-    model = llama(window_size=window, max_position_embeddings=1000)
-    assert sample_inputs(model)[0].shape == (2, rows)
-    assert uncovered_by_check(model) is None
-
-
-def test_a_window_that_the_rows_do_not_leave_is_said() -> None:
-    assert sample_inputs(llama(window_size=257, max_position_embeddings=1000))[0].shape == (2, 32)
-    message = uncovered_by_check(llama(window_size=257, max_position_embeddings=1000))
-    assert message == "the window of 257 tokens, because the rows compared have 32"
+def test_rows_are_longer_than_a_window(tmp_path: Path) -> None:
+    for window, rows in ((None, 32), (1, 33), (256, 288)):
+        model = llama(window_size=window, max_position_embeddings=1000)
+        assert sample_inputs(model)[0].shape == (2, rows)
+        assert uncovered_by_check(model) is None
+    long = llama(window_size=257, max_position_embeddings=1000)
+    assert sample_inputs(long)[0].shape == (2, 32)
+    assert uncovered_by_check(long) == "the window of 257 tokens, because the rows compared have 32"
     assert uncovered_by_check(llama(window_size=64, max_position_embeddings=64)) is None, "no text leaves it"
-
-
-def test_a_wrong_window_is_seen(tmp_path: Path) -> None:
-    """One token more, which the last tokens of a row see or do not."""
     model = llama(window_size=100, qk_layernorm=True, max_position_embeddings=1000)
     folder = write_folder(tmp_path / "m", model, random_weights(model))
     with pytest.raises(MismatchError, match="the first to differ is block 0"):
         compare(folder, replace(model, window_size=101))
+
+
+# --- weights that are in memory only while a module runs ---
+
+
+def test_weights_are_there_only_while_a_module_runs() -> None:
+    real = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3, bias=False)))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3, bias=False)))
+    loaded: list[str] = []
+    alive: list[int] = []
+
+    def load(name: str) -> Tensor:
+        loaded.append(name)
+        return real.get_parameter(name).detach()
+
+    LazyWeightLoader(empty, load, {"2.0.weight": "0.weight"})  # tied
+    for module in (empty[0], empty[2][0]):
+        module.register_forward_hook(lambda *_: alive.append(sum(not p.is_meta for p in empty.parameters())))
+    x = torch.randn(2, 3)
+    real[2][0].weight = real[0].weight
+    with torch.no_grad():
+        assert torch.equal(empty(x), real(x))
+    assert loaded == ["0.weight", "0.bias", "0.weight"]
+    assert alive == [0, 0], "released before other hooks run"
+    assert all(p.is_meta for p in empty.parameters())
+    with torch.device("meta"):
+        wrong = nn.Linear(3, 4)
+    LazyWeightLoader(wrong, lambda name: torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"weight is \[4, 3\], its value \[4, 4\]"):
+        wrong(torch.zeros(3))

@@ -1,55 +1,111 @@
+"""Whole conversions: bits, files, tokenizers, kills, full disks, and folders that are in the way."""
+
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import models, trainers
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.config.model import ModelConfig
+from megatron.checkpoint.format import Manifest, whole_box
+from megatron.config.errors import UserError
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
-from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
+from megatron.convert.huggingface.convert import (
+    PENDING_CONFIG_FILE,
+    ProgressCallback,
+    convert_from_huggingface,
+    convert_to_huggingface,
+    special_token_ids,
+    split_into_shards,
+)
 from megatron.convert.huggingface.families import MODEL_FAMILIES
-from megatron.convert.saved_model import open_checkpoint
+from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     HuggingFaceTokenizer,
     byte_level_bpe,
+    byte_tokenizer,
     bytes_to_unicode,
     make_tokenizer_files,
 )
+from megatron.inference.text import TextCodec
+from megatron.layers.context import DTYPES
+from tests.parity.families import from_gpt2, from_llama
 from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|endoftext|>"}]}
+SETTINGS = {"eos_token": "<|endoftext|>", "bos_token": {"content": "b"}}
+FILES = {
+    "tokenizer/tokenizer.json": json.dumps(TOKENIZER).encode(),
+    "tokenizer/tokenizer_config.json": json.dumps(SETTINGS).encode(),
+}
 
 
-def swap_rows(monkeypatch: pytest.MonkeyPatch, kind: str, first: str, second: str) -> None:
-    """Let two axes descriptions of a family's table change places."""
-    family = MODEL_FAMILIES[kind]
-    swaps = {first: second, second: first}
-    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in family.weights.rows)
-    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=replace(family.weights, rows=rows)))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_checkpoint(tmp_path_factory.mktemp("ckpt") / "iter_0000007", llama(), files=FILES)
+
+
+def export(
+    manifest: Manifest,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 10**9,
+    report: ProgressCallback = ignore,
+    tokenizer: Path | None = None,
+    checked: bool = False,
+) -> Path:
+    """Export without the check, unless asked for."""
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    convert_to_huggingface(
+        manifest, folder, report, dtype=name, shard_bytes=shard_bytes, tokenizer=tokenizer, checked=checked
+    )
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+# --- weights ---
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: Path) -> None:
-    model = MODELS[kind]
+    """And nothing larger than the largest tensor is allocated."""
+    sizes = {"hidden_size": 128, "num_layers": 2, "vocab_size": 1024, "kv_channels": None}  # logits are smaller
+    model = replace(MODELS[kind], **sizes)
     weights = random_weights(model, torch.bfloat16)
-    there = convert_from_huggingface(write_folder(tmp_path / "hf", model, weights, shards=3), tmp_path / "save", ignore)
+    folder = write_folder(tmp_path / "hf", model, weights, shards=3)
+    largest = 4 * model.vocab * model.hidden_size
+    with Allocations() as seen:
+        there = convert_from_huggingface(folder, tmp_path / "save", ignore)
+        manifest = open_checkpoint(tmp_path / "save")[0]
+        back = convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9)
+        left = seen.alive
+    assert seen.largest == largest
+    assert left < largest / 10, "nothing is kept"
     assert there.path == tmp_path / "save" / "iter_0000000"
     assert there.differences
-    back = convert_to_huggingface(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
     assert back.differences[-1].what == "logits"
     assert all(d.relative <= TOLERANCE for d in (*there.differences, *back.differences))
     found = load_file(tmp_path / "back" / "model.safetensors")
@@ -57,45 +113,133 @@ def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: 
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_export_holds_the_masters_rounded_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = replace(MODELS[kind], make_vocab_size_divisible_by=64)
+    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", model))
+    weights = weights_of(export(saved.manifest, tmp_path / "hf", dtype))
+    assert all(value.dtype == dtype for value in weights.values())
+    ours = (from_gpt2 if kind == "gpt2" else from_llama)(weights, saved.model)
+    assert ours["embedding.word_embeddings.weight"].shape[0] == 101, "without padding of the vocabulary"
+    for name, spec in saved.specs.items():
+        exact = saved.read(name, spec.view, whole_box(spec.view)).reshape(spec.shape)
+        assert torch.equal(ours[name], exact.to(dtype)), name
+
+
+def test_numbers_that_the_format_does_not_hold_are_refused(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "iter_0000007", llama(), "fp64", std=30_000.0)
+    with pytest.raises(CheckpointError, match=r"above 65504, too large for fp16[\s\S]*--dtype bf16"):
+        export(manifest, tmp_path / "hf", torch.float16)
+    with pytest.raises(CheckpointError, match=r"computed in fp64[\s\S]*--dtype fp32"):
+        convert_to_huggingface(manifest, tmp_path / "hf", ignore, shard_bytes=10**9)
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
+
+
 def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"]
+    model, family = MODELS["llama"], MODEL_FAMILIES["llama"]
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
-    write_checkpoint(tmp_path / "run" / "iter_0000007", model)
-    swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
+    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+    swaps = {"p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
+    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in family.weights.rows)
+    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(family, weights=replace(family.weights, rows=rows)))
     with pytest.raises(MismatchError, match="block 0"):
         convert_from_huggingface(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
     with pytest.raises(MismatchError, match="block 0"):
-        convert_to_huggingface(open_checkpoint(tmp_path / "run")[0], tmp_path / "out", ignore, shard_bytes=10**9)
+        export(manifest, tmp_path / "out", checked=True)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "save"}
-
-
-def test_unchecked_conversions_compare_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"]
-    folder = write_folder(tmp_path / "hf", model, random_weights(model))
-    swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
     assert convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False).differences == ()
-    done = convert_to_huggingface(
-        open_checkpoint(tmp_path / "save")[0], tmp_path / "out", ignore, shard_bytes=10**9, checked=False
-    )
-    assert done.differences == ()
+    export(open_checkpoint(tmp_path / "save")[0], tmp_path / "out")
 
 
-def test_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
-    model = MODELS["llama"]
-    write_checkpoint(tmp_path / "save" / "iter_0000007", model)
+# --- files ---
+
+
+def test_files_of_a_folder(saved: Manifest, tmp_path: Path) -> None:
+    folder = export(saved, tmp_path / "hf", torch.bfloat16)
+    names = {"tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == names
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
+    assert config["torch_dtype"] == "bfloat16"
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer/tokenizer.json"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert list(tmp_path.iterdir()) == [folder], "nothing is left beside it"
+
+
+def test_shards_and_their_index(saved: Manifest, tmp_path: Path) -> None:
+    folder = export(saved, tmp_path / "hf", shard_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [f.name for f in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    sizes = {file: sum(t.nbytes for t in load_file(file).values()) for file in files}
+    assert max(sizes.values()) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    whole = weights_of(export(saved, tmp_path / "whole"))
+    assert all(torch.equal(whole[name], value) for name, value in weights_of(folder).items())
+    items = [6, 6, 18, 2, 2, 2, 10]
+    assert [items[shard] for shard in split_into_shards(items, 12)] == [[6, 6], [18], [2, 2, 2], [10]]
+
+
+# --- folders in the way, kills and disks ---
+
+
+def test_folders_in_the_way(saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    export(saved, tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path / "here")
+    for name, message in [
+        ("../empty", "exists and is not empty"),
+        ("../file", "exists and is not empty"),
+        ("..", "exists and is not empty"),
+        (".", "is the current folder"),
+        (str(tmp_path / "link"), f"is a link[^\n]*\n  fix: --save-hf {tmp_path}/here"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            export(saved, Path(name))
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "file", "here", "link"}
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
-        convert_from_huggingface(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "save", ignore)
+        convert_from_huggingface(tmp_path / "empty", saved.path.parent, ignore)
 
 
-def test_fp64_is_not_rounded_unasked(tmp_path: Path) -> None:
-    manifest = write_checkpoint(tmp_path / "iter_0000007", MODELS["llama"], "fp64")
-    with pytest.raises(CheckpointError, match=r"computed in fp64[\s\S]*--dtype fp32"):
-        convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
-    convert_to_huggingface(manifest, tmp_path / "out", ignore, dtype="bf16", shard_bytes=10**9, checked=False)
+@pytest.mark.parametrize("empty", [False, True])
+def test_an_export_killed_before_its_last_step_is_complete(saved: Manifest, empty: bool, tmp_path: Path) -> None:
+    """It only lacks its name, and the error has the command that gives it."""
+    folder = export(saved, tmp_path / "a model")
+    folder.rename(tmp_path / "a model.tmp")
+    if empty:
+        folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"holds a model; .* lacks its name") as caught:
+        export(saved, folder)
+    command = re.search(r"fix: (.*) \| --save-hf", str(caught.value))
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    assert (folder / "config.json").exists()
+    assert not (tmp_path / "a model.tmp").exists()
 
 
-def killed_at(number: int, convert: Callable[[Callable[[str, int, int], None]], object]) -> None:
+def test_only_what_a_killed_export_left_is_replaced(saved: Manifest, tmp_path: Path) -> None:
+    (tmp_path / "hf.tmp").mkdir()
+    (tmp_path / "hf.tmp" / PENDING_CONFIG_FILE).write_text("{}")
+    (tmp_path / "hf.tmp" / "stale").write_text("x")
+    export(saved, tmp_path / "hf")
+    assert not (tmp_path / "hf" / "stale").exists()
+    (tmp_path / "other.tmp").mkdir()
+    (tmp_path / "other.tmp" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="was not left by a conversion"):
+        export(saved, tmp_path / "other")
+    assert (tmp_path / "other.tmp" / "thesis.tex").exists()
+
+
+def killed_at(number: int, convert: Callable[[ProgressCallback], object]) -> None:
     """Run a conversion in a child that kills itself when ``number`` tensors are reported."""
     child = os.fork()
     if child == 0:
@@ -117,39 +261,72 @@ def killed_at(number: int, convert: Callable[[Callable[[str, int, int], None]], 
 
 
 @pytest.mark.parametrize("number", [1, 6, 10**9])
-def test_a_kill_leaves_nothing_that_looks_complete(number: int, tmp_path: Path) -> None:
-    model: ModelConfig = MODELS["llama"]
-    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
-    out = tmp_path / "out"
-    killed_at(number, lambda report: convert_to_huggingface(manifest, out, report, shard_bytes=20_000, checked=False))
+def test_a_kill_leaves_nothing_that_looks_complete(number: int, saved: Manifest, tmp_path: Path) -> None:
+    out, save = tmp_path / "out", tmp_path / "save"
+    killed_at(number, lambda report: export(saved, out, report=report, shard_bytes=20_000))
     assert not out.exists()
     assert not (tmp_path / "out.tmp" / "config.json").exists()
-    convert_to_huggingface(manifest, out, ignore, shard_bytes=20_000, checked=False)
+    export(saved, out, shard_bytes=20_000)
     assert not (tmp_path / "out.tmp").exists()
-
-    save = tmp_path / "save"
     killed_at(number, lambda report: convert_from_huggingface(out, save, report, checked=False))
     assert CheckpointFolder(save).candidates() == []
     convert_from_huggingface(out, save, ignore, checked=False)
     assert [path.name for path in save.iterdir()] == ["iter_0000000"]
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_no_memory_larger_than_the_largest_tensor_is_asked_for(kind: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "num_layers": 3, "vocab_size": 2048, "kv_channels": None}  # logits are smaller
-    model = replace(MODELS[kind], **sizes)
-    folder = write_folder(tmp_path / "hf", model, random_weights(model, torch.bfloat16))
-    largest = 4 * model.vocab * model.hidden_size
-    with Allocations() as seen:
-        convert_from_huggingface(folder, tmp_path / "save", ignore)
-        convert_to_huggingface(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
-        left = seen.alive
-    assert seen.largest == largest
-    assert left < largest / 10, "nothing is kept"
+def test_config_has_another_name_until_the_end(saved: Manifest, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def stop_at_the_end(name: str, done: int, total: int) -> None:
+        seen.append({path.name for path in (tmp_path / "hf.tmp").iterdir()})
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "hf", report=stop_at_the_end)
+    assert all(PENDING_CONFIG_FILE in names and "config.json" not in names for names in seen)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", 1), ("write", 5), ("fsync", 2), ("rename", 1), ("rename", 2)])
+def test_a_failing_disk_leaves_nothing(
+    call: str, number: int, saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(os, call), 0
+
+    def refuse(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(StorageError, match="No space left on device; nothing was exported"):
+        export(saved, tmp_path / "hf", shard_bytes=20_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_damaged_or_has_no_family(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007"
+    write_checkpoint(path, llama())
+    file = next(path.rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[Manifest.open(path).tensors["final_layernorm.weight"].chunks[0].offset] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="flipped bytes"):
+        export(Manifest.open(path), tmp_path / "hf")
+    other = write_checkpoint(tmp_path / "iter_0000008", llama(activation="relu2"))
+    with pytest.raises(UserError, match="activation relu2"):
+        export(other, tmp_path / "hf")
+    assert {p.name for p in tmp_path.iterdir()} == {"iter_0000007", "iter_0000008"}
+
+
+# --- tokenizers ---
 
 
 def trained_bpe() -> dict[str, bytes]:
-    """A byte-level BPE with GPT-2's words, whose digits and line ends are cut otherwise than Qwen's."""
+    """A byte-level BPE with GPT-2's words, whose digits and line ends are split differently from Qwen's."""
     tokenizer = byte_level_bpe(models.BPE(), words=True)
     special = [END_OF_DOCUMENT]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=bytes_to_unicode())
@@ -157,18 +334,24 @@ def trained_bpe() -> dict[str, bytes]:
     return make_tokenizer_files(tokenizer)
 
 
-def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
-    files = {f"tokenizer/{name}": content for name, content in trained_bpe().items()}
-    qwen2 = llama(add_qkv_bias=True, vocab_size=512)
-    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen2, files=files)
-    with pytest.raises(MismatchError, match=r"ids for \d+ of [\s\S]* model_type qwen2"):
-        convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"], "nothing is written"
+def in_checkpoint(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"tokenizer/{name}": content for name, content in files.items()}
 
-    convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+
+def test_a_tokenizer_that_transformers_reads_differently_is_refused(tmp_path: Path) -> None:
+    qwen2 = llama(add_qkv_bias=True, vocab_size=512)
+    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen2, files=in_checkpoint(trained_bpe()))
+    with pytest.raises(MismatchError, match=r"ids for \d+ of [\s\S]* model_type qwen2"):
+        export(manifest, tmp_path / "out", checked=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"], "nothing is written"
+    export(manifest, tmp_path / "out")
     ours, text = HuggingFaceTokenizer(tmp_path / "out"), SAMPLE_TEXTS[1]
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != list(ours.encode(text))
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text)["input_ids"] == list(ours.encode(text))
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+    files = in_checkpoint(make_tokenizer_files(unigram))
+    with pytest.raises(MismatchError, match="AutoTokenizer of transformers"):
+        export(write_checkpoint(tmp_path / "iter_0000008", qwen2, files=files), tmp_path / "other", checked=True)
 
 
 @pytest.mark.parametrize("named", [None, "Qwen2Tokenizer"])
@@ -176,19 +359,63 @@ def test_the_tokenizer_class_is_one_that_reads_the_same_ids(named: str | None, t
     files = trained_bpe()
     settings = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": named}
     files["tokenizer_config.json"] = json.dumps({k: v for k, v in settings.items() if v is not None}).encode()
-    carried = {f"tokenizer/{name}": content for name, content in files.items()}
     qwen3 = llama(qk_layernorm=True, vocab_size=512)
-    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen3, files=carried)
-    convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen3, files=in_checkpoint(files))
+    export(manifest, tmp_path / "out", checked=True)
     ours, theirs = HuggingFaceTokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(theirs(text)["input_ids"] == list(ours.encode(text)) for text in SAMPLE_TEXTS)
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written == settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def test_a_tokenizer_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
-    files = {f"tokenizer/{name}": content for name, content in make_tokenizer_files(tokenizer).items()}
-    qwen2 = write_checkpoint(tmp_path / "iter_0000007", llama(add_qkv_bias=True), files=files)
-    with pytest.raises(MismatchError, match="AutoTokenizer of transformers"):
-        convert_to_huggingface(qwen2, tmp_path / "out", ignore, shard_bytes=10**9)
+def test_tokenizer_of_another_folder(saved: Manifest, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    with pytest.raises(CheckpointError, match=re.escape("holds no tokenizer.json")):
+        export(saved, tmp_path / "hf", tokenizer=other)
+    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", -1.0], ["</s>", -2.0]]}}))
+    (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    export(saved, tmp_path / "hf", tokenizer=other)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
+    assert not (tmp_path / "hf" / "tokenizer_config.json").exists(), "the checkpoint's own is left out"
+
+
+def test_special_ids(tmp_path: Path) -> None:
+    files = {name.removeprefix("tokenizer/"): content for name, content in FILES.items()}
+    only = {"tokenizer.json": files["tokenizer.json"]}
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ends = {"eos_token_id": 2}
+    for given, expected in [
+        (files, none | ends | {"bos_token_id": 1}),
+        ({}, none),
+        (only, none | ends),  # as data ends with it
+        ({"tokenizer.json": b'{"model": {"vocab": {"None": 0}}}'}, none),  # None is a word too
+        (only | {"generation_config.json": b'{"eos_token_id": null}'}, none | ends),
+        (only | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}, none | {"eos_token_id": [2, 0]}),
+    ]:
+        assert special_token_ids(given, 3) == expected
+    not_one = r"tokenizer\.json is not one of the tokenizers library: .*\n  fix: "
+    for name, content, message in [
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json is not a JSON object"),
+        ("generation_config.json", b"[]", r"generation_config\.json is no JSON object"),
+        ("tokenizer.json", b'{"model": {"vocab": null}}', not_one),
+        ("tokenizer.json", b'{"added_tokens": [{}]}', not_one),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            special_token_ids(files | {name: content}, 3)
+    with pytest.raises(CheckpointError, match="ids up to 2, but the model's vocabulary 2 entries"):
+        special_token_ids(files, 2)
+    given = FILES | {"generation_config.json": b'{"temperature": 0.7, "eos_token_id": null}'}
+    folder = export(write_checkpoint(tmp_path / "iter_0000007", llama(), files=given), tmp_path / "hf")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings == {"temperature": 0.7, "bos_token_id": 1, "eos_token_id": 2}, "settings of generation are kept"
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_config.json": SETTINGS}])
+def test_data_generation_and_export_agree_on_the_end(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    for name, content in settings.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    ends = {HuggingFaceTokenizer(tmp_path).eod, TextCodec(files).end, special_token_ids(files, 257)["eos_token_id"]}
+    assert ends == {256}

@@ -1,3 +1,5 @@
+"""Choosing a checkpoint, and reading its model: imports, tokenizer files, and contents that do not fit."""
+
 from __future__ import annotations
 
 import json
@@ -18,15 +20,17 @@ from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import import_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel, open_checkpoint, saved_tokenizer_files
+from megatron.layers.parameters import num_parameters
 from tests.solo import tiny
+from tests.unit.checkpoint.samples import attempt
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_import_holds_the_weights_as_masters_and_says_their_format(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = llama()
+def test_an_import_holds_the_weights_and_their_format(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, seen = llama(), []
     folder = write_folder(tmp_path / "hf", model, random_weights(model, dtype), shards=2)
-    import_huggingface(folder, tmp_path / "iter_0000000", ignore)
+    import_huggingface(folder, tmp_path / "iter_0000000", lambda name, done, total: seen.append((name, done, total)))
     saved, source = SavedModel(open_checkpoint(tmp_path)[0]), HuggingFaceWeights(folder, model)
     assert saved.precision == {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     assert saved.manifest.state == {"iteration": 0, "consumed_samples": 0}
@@ -34,26 +38,16 @@ def test_import_holds_the_weights_as_masters_and_says_their_format(dtype: torch.
     for name, spec in source.specs.items():
         box = whole_box(spec.view)
         assert torch.equal(saved.read(name, spec.view, box), source.read(name, spec.view, box).float()), name
+    assert {name for name, _, _ in seen} == set(source.specs)
+    assert seen[-1][1] == seen[-1][2] == num_parameters(model)
+    config = from_dict(saved.manifest.config)
+    assert not compare_configs(saved.manifest.config, config, "weights-only").problems, "a run may start from it"
+    assert compare_configs(saved.manifest.config, RunConfig(model=tiny()), "weights-only").problems
+    with pytest.raises(ValueError, match="is viewed"):
+        saved.read("final_layernorm.weight", (4, 8), whole_box((4, 8)))
 
 
-def test_a_run_of_the_same_shape_may_begin_with_it(tmp_path: Path) -> None:
-    model = llama()
-    import_huggingface(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "iter_0000000", ignore)
-    manifest = open_checkpoint(tmp_path)[0]
-    config = from_dict(manifest.config)
-    assert not compare_configs(manifest.config, config, "weights-only").problems
-    assert compare_configs(manifest.config, RunConfig(model=tiny()), "weights-only").problems
-
-
-def test_progress_is_told_and_ends_at_all(tmp_path: Path) -> None:
-    model, seen = llama(), []
-    folder = write_folder(tmp_path / "hf", model, random_weights(model))
-    import_huggingface(folder, tmp_path / "iter_0000000", lambda name, done, total: seen.append((name, done, total)))
-    assert {name for name, _, _ in seen} == set(HuggingFaceWeights(folder, model).specs)
-    assert seen[-1][1] == seen[-1][2] == model.num_parameters()
-
-
-def test_small_files_come_along(tmp_path: Path) -> None:
+def test_small_files_are_imported(tmp_path: Path) -> None:
     model = llama()
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     config = json.loads((folder / "config.json").read_text())
@@ -71,43 +65,52 @@ def test_small_files_come_along(tmp_path: Path) -> None:
     assert json.loads(content) == {"eos_token_id": [7, 8]}
 
 
-def test_checkpoints_are_found_by_folder_by_step_and_by_themselves(tmp_path: Path) -> None:
+def test_only_files_of_a_tokenizer_are_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    strangers = {"tokenizer/install.sh": b"x", "tokenizer/more/tokenizer.json": b"x", "notes.txt": b"x"}
+    known = {"tokenizer/tokenizer.json": b"{}", "generation_config.json": b"{}"}
+    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1), files=known | strangers)
+    assert strangers.keys() < manifest.files.keys()
+    assert saved_tokenizer_files(manifest) == known
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A checkpoint with a changed manifest that fits its marker."""
+    inner = attempt(path)
+    content = json.loads((inner / "manifest.json").read_text())
+    change(content)
+    (inner / "manifest.json").write_text(json.dumps(content))
+    (path / "COMPLETE").write_bytes(marker_content((inner / "manifest.json").read_bytes(), inner.name))
+    return path
+
+
+def test_a_checkpoint_is_found_by_folder_by_step_and_by_itself(tmp_path: Path) -> None:
     for step in (7, 9):
         write_checkpoint(tmp_path / f"iter_{step:07d}", tiny(num_layers=1))
     assert open_checkpoint(tmp_path)[0].path.name == "iter_0000009"
     assert open_checkpoint(tmp_path, 7)[0].path.name == "iter_0000007"
     assert open_checkpoint(tmp_path / "iter_0000007")[0].path.name == "iter_0000007"
     (tmp_path / "iter_0000009" / "COMPLETE").unlink()
-    assert open_checkpoint(tmp_path)[0].path.name == "iter_0000007"
+    manifest, notes = open_checkpoint(tmp_path)
+    assert (manifest.path.name, notes[0]) == ("iter_0000007", f"from {tmp_path}/iter_0000007, step 7")
+    assert notes[1].startswith(f"passed over {tmp_path}/iter_0000009: ")
+    assert len(open_checkpoint(tmp_path, 7)[1]) == 1
     with pytest.raises(CheckpointError, match=r"a checkpoint of step 9 that can be used:\n  iter_0000009: "):
         open_checkpoint(tmp_path, 9)
-    assert open_checkpoint(tmp_path)[1][0] == f"from {tmp_path}/iter_0000007, step 7"
-    assert open_checkpoint(tmp_path)[1][1].startswith(f"passed over {tmp_path}/iter_0000009: ")
-    assert len(open_checkpoint(tmp_path, 7)[1]) == 1
     with pytest.raises(CheckpointError, match="is the checkpoint of step 7, not 8"):
         open_checkpoint(tmp_path / "iter_0000007", 8)
     with pytest.raises(CheckpointError, match="does not hold a checkpoint"):
         open_checkpoint(tmp_path / "nothing")
-
-
-def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A checkpoint whose manifest is another, and fits its marker."""
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    (path / "manifest.json").write_text(json.dumps(content))
-    (path / "COMPLETE").write_bytes(marker_content((path / "manifest.json").read_bytes()))
-    return path
-
-
-def test_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    for step in (7, 9):
-        write_checkpoint(tmp_path / f"iter_{step:07d}", tiny(num_layers=1))
     rewritten(tmp_path / "iter_0000009", lambda content: content.update(version=99))
     with pytest.raises(NewerVersionError, match="iter_0000009 was written by a newer version"):
         open_checkpoint(tmp_path)
+    path = tmp_path / "iter_0000007"
+    text = (attempt(path) / "manifest.json").read_bytes()
+    (attempt(path) / "manifest.json").write_bytes(text.replace(b"F32", b"F64"))
+    with pytest.raises(DamagedCheckpointError):
+        open_checkpoint(path)
 
 
-def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path) -> None:
+def test_unknown_options_are_noted_and_those_of_the_model_refused(tmp_path: Path) -> None:
     path = tmp_path / "iter_0000007"
     write_checkpoint(path, tiny(num_layers=1))
     rewritten(path, lambda content: content["config"]["precision"].update(fp8_recipe="delayed"))
@@ -121,70 +124,25 @@ def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path)
         SavedModel(open_checkpoint(path)[0])
 
 
-@pytest.mark.parametrize("group", ["model", "precision"])
-@pytest.mark.parametrize("value", [None, "x", [1]])
-def test_a_configuration_that_is_none_is_told(group: str, value: object, tmp_path: Path) -> None:
-    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
-    manifest.config[group] = value
-    message = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        SavedModel(manifest)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be at least 1"),
-        ({"num_layers": -1}, "num_layers -1: must be at least 1"),
-        ({"hidden_size": 33}, "hidden size 33 does not divide into 4 heads"),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_told(changes: dict[str, int], said: str, tmp_path: Path) -> None:
-    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
-    manifest.config["model"] |= changes
-    with pytest.raises(UserError, match=re.escape(f"{manifest.path}: {said}")):
-        SavedModel(manifest)
-
-
-def test_only_files_of_a_tokenizer_are_taken_from_a_checkpoint(tmp_path: Path) -> None:
-    strangers = {"tokenizer/install.sh": b"x", "tokenizer/more/tokenizer.json": b"x", "notes.txt": b"x"}
-    known = {"tokenizer/tokenizer.json": b"{}", "generation_config.json": b"{}"}
-    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1), files=known | strangers)
-    assert strangers.keys() < manifest.files.keys()
-    assert saved_tokenizer_files(manifest) == known
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_layers": 3}, "lacks: layers.2.input_layernorm.bias, "),
-        ({"num_layers": 1}, "does not have: layers.1.input_layernorm.bias, "),
-        ({"ffn_hidden_size": 64}, "another shape than its model's: layers.0.mlp.linear_fc1.bias, "),
-        ({"num_query_groups": 2, "kv_channels": 12}, "its model's: layers.0.self_attention.linear_"),
-    ],
-)
-def test_tensors_that_are_not_the_models_are_named(changes: dict[str, int], said: str, tmp_path: Path) -> None:
+def test_models_that_do_not_fit_the_tensors_or_themselves(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "iter_0000007", tiny())
-    manifest.config["model"] |= changes
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        SavedModel(manifest)
-
-
-def test_vocabulary_is_that_of_the_embedding(tmp_path: Path) -> None:
-    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny())
-    manifest.config["model"]["vocab_size"] = None  # as when a tokenizer says it
+    given: dict[str, Any] = dict(manifest.config["model"])
+    manifest.config["model"]["vocab_size"] = None  # as when a tokenizer determines it
     assert SavedModel(manifest).model.vocab == 101
-
-
-def test_another_view_is_a_mistake(tmp_path: Path) -> None:
-    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", tiny()))
-    with pytest.raises(ValueError, match="is viewed"):
-        saved.read("final_layernorm.weight", (4, 8), whole_box((4, 8)))
-
-
-def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "iter_0000007"
-    write_checkpoint(path, tiny())
-    (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes().replace(b"F32", b"F64"))
-    with pytest.raises(DamagedCheckpointError):
-        open_checkpoint(path)
+    for changes, error, message in [
+        ({"num_layers": 3}, CheckpointError, "lacks: layers.2.input_layernorm.bias, "),
+        ({"num_layers": 1}, CheckpointError, "does not have: layers.1.input_layernorm.bias, "),
+        ({"ffn_hidden_size": 64}, CheckpointError, "another shape than its model's: layers.0.mlp.linear_fc1.bias, "),
+        ({"num_query_groups": 2, "kv_channels": 12}, CheckpointError, "its model's: layers.0.self_attention.linear_"),
+        ({"num_attention_heads": 0}, UserError, f"{manifest.path}: --num-attention-heads 0: must be at least 1"),
+        ({"hidden_size": 33}, UserError, f"{manifest.path}: hidden size 33 does not divide into 4 heads"),
+    ]:
+        manifest.config["model"] = given | changes
+        with pytest.raises(error, match=re.escape(message)):
+            SavedModel(manifest)
+    manifest.config["model"] = given
+    for group in ("precision", "model"):
+        manifest.config[group] = [1]
+        message = f"{manifest.path} has in its manifest what is no group of options: config."
+        with pytest.raises(CheckpointError, match=re.escape(message) + f".*{group}"):
+            SavedModel(manifest)

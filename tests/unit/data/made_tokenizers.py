@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,17 @@ def bpe(vocab_size: int = 400) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def hugging_face(folder: Path) -> Path:
-    """A folder as Hugging Face's."""
+def write_files(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """The folder, with these files in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in make_tokenizer_files(bpe()).items():
+    for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def hugging_face(folder: Path) -> Path:
+    """A folder as Hugging Face's."""
+    return write_files(folder, make_tokenizer_files(bpe()))
 
 
 def gpt2(folder: Path) -> tuple[Path, Path]:
@@ -94,10 +100,10 @@ def ranks() -> dict[bytes, int]:
     return {word: number for number, word in enumerate(ordered)}
 
 
-def tiktoken_file(path: Path) -> Path:
+def tiktoken_file(path: Path, words: Mapping[bytes, int] | None = None) -> Path:
     """A file of ranks: lines, or Megatron-LM's list if it ends in ``.json``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pairs = [(base64.b64encode(token).decode(), rank) for token, rank in ranks().items()]
+    pairs = [(base64.b64encode(token).decode(), rank) for token, rank in (words or ranks()).items()]
     if path.suffix == ".json":
         path.write_text(json.dumps([{"rank": r, "token_bytes": t, "token_str": None} for t, r in pairs]))
     else:

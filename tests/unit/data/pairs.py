@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,13 @@ NAMES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 """The same for numpy."""
 
 
-def write(prefix: Path, documents: Iterable[Sequence[float]], dtype: DTypeLike = np.uint16) -> Path:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
+def write(
+    prefix: Path,
+    documents: Iterable[Sequence[float]],
+    dtype: DTypeLike = np.uint16,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    with IndexedDatasetWriter(prefix, dtype, extra_files) as writer:
         for document in documents:
             writer.add_document(document)
     return prefix
@@ -37,6 +42,13 @@ def packed(documents: Sequence[Sequence[Sequence[float]]], code: int) -> tuple[b
     index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(starts)}q", *starts)
     index += struct.pack(f"<{len(boundaries)}q", *boundaries)
     return struct.pack(f"<{len(ids)}{LETTERS[code]}", *ids), index
+
+
+def write_packed(prefix: Path, documents: Sequence[Sequence[Sequence[float]]], code: int = 4) -> Path:
+    """Write documents of sequences without the project's writer."""
+    for suffix, content in zip(("bin", "idx"), packed(documents, code)):
+        prefix.with_name(f"{prefix.name}.{suffix}").write_bytes(content)
+    return prefix
 
 
 def pair(prefix: Path) -> tuple[bytes, bytes]:

@@ -14,19 +14,9 @@ from megatron.data.errors import (
     StopSignal,
     ToolParser,
     disk_error,
-    pluralize,
     run_tool,
     stop_on_signals,
 )
-
-
-def test_numbers_in_words() -> None:
-    assert [pluralize(n, "documents") for n in (0, 1, 2, 1234)] == [
-        "0 documents",
-        "1 document",
-        "2 documents",
-        "1,234 documents",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -69,17 +59,6 @@ def test_later_it_waits_for_a_check(number: signal.Signals) -> None:
         with pytest.raises(StoppedError, match=number.name):
             stop.check()
     assert [signal.getsignal(one) for one in BOTH] == before
-
-
-def test_the_next_check_raises_what_a_library_swallowed() -> None:
-    with stop_on_signals() as stop:
-        try:
-            send(signal.SIGTERM)
-        except BaseException:
-            swallowed = True
-        assert swallowed
-        with pytest.raises(StoppedError, match="SIGTERM"):
-            stop.wait_for_checks()
 
 
 @pytest.mark.parametrize(

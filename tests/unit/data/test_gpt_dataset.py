@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from benchmarks import megatron_order
 from megatron.config.data_paths import SPLITS
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, GPTDataset, SampleOrder, build_sample_order, split_ranges
+from megatron.data.gpt_dataset import GPTDataset, SampleOrder, build_sample_order, split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from tests.unit.data.pairs import write_packed
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 CASES = {f"case{case['case']}": case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
 ASKED = {"train": "n", "valid": "nv", "test": "nt"}
-A = np.array([5, 3, 8, 1, 7, 4, 6, 2, 9, 5], dtype=np.int32)
 
 
 # --- what Megatron-LM gave ---
@@ -50,31 +49,6 @@ def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
         np.testing.assert_array_equal(dataset[int(i)].tokens, tokens)
 
 
-def test_order_of_one_epoch() -> None:
-    order = build_sample_order(A, range(10), None, 8, 1234)
-    assert order.document_index.tolist() == [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]
-    assert order.sample_index.tolist() == [[0, 0], [1, 6], [3, 1], [5, 1], [6, 0], [7, 1], [8, 5]]
-    assert order.shuffle_index.tolist() == [5, 0, 3, 4, 2, 1]
-
-
-def test_order_of_two_epochs_shuffled_together() -> None:
-    order = build_sample_order(A, range(10), 12, 8, 1234)
-    assert order.epochs == 2
-    assert order.document_index.tolist() == [3, 3, 2, 6, 4, 5, 4, 0, 8, 8, 7, 1, 0, 9, 7, 1, 9, 2, 6, 5]
-    assert order.shuffle_index.tolist() == [4, 7, 1, 10, 9, 3, 8, 6, 11, 5, 0, 2]
-    assert order.sample_index[:5].tolist() == [[0, 0], [2, 6], [4, 0], [5, 1], [6, 5]]
-    assert order.sample_index[5:].tolist() == [[8, 1], [9, 0], [9, 8], [12, 2], [14, 0], [16, 3], [17, 6], [19, 0]]
-
-
-def test_order_with_a_last_epoch_shuffled_apart() -> None:
-    order = build_sample_order(A, range(10), 20, 8, 1234)
-    assert order.epochs == 4
-    head = [7, 0, 4, 1, 8, 8, 3, 3, 4, 3, 2, 4, 0, 2, 7, 6, 8, 5, 6, 5, 1, 9, 7, 9, 0, 2, 1, 6, 9, 5]
-    assert order.document_index.tolist() == [*head, 0, 6, 9, 7, 5, 8, 1, 4, 3, 2]
-    head = [8, 2, 17, 3, 13, 6, 5, 9, 0, 4, 16, 1, 15, 11, 10, 12, 7, 14]
-    assert order.shuffle_index.tolist() == [*head, 20, 21, 18, 23, 22, 19]
-
-
 # --- the format description, step by step ---
 
 
@@ -88,7 +62,7 @@ def equal(order: SampleOrder, expected: megatron_order.Tables) -> bool:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
     ends=st.tuples(st.integers(0, 12), st.integers(0, 12)),
@@ -116,15 +90,16 @@ def test_a_last_epoch_is_shuffled_apart_below_four_fifths(size: int, apart: bool
 
 
 @pytest.mark.parametrize("seq_length", [3, 100])
-def test_tables_of_more_sequences_than_are_counted_at_once(seq_length: int) -> None:
-    lengths = np.random.RandomState(5).randint(0, 9, 2 * SEQUENCES_AT_ONCE + 7).astype(np.int32)
+def test_tables_of_more_sequences_than_are_counted_at_once(seq_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.data.gpt_dataset.SEQUENCES_AT_ONCE", 500)
+    lengths = np.random.RandomState(5).randint(0, 9, 1007).astype(np.int32)
     part, size = range(3, len(lengths) - 2), int(lengths.sum()) // seq_length + 5
     order = build_sample_order(lengths, part, size, seq_length, 7)
     assert order.epochs == 2
     assert equal(order, megatron_order.tables(lengths.tolist(), list(part), size, seq_length, 7))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12),
     samples=st.integers(1, 30),
@@ -136,10 +111,7 @@ def test_samples_equal_the_description(
     assume(sum(lengths))
     texts = [[100 * i + n for n in range(length)] for i, length in enumerate(lengths)]
     prefix = tmp_path_factory.mktemp("text") / "x"
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for text in texts:
-            writer.add_sequence(text)
-            writer.end_document()
+    write_packed(prefix, [[text] for text in texts])
     indexed = IndexedDataset(prefix)
     dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(len(lengths)), samples, seq_length, 7))
     expected = megatron_order.tables(lengths, list(range(len(lengths))), samples, seq_length, 7)
@@ -147,33 +119,6 @@ def test_samples_equal_the_description(
         ids = megatron_order.item(texts, expected, i)
         assert dataset[i].tokens.tolist() == ids[:-1]
         assert dataset[i].labels.tolist() == ids[1:]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=12),
-    samples=st.integers(1, 30),
-    seq_length=st.integers(1, 20),
-)
-def test_samples_are_the_segments_of_the_line(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], samples: int, seq_length: int
-) -> None:
-    """Sample j is ids [j*s, j*s + s + 1) of all documents end to end; labels are tokens one further on."""
-    prefix = tmp_path_factory.mktemp("line") / "x"
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for i, length in enumerate(lengths):
-            writer.add_document(np.arange(length) + 100 * i)
-    indexed = IndexedDataset(prefix)
-    part = range(1, len(lengths))
-    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, part, samples, seq_length, 7))
-    line = np.concatenate([indexed[d] for d in dataset.order.document_index])
-    assert set(dataset.order.document_index) == set(part)
-    for i in range(len(dataset)):
-        start = int(dataset.order.shuffle_index[i]) * seq_length
-        tokens, labels = dataset[i]
-        assert tokens.dtype == labels.dtype == np.int64
-        assert tokens.tolist() == line[start : start + seq_length].tolist()
-        assert labels.tolist() == line[start + 1 : start + 1 + seq_length].tolist()
 
 
 def test_a_sample_outside_is_refused() -> None:
@@ -209,27 +154,6 @@ def test_more_places_than_32_bits_count_have_64(monkeypatch: pytest.MonkeyPatch)
     assert build_sample_order(lengths, range(9), None, 8, 1).sample_index.dtype == np.int32
 
 
-def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
-    order = build_sample_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
-    assert (order.epochs, len(order.shuffle_index)) == (25, 3)
-
-
-def test_tables_from_a_cache_are_the_order_again() -> None:
-    order = build_sample_order(A, range(2, 9), 20, 8, 1234)
-    again = SampleOrder.of(order.tables, A, range(2, 9), 8)
-    assert again[3:] == order[3:]
-    assert all(one is other for one, other in zip(again[:3], order[:3]))
-
-
-def test_what_is_read() -> None:
-    indexed = IndexedDataset(GOLDEN / "case0")
-    dataset = GPTDataset(indexed, build_sample_order(indexed.lengths, range(200), 400, 32, 1))
-    (reading,) = dataset.source_usage(100)
-    assert reading == (str(GOLDEN / "case0"), 3200, indexed.num_tokens)
-    assert dataset.source_usage(100)[0].epochs == 3200 / indexed.num_tokens
-    assert dataset.describe(3200) == f"3,200 tokens = 0.50 epochs of {indexed.num_tokens:,} in {GOLDEN / 'case0'}"
-
-
 # --- splits ---
 
 
@@ -246,9 +170,6 @@ def ends_by_hand(weights: list[float], sequences: int) -> list[tuple[int, int]]:
     ("split", "sequences", "expected"),
     [
         ("949,50,1", 10, [(0, 9), (9, 10), (10, 10)]),
-        ("969, 30, 1", 10, [(0, 10), (10, 10), (10, 10)]),
-        ("90,8,2", 200, [(0, 180), (180, 196), (196, 200)]),
-        ("1,1,1", 9, [(0, 3), (3, 6), (6, 9)]),
         ("1,1", 5, [(0, 2), (2, 5), (5, 5)]),  # 2.5 rounds to even
         ("1", 7, [(0, 7), (7, 7), (7, 7)]),
         (".5, .25 ,.25", 8, [(0, 4), (4, 6), (6, 8)]),
@@ -258,7 +179,7 @@ def test_split(split: str, sequences: int, expected: list[tuple[int, int]]) -> N
     assert [(r.start, r.stop) for r in split_ranges(split, sequences)] == expected
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=3), st.integers(0, 10**7))
 def test_split_covers_everything_once(weights: list[int], sequences: int) -> None:
     assume(any(weights))
@@ -270,9 +191,7 @@ def test_split_covers_everything_once(weights: list[int], sequences: int) -> Non
     assert all(len(r) == 0 for r, w in zip(ranges, weights) if w == 0)
 
 
-@pytest.mark.parametrize(
-    "split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,1", "1.2.3,1", "1e3,1", "nan", "90%", "1/1", ".5 .5"]
-)
+@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,1", "nan"])
 def test_a_split_that_is_no_split_is_refused(split: str) -> None:
     with pytest.raises(DataError, match=r"is not up to three numbers|has no weight above 0"):
         split_ranges(split, 10)

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -73,38 +72,6 @@ def test_built_once_and_mapped_from_then_on(tmp_path: Path) -> None:
     assert (about["facts"], about["source"]) == (FACTS, "corpus")
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_any_other_fact_is_another_entry(tmp_path: Path, name: str) -> None:
-    fill(tmp_path)
-    other = {**FACTS, name: [0, 8]}
-    assert same(IndexCache(tmp_path).tables("order", other, lambda: {"c": np.ones(3)}), {"c": np.ones(3)})
-    assert same(IndexCache(tmp_path).tables("blend", FACTS, lambda: {"d": np.ones(2)}), {"d": np.ones(2)})
-    assert same(IndexCache(tmp_path).tables("order", FACTS, refuse), example())
-
-
-def test_another_format_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path)
-    monkeypatch.setattr(cache_module, "CACHE_FORMAT", cache_module.CACHE_FORMAT + 1)
-    cache = IndexCache(tmp_path)
-    assert same(cache.tables("order", FACTS, lambda: {"c": np.ones(3)}), {"c": np.ones(3)})
-    assert cache.notes == []
-
-
-def test_files_that_changed_under_their_name_are_told_once(tmp_path: Path) -> None:
-    fill(tmp_path)
-    cache = IndexCache(tmp_path)
-    for samples in (1, 2):
-        assert same(cache.tables("order", FACTS | {"files": "abd", "samples": samples}, example, "corpus"), example())
-    (note,) = cache.notes
-    assert "corpus has changed since" in note
-    assert "built again" in note
-    quiet = IndexCache(tmp_path)
-    quiet.tables("order", FACTS | {"files": "xyz"}, example, "another corpus")
-    quiet.tables("order", FACTS | {"files": "abd", "samples": 3}, example, "corpus")
-    quiet.tables("blend", {"weights": [1]}, example)
-    assert quiet.notes == []
-
-
 # --- damage ---
 
 
@@ -122,7 +89,7 @@ def empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-@pytest.mark.parametrize("name", ["a.npy", "b.npy", ABOUT])
+@pytest.mark.parametrize("name", ["a.npy", ABOUT])
 @pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
 def test_damage_is_found_told_and_mended(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     entry = fill(tmp_path)
@@ -132,26 +99,6 @@ def test_damage_is_found_told_and_mended(tmp_path: Path, name: str, damage: Call
     (note,) = cache.notes
     assert f"the tables in {entry} are damaged and not used: " in note
     assert same(IndexCache(tmp_path).tables("order", FACTS, refuse), example())
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"tables": 1}', "\xff"])
-def test_an_about_file_that_tells_nothing(tmp_path: Path, text: str) -> None:
-    entry = fill(tmp_path)
-    (entry / ABOUT).write_bytes(text.encode("latin1"))
-    assert same(IndexCache(tmp_path).tables("order", FACTS, example), example())
-
-
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    entry = fill(tmp_path)
-    whole = (entry / "b.npy").read_bytes()
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 1 << place % 8
-        (entry / "b.npy").write_bytes(changed)
-        cache = IndexCache(tmp_path)
-        found = cache._read(entry, {"format": cache_module.CACHE_FORMAT, "kind": "order", "facts": FACTS})
-        assert found is None
-        assert "another checksum" in cache.notes[0]
 
 
 def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
@@ -184,22 +131,6 @@ def test_tables_of_every_layout_are_mapped(tmp_path: Path, table: NDArray[Any]) 
     found = IndexCache(tmp_path).tables("order", FACTS, lambda: {"c": table})["c"]
     assert is_mapped(found)
     assert same({"c": found}, {"c": table})
-
-
-def test_a_damaged_entry_that_another_process_mended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip(fill(tmp_path) / "a.npy")
-
-    def no_locks(file: object, operation: int) -> None:
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-
-    def build() -> Tables:
-        """While this process builds, another one mends; the same tables, as it happens in another type."""
-        IndexCache(tmp_path).tables("order", FACTS, lambda: {"a": np.arange(1000)})
-        return {"a": np.arange(1000, dtype=np.uint16)}
-
-    assert IndexCache(tmp_path).tables("order", FACTS, build)["a"].dtype == np.int64
 
 
 def test_names_are_on_the_disk_before_and_after_the_entry_gets_its_own(
@@ -237,18 +168,7 @@ def unwritable(monkeypatch: pytest.MonkeyPatch, name: str, error: int) -> None:
     monkeypatch.setattr(f"os.{name}", fail)
 
 
-def test_a_missing_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    cache = IndexCache(tmp_path / "file" / "folder")
-    for samples in (1, 2):
-        found = cache.tables("order", FACTS | {"samples": samples}, example)
-        assert same(found, example())
-        assert not is_mapped(found["a"])
-    (note,) = cache.notes
-    assert note == f"{tmp_path / 'file' / 'folder'} cannot be used (Not a directory): tables are built in memory"
-
-
-@pytest.mark.parametrize(("call", "error"), [("mkdir", errno.EROFS), ("fsync", errno.ENOSPC), ("rename", errno.EIO)])
+@pytest.mark.parametrize(("call", "error"), [("mkdir", errno.EROFS), ("rename", errno.EIO)])
 def test_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
 ) -> None:
@@ -370,7 +290,7 @@ def note(log: Path, line: str) -> None:
 
 
 def start(*args: Any) -> BaseProcess:
-    process = SPAWN.Process(target=ask, args=args)
+    process = SPAWN.Process(target=ask, args=args, daemon=True)  # a failed test does not wait for it
     process.start()
     return process
 
@@ -389,16 +309,6 @@ def test_of_many_processes_one_builds(tmp_path: Path) -> None:
         process.join(60)
     assert sorted(log.read_text().split("\n")[:-1]) == ["True True 0"] * 5 + ["begin"]
     assert not list(folder.glob(f"*{BUILDING}"))
-
-
-def test_a_damaged_entry_is_mended_by_one(tmp_path: Path) -> None:
-    folder, log = tmp_path / "folder", tmp_path / "log"
-    flip(fill(folder) / "a.npy")
-    processes = [start(folder, log, 0.5) for _ in range(3)]
-    for process in processes:
-        process.join(60)
-    assert log.read_text().count("begin") == 1
-    assert log.read_text().count("True True") == 3
 
 
 def test_others_take_over_from_a_killed_process_and_clean_up(tmp_path: Path) -> None:
@@ -462,8 +372,3 @@ def test_all_who_wait_for_a_process_that_cannot_publish_build_at_once(tmp_path: 
     assert len(printed) == 5
     reasons = {"File too large", "another process could not write to it"}
     assert {*printed} == {f"True False: {reason}): tables are built in memory" for reason in reasons}
-
-
-def test_a_published_entry_that_vanishes_is_built_again(tmp_path: Path) -> None:
-    shutil.rmtree(fill(tmp_path))
-    assert same(IndexCache(tmp_path).tables("order", FACTS, example), example())

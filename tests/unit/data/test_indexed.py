@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import struct
@@ -10,7 +9,6 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ def test_files_of_megatron_are_read(case: str, sequences: int, vocab: int) -> No
     assert 0 <= golden.tokens.min() <= golden.tokens.max() < vocab
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=4), max_size=3), max_size=9),
     code=st.sampled_from(sorted(LETTERS)),
@@ -97,25 +95,16 @@ DAMAGE = {
     "magic": (0, b"MMIDIDY", r"small\.idx: first 9 bytes is .*MMIDIDY.*expected .*MMIDIDX"),
     "version": (9, struct.pack("<Q", 2), r"small\.idx: version is 2, expected 1"),
     "code unknown": (17, b"\x09", r"small\.idx: type code is 9, expected one of 1 \(uint8\)"),
-    "code 0": (17, b"\x00", r"small\.idx: type code is 0, expected one of"),
-    "code unknown, the last": (17, b"\xff", r"small\.idx: type code is 255"),
     "code of another size": (17, b"\x04", r"small\.idx: pointer of sequence 1 is 4, expected 8"),
     "sequences": (18, struct.pack("<Q", 4), r"small\.idx: size is 142 bytes, expected 130"),
-    "sequences, absurd": (18, struct.pack("<Q", 2**63), r"small\.idx: size is 142 bytes"),
     "sequences, whose product overflows": (18, struct.pack("<Q", 2**62 + S), r"expected \d{20} bytes"),
-    "sequences, -1": (18, b"\xff" * 8, r"small\.idx: size is 142 bytes, expected \d{21} bytes"),
-    "boundaries, absurd": (26, struct.pack("<Q", 2**61 + D), r"small\.idx: size is 142 bytes, expected \d{20} bytes"),
-    "boundaries, -1": (26, b"\xff" * 8, r"small\.idx: size is 142 bytes, expected \d{21} bytes"),
     "boundaries": (26, struct.pack("<Q", 7), r"small\.idx: size is 142 bytes, expected 150"),
     "no boundaries": (26, struct.pack("<Q", 0), r"small\.idx: number of document boundaries is 0"),
     "length": (LENGTHS, struct.pack("<i", 3), r"small\.idx: pointer of sequence 1 is 4, expected 6"),
     "length negative": (LENGTHS + 4, struct.pack("<i", -3), r"small\.idx: length of sequence 1 is -3"),
     "last length": (LENGTHS + 16, struct.pack("<i", 7), r"small\.bin: size is 40 bytes, expected 42 bytes"),
     "first pointer": (POINTERS, struct.pack("<q", 2), r"small\.idx: pointer of sequence 0 is 2, expected 0"),
-    "last pointer": (POINTERS + 32, struct.pack("<q", 0), r"small\.idx: pointer of sequence 4 is 0, expected 28"),
     "first boundary": (DOCUMENTS, struct.pack("<q", 1), r"small\.idx: first and last document boundary is \(1, 5\)"),
-    "boundary negative": (DOCUMENTS + 8, struct.pack("<q", -1), r"boundary 1 of the documents is -1, expected 0 or"),
-    "boundary beyond": (DOCUMENTS + 8, struct.pack("<q", 9), r"boundary 2 of the documents is 2, expected 9 or more"),
     "last boundary": (DOCUMENTS + 40, struct.pack("<q", 4), r"is \(0, 4\), expected \(0, 5\)"),
     "boundaries fall": (
         DOCUMENTS + 16,
@@ -137,7 +126,7 @@ def test_a_damaged_field_is_named(small: Path, field: str) -> None:
     assert peak < 100_000  # bytes: nothing is made as large as a header says
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(at=st.integers(0, 141), data=st.binary(min_size=1, max_size=12))
 def test_any_bytes_in_an_index_are_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, at: int, data: bytes
@@ -167,21 +156,11 @@ def test_damage_far_into_a_large_index_is_found(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_file_cut_short_or_too_long_is_refused(small: Path, suffix: str) -> None:
+def test_every_shorter_or_longer_file_is_refused(small: Path, suffix: str) -> None:
     path = small.with_suffix(suffix)
     whole = path.read_bytes()
-    for damaged in (whole[:-1], whole + b"\0", b""):
+    for damaged in (*(whole[:size] for size in range(len(whole))), whole + b"\0"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"small\\{suffix}: size is {len(damaged)} bytes, expected"):
-            IndexedDataset(small)
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_every_shorter_file_is_refused(small: Path, suffix: str) -> None:
-    path = small.with_suffix(suffix)
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
         with pytest.raises(DataError, match=r"size is|first 9 bytes"):
             IndexedDataset(small)
 
@@ -197,17 +176,10 @@ def foreign_text(path: Path) -> None:
     path.write_text('{"text": "a line that is longer than a header would be"}\n' * 3)
 
 
-def foreign_array(path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.arange(100))
-
-
 FOREIGN: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "text": (foreign_text, "first 9 bytes is .*this is not a token index", "size is 171 bytes, expected 40"),
-    "an array": (foreign_array, "first 9 bytes is .*this is not a token index", "size is 928 bytes, expected 40"),
     "nothing": (Path.touch, "size is 0 bytes, expected a header of 34", "size is 0 bytes, expected 40"),
     "a folder": (Path.mkdir, "Is a directory", "Is a directory"),
-    "a loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links", "Too many levels"),
     "a dead link": (lambda path: path.symlink_to("none"), "No such file", "No such file"),
 }
 
@@ -220,27 +192,6 @@ def test_a_foreign_file_is_refused(small: Path, kind: str, suffix: str) -> None:
     path.unlink()
     make(path)
     with pytest.raises(DataError, match=rf"small\{suffix}: {of_index if suffix == '.idx' else of_ids}"):
-        IndexedDataset(small)
-
-
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_a_file_that_may_not_be_read_is_named(small: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memmap = np.memmap
-
-    def forbidden(path: str, **keywords: Any) -> np.ndarray:
-        if path.endswith(suffix):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return memmap(path, **keywords)
-
-    monkeypatch.setattr(np, "memmap", forbidden)
-    with pytest.raises(DataError, match=rf"small\{suffix}: Permission denied"):
-        IndexedDataset(small)
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_missing_file_is_named(small: Path, suffix: str) -> None:
-    small.with_suffix(suffix).unlink()
-    with pytest.raises(DataError, match=rf"small\{suffix}: No such file"):
         IndexedDataset(small)
 
 

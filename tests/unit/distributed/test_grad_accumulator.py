@@ -49,20 +49,6 @@ def test_a_dropped_w_is_noticed(dropped: int) -> None:
         solo.buckets.finish()
 
 
-def test_backward_outside_deferring_is_immediate_again() -> None:
-    solo = Solo.build(CONFIG)
-    input_gradients(solo)
-    solo.backward(BATCHES[:1])
-    assert solo.grad_accumulator.queued == len(BATCHES) * LINEARS, "only what was deferred is queued"
-
-
-def test_parameters_have_no_grad() -> None:
-    solo = Solo.build(CONFIG)
-    solo.backward(BATCHES)
-    assert [name for name, p in solo.params.items() if p.grad is not None] == []
-    assert [name for name, grad in solo.buckets.grads.items() if not grad.any()] == []
-
-
 def bound(**targets: torch.Tensor) -> tuple[GradAccumulator, list[str]]:
     """A grad_accumulator, and the list of contributions it reports."""
     grad_accumulator, contributions = GradAccumulator(), []

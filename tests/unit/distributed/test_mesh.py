@@ -1,18 +1,37 @@
-"""In which order channels are opened, and a world of one rank."""
+"""Process groups, channels, collectives of one rank, counts of traffic, and a store that is lost."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.comm import all_gather_objects, all_reduce, broadcast_object
+from megatron.distributed import comm, launch, mappings
+from megatron.distributed.comm import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    CommMeter,
+    Group,
+    Pending,
+    all_gather_objects,
+    all_reduce,
+    broadcast_object,
+)
+from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
 from megatron.pipeline.communication import channels
+from tests.solo import one_rank_mesh
 
 MOST_TURNS = 8
 
@@ -42,11 +61,6 @@ def test_in_a_pretended_world_nobody_answers_and_nobody_disagrees() -> None:
     with pytest.raises(ZeroDivisionError), fake_process_group(0, 2):
         raise ZeroDivisionError
     assert not dist.is_initialized(), "whatever happens inside"
-
-
-def test_a_pretended_world_of_one_rank_needs_no_groups() -> None:
-    with fake_process_group(0, 1):
-        assert not dist.is_initialized()
 
 
 def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
@@ -82,3 +96,165 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
         GroupInfo("dp copies", 32, 2),
         GroupInfo("dp gather", 32, 2),
     }
+
+
+ALONE = Group()
+
+
+class Work:
+    """Fills the result only when it is waited for."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result, self.waits = result, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.result.fill_(7.0)
+
+
+def test_pending_waits_once() -> None:
+    result = torch.zeros(2)
+    work: Any = Work(result)
+    pending = Pending(result, work)
+    assert pending.wait() is result
+    assert pending.wait().tolist() == [7.0, 7.0]
+    assert work.waits == 1
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [mappings.copy_to_region, mappings.reduce_from_region, mappings.gather_rows, mappings.reduce_scatter_rows],
+)
+def test_collectives_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(4, 2, requires_grad=True)
+    assert operation(x, ALONE) is x
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_sums_take_the_place_of_a_ranks_rows_on_gpus_alone(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    outs = []
+    monkeypatch.setattr(comm, "_reduce_scatter", lambda out, x, **rest: outs.append(out))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
+    x = torch.zeros(6, 2)
+    comm.start_reduce_scatter(x, Group((0, 1, 2), 1), x[2:4])
+    comm.start_reduce_scatter(x, Group((0, 1, 2), 1))
+    assert [out.shape for out in outs] == [(2, 2), (2, 2)]
+    assert [out.data_ptr() == x[2:4].data_ptr() for out in outs] == [on_gpu, False]
+
+
+def test_mesh_alone_needs_no_torch_distributed() -> None:
+    mesh = one_rank_mesh()
+    assert not dist.is_initialized()
+    assert all(g == Group((0,)) for g in (mesh.tp, mesh.dp_cp, mesh.world, mesh.tp_subgroup((0,))))
+    assert comm.all_gather_objects("x", mesh.world) == ["x"]
+
+
+def test_mesh_knows_only_the_groups_it_created() -> None:
+    with pytest.raises(KeyError):
+        one_rank_mesh().group("cp", "tp")
+    with pytest.raises(ValueError, match="no group was created"):
+        one_rank_mesh().tp_subgroup((0, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_a_ring_of_ranks(ranks: int) -> None:
+    """A tensor falls into as many blocks as there are ranks; in n - 1 rounds each rank sends one to the next.
+
+    After the first n - 1 rounds each has the sum of one block, after n - 1 more all have all.
+    """
+    size, sent = 4 * 3 * ranks, 0
+    holds = [{rank} for rank in range(ranks)]  # blocks whose sum a rank has at the end of the first half
+    for _ in range(ranks - 1):
+        sent += size // ranks
+    scattered, gathered = sent, 0
+    while any(len(blocks) < ranks for blocks in holds):
+        holds = [blocks | holds[rank - 1] for rank, blocks in enumerate(holds)]
+        gathered += size // ranks
+    group = Group(tuple(range(ranks)), 0, None, "dp")
+    group.sends(REDUCE_SCATTER, size)
+    group.sends(ALL_GATHER, size)
+    group.sends(ALL_REDUCE, 2 * size)
+    assert group.meter.pop_bytes_sent() == {
+        ("dp", REDUCE_SCATTER): scattered,
+        ("dp", ALL_GATHER): gathered,
+        ("dp", ALL_REDUCE): scattered + gathered,
+    }
+
+
+def test_bytes_add_up_until_they_are_taken_and_not_in_pauses() -> None:
+    meter = CommMeter(["tp"])
+    meter.sends("tp", "send", 1.0)
+    with meter.paused():
+        meter.sends("tp", "send", 10.0)
+    meter.sends("tp", "send", 2.0)
+    meter.add("tp", 0.5)
+    assert meter.pop_bytes_sent() == {("tp", "send"): 3.0}
+    assert meter.pop_bytes_sent() == {}
+    assert meter.pop() == {"tp": 0.5}
+
+
+PATIENCE = timedelta(seconds=30)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The process that hosts the store, which this one asks as a rank does."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+        os.write(writer, str(store.port).encode())
+        while True:
+            time.sleep(1)
+    port = int(os.read(reader, 10))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for thread in launch._unanswered:
+        thread.join(10)
+    launch._unanswered.clear()
+
+
+def test_it_answers(host: int) -> None:
+    assert not launch.has_any_rank_failed()
+    assert launch.register_failure()
+    assert launch.has_any_rank_failed()
+    assert not launch.register_failure()
+    launch.publish_text("a", "said")
+    assert launch.read_texts(["a", "b"]) == {"a": "said"}
+
+
+def test_one_that_hangs_is_waited_for_once(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STORE_TIMEOUT_SECONDS", 0.5)
+    os.kill(host, signal.SIGSTOP)
+    assert launch.register_failure()
+    assert launch.has_any_rank_failed()
+    launch.publish_text("a", "said")
+    assert launch.read_texts(["a"]) == {}
+    assert len(launch._unanswered) == 1
+
+
+def test_one_that_is_gone_has_no_answer(host: int) -> None:
+    os.kill(host, signal.SIGKILL)
+    assert launch.register_failure()
+    assert launch.read_texts(["a"]) == {}
+
+
+def test_pending_without_work_is_there() -> None:
+    result = torch.ones(1)
+    assert Pending(result).wait() is result
+
+
+@pytest.mark.parametrize("operation", [comm.all_reduce, comm.all_gather, comm.reduce_scatter])
+def test_raw_operations_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(4, 2)
+    assert operation(x, ALONE) is x
+
+
+def test_rows_alone_are_whole() -> None:
+    x = torch.randn(4, 2)
+    assert WgradOperand(x).wait() is x
+    assert WgradOperand(x, ALONE).start().wait() is x

@@ -13,7 +13,6 @@ from megatron.distributed.param_layout import (
     ALIGNMENT,
     MIN_PART_RATIO,
     BucketKey,
-    Packing,
     ParamShard,
     bucket_capacities,
     contiguous_boxes,
@@ -44,22 +43,6 @@ def test_every_element_lies_in_one_part(sizes: dict[str, int], shards: int, copi
         if uncut:
             assert sum(packing.shard_in_part(name, numel, part, shards) is not None for part in range(shards)) == 1
     assert taken.max() == 1, "two parameters overlap"
-
-
-def test_uncut_parameters_are_dealt_out_evenly() -> None:
-    sizes = {name: size * ALIGNMENT for name, size in zip("abcdef", (5, 4, 3, 3, 2, 1))}
-    packing = pack(sizes, 3, 1, uncut=True)
-    assert packing.size == 3 * 6 * ALIGNMENT, "18 units over 3 ranks"
-
-
-def test_a_share_is_what_lies_in_the_part() -> None:
-    packing = Packing({"a": 64}, 256)
-    assert [packing.shard_in_part("a", 100, part, 4) for part in range(4)] == [
-        None,
-        ParamShard(0, 64),
-        ParamShard(64, 100),
-        None,
-    ]
 
 
 @QUICK

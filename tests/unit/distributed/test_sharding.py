@@ -1,14 +1,20 @@
-"""Shard specs against a mark for every element of the global tensor."""
+"""Shards tile the global tensor, in every layout, with the same initial values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, combinations
 from math import prod
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from megatron.distributed.sharding import DenseSharding, Init, ShardSpec, padded_vocab_size
+from megatron.config.parallel import ParallelConfig
+from megatron.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, grid_of
+from megatron.distributed.random import initialize
+from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 
 INIT = Init(std=0.02)
 MakeSpec = Callable[[DenseSharding], ShardSpec]
@@ -112,20 +118,98 @@ def test_refuses_heads_that_do_not_divide(groups: int, queries: int, tp: int) ->
         DenseSharding(0, tp).qkv(groups, queries, (2, 3), INIT)
 
 
-def test_refuses_a_dimension_that_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="dimension 1 of \\(2, 10, 3\\) does not divide by TP 4"):
-        DenseSharding(0, 4).split((20, 3), 1, INIT, (2, 10, 3))
+def filled(spec: ShardSpec, dtype: torch.dtype = torch.float32, name: str = "w", seed: int = 1) -> Tensor:
+    local = torch.full(spec.local_shape, float("nan"), dtype=dtype)
+    initialize(local, spec, name, seed)
+    return local
 
 
-@pytest.mark.parametrize("tp", range(1, 9))
-@pytest.mark.parametrize("divisible_by", [1, 3, 128])
-@pytest.mark.parametrize("entries", [1, 127, 128, 129, 50257])
-def test_padded_vocabulary_is_the_next_multiple(entries: int, divisible_by: int, tp: int) -> None:
-    rows = padded_vocab_size(entries, divisible_by, tp)
-    assert rows % (divisible_by * tp) == 0
-    assert entries <= rows < entries + divisible_by * tp
+@pytest.mark.parametrize(("name", "tp"), [case for case in CASES if case[1] in (2, 3, 8)])
+def test_union_over_ranks_is_the_whole(name: str, tp: int) -> None:
+    """Every piece, owned or a copy, has the bits that one rank alone would give it; padding is zero."""
+    whole_spec = CONSTRUCTORS[name](DenseSharding(0, 1))
+    whole = filled(whole_spec)[: whole_spec.shape[0]].view(whole_spec.view)
+    for spec in specs_of(name, tp):
+        local = filled(spec).view(spec.local_view)
+        for piece in spec.pieces:
+            assert torch.equal(local[piece.local_box.slices], whole[piece.global_box.slices])
+            local[piece.local_box.slices] = 0
+        assert not local.any(), "padding is not zero"
 
 
-def test_decay() -> None:
-    weight, bias = DenseSharding(0, 2).split((4, 3), 0, INIT), DenseSharding(0, 2).split((4,), 0, INIT)
-    assert (weight.decays, bias.decays) == (True, False)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_rounds_the_same_numbers(dtype: torch.dtype) -> None:
+    spec = DenseSharding(0, 1).split((100, 7), 0, Init(std=0.3))
+    assert torch.equal(filled(spec, dtype), filled(spec).to(dtype))
+
+
+def test_distribution() -> None:
+    values = filled(DenseSharding(0, 1).split((1000, 200), 0, Init(std=0.3)))
+    n = values.numel()
+    assert abs(values.mean().item()) < 5 * 0.3 / n**0.5
+    assert values.std().item() == pytest.approx(0.3, abs=5 * 0.3 / (2 * n) ** 0.5)
+    assert (values / 0.3).pow(4).mean().item() == pytest.approx(3, abs=5 * (96 / n) ** 0.5)  # a normal's fourth moment
+    blocks = values[:960].view(15, 64, 200).flatten(1)
+    assert (blocks.corrcoef() - torch.eye(15)).abs().max() < 5 / blocks.shape[1] ** 0.5, "blocks of rows are related"
+
+
+def test_names_and_seeds_differ() -> None:
+    spec = DenseSharding(0, 1).split((64, 64), 0, Init(std=1.0))
+    drawn = [filled(spec), filled(spec, name="v"), filled(spec, seed=2)]
+    correlations = torch.stack([d.flatten() for d in drawn]).corrcoef() - torch.eye(3)
+    assert correlations.abs().max() < 5 / 64
+    assert torch.equal(drawn[0], filled(spec))
+
+
+def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, world: int = 8) -> Layout:
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    return Layout.from_config(config, world)
+
+
+LAYOUTS = {
+    "alone": layout(world=1),
+    "tp2 dp4": layout(tp=2),
+    "tp2 pp2 cp2 dp3": layout(tp=2, pp=2, cp=2, world=24),
+    "pp3 tp2 ep4 etp1 dp4": layout(tp=2, pp=3, ep=4, etp=1, world=24),
+    "cp2 ep2": layout(cp=2, ep=2, world=8),
+}
+
+
+def subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return list(chain.from_iterable(combinations(axes, n) for n in range(1, len(axes) + 1)))
+
+
+@pytest.mark.parametrize("axes", sorted({*subsets(DENSE_AXES), *subsets(EXPERT_AXES)}), ids="-".join)
+@pytest.mark.parametrize("name", [*LAYOUTS][1::2])
+def test_groups_are_slices_of_the_grid(name: str, axes: tuple[str, ...]) -> None:
+    lay, grid = LAYOUTS[name], grid_of(axes)
+    ranks = np.arange(lay.world_size).reshape([lay.sizes[a] for a in grid])
+    fixed = [i for i, a in enumerate(grid) if a not in axes]
+    expected = set()
+    for index in np.ndindex(*[ranks.shape[i] for i in fixed]):
+        selection: list[int | slice] = [slice(None)] * len(grid)
+        for i, at in zip(fixed, index):
+            selection[i] = at
+        expected.add(tuple(sorted(ranks[tuple(selection)].ravel().tolist())))
+    assert lay.groups(axes) == sorted(expected)
+    for group in expected:
+        assert all(lay.group_of(rank, axes) == group for rank in group)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "name"), [({"tp": 3}, 8, "TP x PP x CP = 3"), ({"tp": 2, "ep": 3}, 8, "PP x EP x expert-TP = 6")]
+)
+def test_refuses_what_does_not_divide(sizes: dict[str, int], world: int, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{world} ranks are not a multiple of {name}"):
+        layout(**sizes, world=world)
+
+
+def test_refuses_axes_of_two_grids() -> None:
+    with pytest.raises(ValueError, match="belong to no one grid"):
+        grid_of(("dp", "ep"))

@@ -1,7 +1,8 @@
-"""Generation with a cache against reading the whole text anew for every token."""
+"""Generation with a cache against reading the whole text anew for every token; stop tokens and layouts of a model."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.inference.generate import SamplingParams, generate, sample_tokens, uniform_draw
-from megatron.inference.text import InferenceError
+from megatron.inference.load import check_tensor_parallel_size, stop_ids
+from megatron.inference.text import IdCodec, InferenceError
 from megatron.model.gpt import GPTChunk
 from tests.solo import Solo, tiny
 
@@ -49,18 +51,6 @@ def reread(chunk: GPTChunk, prompt: list[int], number: int, sampling: SamplingPa
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(0.9, 40, 0.95, seed=3)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_equals_reading_everything_anew(name: str, sampling: SamplingParams) -> None:
-    """In one batch of prompts of different lengths, in batches of two, and alone."""
-    chunk = model(**CONFIGS[name])
-    prompts = prompts_of(chunk.config)
-    expected = [reread(chunk, prompt, number, sampling) for number, prompt in enumerate(prompts)]
-    assert len({tuple(ids) for ids in expected}) > 1
-    for batch_size in (8, 2, 1):
-        assert generate(chunk, prompts, NEW, sampling, batch_size=batch_size) == expected
-
-
 class Noted(nn.Module):
     """A model that notes the logits it gives."""
 
@@ -75,9 +65,15 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_those_without_a_cache(name: str) -> None:
+def test_generation_equals_reading_everything_anew(name: str) -> None:
+    """Tokens, in one batch of prompts of different lengths, in batches of two, and alone; and logits."""
     chunk = model(**CONFIGS[name])
     prompts = prompts_of(chunk.config)
+    for sampling, batch_sizes in ((GREEDY, (2,)), (SamplingParams(0.9, 40, 0.95, seed=3), (8, 1))):
+        expected = [reread(chunk, prompt, number, sampling) for number, prompt in enumerate(prompts)]
+        assert len({tuple(ids) for ids in expected}) > 1
+        for batch_size in batch_sizes:
+            assert generate(chunk, prompts, NEW, sampling, batch_size=batch_size) == expected
     noted = Noted(chunk)
     chosen = generate(cast(GPTChunk, noted), prompts, NEW, GREEDY)
     cached = torch.cat(noted.seen)
@@ -109,31 +105,51 @@ def test_tokens_are_told_one_by_one() -> None:
     assert [prompt for prompt, *_ in printed[:4]] == [0, 1, 0, 1]
 
 
-def test_no_prompts() -> None:
-    assert generate(model(), [], 5, GREEDY) == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "new", "message"),
-    [
+def test_requests_that_cannot_be_fulfilled() -> None:
+    chunk = model()
+    for prompts, new, message in [
         ([[1], []], 3, "prompt 2 is empty"),
         ([[1, 101]], 3, r"prompt 1 has id 101, but the model's ids are 0\.\.100"),
         ([[1] * 10], 7, r"exceed the model's 16 positions\n  fix: --max-new-tokens 6"),
         ([[1] * 16], 1, "has 16 positions for prompt and new tokens"),
         ([[1]], 0, "--max-new-tokens 0: must be"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(prompts: list[list[int]], new: int, message: str) -> None:
-    with pytest.raises(InferenceError, match=message):
-        generate(model(), prompts, new, GREEDY)
-
-
-def test_as_many_as_fit() -> None:
-    assert len(generate(model(), [[1] * 10], 6, GREEDY)[0]) == 6
-
-
-def test_a_model_with_broken_weights_is_an_error() -> None:
-    chunk = model()
+    ]:
+        with pytest.raises(InferenceError, match=message):
+            generate(chunk, prompts, new, GREEDY)
+    assert len(generate(chunk, [[1] * 10], 6, GREEDY)[0]) == 6
+    assert generate(chunk, [], 5, GREEDY) == []
     torch.nn.init.constant_(chunk.params["final_layernorm.weight"], float("inf"))
     with pytest.raises(InferenceError, match="NaN or infinite"):
         generate(chunk, [[1]], 3, GREEDY)
+
+
+# --- the model's files and layout ---
+
+
+class EndsWith9(IdCodec):
+    end = 9
+
+
+def test_stop_ids_are_those_of_the_first_file_that_names_them() -> None:
+    for contents, expected in [
+        ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 7}}, {5, 6}),
+        ({"generation_config": {"eos_token_id": 0}}, {0}),
+        ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 7}}, {7}),
+        ({"generation_config": {}, "config": {}}, {9}),
+    ]:
+        files = {f"{name}.json": json.dumps(content).encode() for name, content in contents.items()}
+        assert stop_ids(files, EndsWith9()) == expected
+    assert stop_ids({}, IdCodec()) == set()
+    for broken in (b"{", b"[]", b'{"eos_token_id": {}}', b'{"eos_token_id": "x"}'):
+        with pytest.raises(InferenceError, match=r"generation_config\.json"):
+            stop_ids({"generation_config.json": broken}, IdCodec())
+
+
+def test_layouts() -> None:
+    model = tiny(num_query_groups=2)
+    for tp in (1, 2, 4):
+        check_tensor_parallel_size(model, tp, tp)
+    with pytest.raises(InferenceError, match=r"4 heads do not divide over TP 3; .*\n  fix: torchrun .* 2 "):
+        check_tensor_parallel_size(model, 3, 3)
+    with pytest.raises(InferenceError, match=r"size 2 on 4 processes.*\n  fix: torchrun --nproc-per-node 2 "):
+        check_tensor_parallel_size(model, 2, 4)

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from megatron.inference.generate import SamplingParams, filter_logits, sample_tokens, uniform_draw
 from megatron.inference.text import InferenceError
 
-transformers = pytest.importorskip("transformers")
-
-DRAWS = 40_000
+DRAWS = 20_000
 
 
 def logits(seed: int, prompts: int = 3, entries: int = 40) -> Tensor:
@@ -28,12 +27,12 @@ def logits(seed: int, prompts: int = 3, entries: int = 40) -> Tensor:
 @cache
 def any_model() -> Any:
     """It makes the processors, and nothing of it is used."""
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=5))
+    return GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=5))
 
 
 def by_transformers(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     """What `transformers.generate` samples from, its processors in its order."""
-    config = transformers.GenerationConfig(
+    config = GenerationConfig(
         do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k or 0, top_p=sampling.top_p or 1.0
     )
     processors = any_model()._get_logits_processor(config, input_ids_seq_length=1)
@@ -41,7 +40,7 @@ def by_transformers(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     return scores
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.floats(0.2, 3.0),
@@ -57,19 +56,14 @@ def test_filters_equal_those_of_transformers(
     torch.testing.assert_close(ours.softmax(-1), theirs.double().softmax(-1), rtol=1e-5, atol=0)
 
 
-def test_equal_logits_share_a_place_under_top_k() -> None:
+def test_ties_under_top_k_and_top_p() -> None:
     kept = filter_logits(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), SamplingParams(top_k=2)).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
-
-
-def test_top_p_ends_with_the_token_that_reaches_it() -> None:
     kept = filter_logits(torch.zeros(1, 4), SamplingParams(top_p=0.5)).isfinite()
     assert kept.sum() == by_transformers(torch.zeros(1, 4), SamplingParams(top_p=0.5)).isfinite().sum() == 2
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(0.7, 10, 0.9), SamplingParams(1.5, top_p=0.5)], ids=str
-)
+@pytest.mark.parametrize("sampling", [SamplingParams(0.7, 10, 0.9), SamplingParams(1.5, top_p=0.5)], ids=str)
 def test_frequencies_are_the_probabilities(sampling: SamplingParams) -> None:
     """Pearson's chi-square over all tokens that can appear; its mean is k - 1, its variance 2 (k - 1)."""
     one = logits(3)[:1]
@@ -84,7 +78,7 @@ def test_frequencies_are_the_probabilities(sampling: SamplingParams) -> None:
     assert abs(statistic - degrees) < 4 * (2 * degrees) ** 0.5
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(
     weights=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any), number=st.floats(0, 1, exclude_max=True)
 )
@@ -97,25 +91,16 @@ def test_the_token_is_where_the_cumulative_probability_passes_the_draw(weights: 
     assert number <= (below + weights[token]) / total + 1e-12
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-def test_the_ends_of_the_interval_choose_what_is_possible(number: float) -> None:
+def test_ends_of_the_interval_and_low_temperatures() -> None:
     rows = logits(5, prompts=200)
-    chosen = sample_tokens(rows, SamplingParams(top_k=3), torch.full((200,), number, dtype=torch.float64))
-    assert filter_logits(rows, SamplingParams(top_k=3)).gather(1, chosen.unsqueeze(1)).isfinite().all()
-
-
-def test_temperature_0_takes_the_likeliest() -> None:
-    rows = logits(1)
-    chosen = sample_tokens(rows, SamplingParams(0.0, top_k=5), torch.rand(3, dtype=torch.float64))
-    assert chosen.tolist() == rows.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-45, 5e-324])
-@pytest.mark.parametrize("left", [{}, {"top_k": 5}, {"top_p": 0.9}])
-def test_a_temperature_near_0_takes_the_likeliest(temperature: float, left: dict[str, Any]) -> None:
-    rows = 1000 * logits(1)
-    chosen = sample_tokens(rows, SamplingParams(temperature, **left), torch.full((3,), 0.999, dtype=torch.float64))
-    assert chosen.tolist() == rows.argmax(-1).tolist()
+    for number in (0.0, 1.0 - 2.0**-53):
+        chosen = sample_tokens(rows, SamplingParams(top_k=3), torch.full((200,), number, dtype=torch.float64))
+        assert filter_logits(rows, SamplingParams(top_k=3)).gather(1, chosen.unsqueeze(1)).isfinite().all()
+    for temperature in (0.0, 1e-3, 1e-38, 1e-40, 5e-324):
+        for left in ({}, {"top_k": 5}, {"top_p": 0.9}):
+            params = SamplingParams(temperature, **left)  # type: ignore[arg-type]
+            chosen = sample_tokens(1000 * rows, params, torch.full((200,), 0.999, dtype=torch.float64))
+            assert chosen.tolist() == rows.argmax(-1).tolist()
 
 
 def test_draws_are_even_and_their_own() -> None:
@@ -127,12 +112,9 @@ def test_draws_are_even_and_their_own() -> None:
     assert ((counts - 200).square() / 200).sum() < 49 + 4 * 98**0.5
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
-def test_what_cannot_be_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(InferenceError, match=r"must be .*\n  fix: --t"):
-        SamplingParams(**bad)  # type: ignore[arg-type]
-
-
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+def test_parameters_and_logits_that_cannot_be_used() -> None:
+    for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}):
+        with pytest.raises(InferenceError, match=r"must be .*\n  fix: --t"):
+            SamplingParams(**bad)  # type: ignore[arg-type]
     with pytest.raises(InferenceError, match="NaN or infinite"):
         sample_tokens(torch.tensor([[0.0, float("nan")]]), SamplingParams(), torch.zeros(1, dtype=torch.float64))

@@ -1,9 +1,9 @@
-"""Choosing implementations: what is there, what proves right, what was asked for."""
+"""Choosing implementations: what is there, what proves right, what was asked for, what is deterministic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,18 +16,13 @@ from megatron.config import plugins
 from megatron.config.errors import UserError
 from megatron.config.run import KERNEL_CANDIDATES, kernel_problems
 from megatron.kernels import registry
+from megatron.kernels.compile import make_deterministic
 from megatron.kernels.linear import LinearKernel, accumulate_wgrad
 from megatron.kernels.operation import Candidate, check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels, select_kernels
 from tests.solo import Solo, random_batch, tiny
 
 CPU = torch.device("cpu")
-
-
-def test_the_tables_say_the_same() -> None:
-    assert {name: tuple(operation.candidates) for name, operation in OPERATIONS.items()} == KERNEL_CANDIDATES
-    assert [f.name for f in fields(Kernels)] == list(KERNEL_CANDIDATES)
-    assert all(names[-1] == "torch" for names in KERNEL_CANDIDATES.values())
 
 
 def test_auto_on_a_cpu_is_stock_torch_for_everything() -> None:
@@ -137,12 +132,6 @@ def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatc
         select_kernels(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
 
 
-def test_all_problems_are_reported_together() -> None:
-    with pytest.raises(UserError) as caught:
-        select_kernels(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
-    assert [problem.code for problem in caught.value.problems] == ["E903", "E903"]
-
-
 def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: Kernels().norm, deterministic=False))
     assert select_kernels(("norm=apex",), CPU, torch.float32)[0] == Kernels()
@@ -150,11 +139,6 @@ def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.M
         select_kernels(("norm=apex",), CPU, torch.float32, deterministic=True)
     assert select_kernels(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
     assert not OPERATIONS["attention"].candidates["cudnn"].deterministic
-
-
-def test_where_nothing_is_computed_all_is_torchs_whatever_is_asked_for() -> None:
-    kernels, notes = select_kernels(["attention=cudnn", "compiled"], torch.device("meta"), torch.bfloat16)
-    assert (kernels, notes) == (Kernels(), ["kernels: torch"])
 
 
 @pytest.fixture
@@ -216,3 +200,64 @@ def test_attention_dropout_is_computed_by_torch_whatever_is_free(monkeypatch: py
             found = [problem.code for problem in error.problems]
         assert found == codes
     parse([*run, "attention=cudnn", "--attention-dropout", "0"], {})
+
+
+DETERMINISM_CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    cudnn.deterministic, cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+def test_nothing_happens_unless_it_is_wanted() -> None:
+    environ: dict[str, str] = {}
+    assert make_deterministic(False, CUDA, environ) == []
+    assert environ == {}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_gpu_gets_what_cublas_and_nccl_need() -> None:
+    environ: dict[str, str] = {}
+    assert len(make_deterministic(True, CUDA, environ)) == 1
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "a warning would not stop the run"
+    assert torch.backends.cudnn.deterministic
+    make_deterministic(True, CUDA, environ)  # what it has set itself is right
+
+
+@pytest.mark.parametrize("algorithms", ["NVLS", "Ring,NVLSTree", "^Ring"])
+def test_settings_that_do_not_are_all_refused(algorithms: str) -> None:
+    environ = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "NCCL_ALGO": algorithms}
+    with pytest.raises(UserError) as caught:
+        make_deterministic(True, CUDA, environ)
+    assert [problem.code for problem in caught.value.problems] == ["E902", "E902"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    make_deterministic(True, DETERMINISM_CPU, environ)  # which asks neither
+
+
+def test_a_step_uses_no_operation_that_torch_would_refuse() -> None:
+    """With all that a model can have: dropout, documents, a window, grouped heads, a z loss."""
+    config = tiny(
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        num_query_groups=2,
+        window_size=5,
+        z_loss_coeff=1e-3,
+        position_embedding_type="rope",
+        qk_layernorm=True,
+    )
+    batch = random_batch(config, documents=torch.tensor([[0] * 7 + [1] * 9, [0] * 16]))
+
+    def norms() -> list[float]:
+        solo = Solo.build(config, torch.float32)
+        return [solo.step([batch])[1].grad_norm.item() for _ in range(2)]
+
+    before = norms()
+    make_deterministic(True, DETERMINISM_CPU, {})
+    assert norms() == before

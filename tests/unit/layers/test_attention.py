@@ -1,4 +1,4 @@
-"""Attention against loops over heads and queries, and who can see whom."""
+"""Attention, its mask, rotary positions, the cache of keys and values, and its largest logit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
@@ -14,8 +16,11 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding, rotate
-from megatron.layers.attention import SelfAttention
+from megatron.layers import attention as attention_module
+from megatron.layers import parameters
+from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.kv_cache import KVCache
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
@@ -43,7 +48,8 @@ def test_mask(window: int | None, documents: Tensor | None) -> None:
 
 
 def attention(config: ModelConfig) -> SelfAttention:
-    return SelfAttention(config, BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64), 0.2, False)
+    context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
+    return SelfAttention(config, context.declare(parameters.self_attention(config, context.sharding)), False)
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
@@ -145,3 +151,217 @@ def test_how_far_a_token_is_seen(window: int | None, reach: int) -> None:
         where[:, position] = 1
         same = torch.equal(loss_at(solo, batch, where), loss_at(solo, other, where))
         assert same is not (changed <= position < changed + reach)
+
+
+S, B, G, X, D = 11, 2, 2, 3, 4
+
+
+def by_loops_of_logit(q: Tensor, k: Tensor, window: int | None, documents: Tensor | None) -> float:
+    found = []
+    for b in range(B):
+        for i in range(S):
+            for j in range(max(0, i + 1 - window) if window else 0, i + 1):
+                if documents is None or documents[b, i] == documents[b, j]:
+                    found += [(q[i, b, n] @ k[j, b, n // X]).item() / D**0.5 for n in range(G * X)]
+    return max(found)
+
+
+def operands(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(S, B, heads, D, generator=generator, dtype=torch.float64) for heads in (G * X, G))
+    return q - 1, k + 1  # most logits are negative: a mask that hides too little, or a zero, would win
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1000), block=st.sampled_from([1, 200, 1 << 20]))
+def test_it_is_that_of_the_visible_pairs(window: int | None, documents: bool, seed: int, block: int) -> None:
+    q, k = operands(seed)
+    ids = torch.tensor([[0] * 4 + [1] * 7, [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]]) if documents else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "LOGITS_PER_BLOCK", block)
+        got = largest_logit(q, k, window, ids)
+    assert got.item() == pytest.approx(by_loops_of_logit(q, k, window, ids), rel=1e-12)
+
+
+def test_half_precision_is_multiplied_in_fp32() -> None:
+    q, k = (x.to(torch.bfloat16) for x in operands(0))
+    assert largest_logit(q, k, None, None).dtype == torch.float32
+    assert largest_logit(q, k, None, None).item() == pytest.approx(
+        by_loops_of_logit(q.double(), k.double(), None, None), rel=1e-6
+    )
+
+
+def test_a_nan_is_reported() -> None:
+    q, k = operands(0)
+    q[3, 1, 2, 0] = torch.nan
+    assert largest_logit(q, k, None, None).isnan()
+
+
+BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 4, 11
+
+
+def keys_and_values(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(tokens, BATCH, HEADS, CHANNELS, generator=generator).double() for _ in "kv")
+    return k, v
+
+
+def test_gives_back_everything_in_order() -> None:
+    cache, read = KVCache(CAPACITY), {"a": keys_and_values(0, 0), "b": keys_and_values(0, 0)}
+    for seed, tokens in enumerate((4, 1, 5, 1)):
+        for layer in read:
+            new = keys_and_values(tokens, 10 * seed + ord(layer))
+            k, v = read[layer]
+            read[layer] = torch.cat((k, new[0])), torch.cat((v, new[1]))
+            for kept, expected in zip(cache.extend(layer, *new), read[layer]):
+                assert torch.equal(kept, expected)
+        cache.advance(tokens)
+    assert cache.length == CAPACITY
+    with pytest.raises(ValueError, match="room for 11 tokens, not for 12"):
+        cache.extend("a", *keys_and_values(1, 99))
+
+
+@pytest.mark.parametrize("read", [0, 5])
+def test_positions_and_padding(read: int) -> None:
+    padding = [0, 2, 6]
+    cache = KVCache(CAPACITY, torch.tensor(padding))
+    cache.advance(read)
+    tokens = torch.zeros(BATCH, 4, dtype=torch.long)
+    documents = cache.documents(tokens)
+    assert documents is not None
+    for row, pad in enumerate(padding):
+        assert cache.positions(tokens)[row].tolist() == [max(0, slot - pad) for slot in range(read, read + 4)]
+        assert documents[row].tolist() == [int(slot >= pad) for slot in range(read + 4)]
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_later_queries_see_what_they_see_in_the_whole(
+    first: int, window: int | None, documents: torch.Tensor | None
+) -> None:
+    cpu = torch.device("cpu")
+    whole = AttentionMask.of_sequence(6, cpu, window, documents).dense
+    later = AttentionMask.of_sequence(6, cpu, window, documents, first).dense
+    assert torch.equal(later, whole[:, :, first:])
+
+
+HEAD_DIM, ROTARY_LENGTH = 16, 40
+ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base": 100.0}
+
+
+def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
+    return RotaryEmbedding(config, dtype, torch.device("cpu"))
+
+
+def as_complex(x: Tensor, interleaved: bool) -> Tensor:
+    """Pairs of channels as complex numbers."""
+    real, imaginary = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.complex(real, imaginary)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_is_multiplication_by_a_complex_phase(interleaved: bool, percent: float) -> None:
+    config = tiny(**ROPE, rotary_interleaved=interleaved, rotary_percent=percent)
+    x = torch.randn(ROTARY_LENGTH, 2, 3, HEAD_DIM, dtype=torch.float64)
+    width = int(HEAD_DIM * percent)
+    turn = rotary(config)(ROTARY_LENGTH, None)
+    y = rotate(x, turn.cos, turn.sin, interleaved)
+    theta = torch.tensor([100.0 ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+    phase = torch.exp(1j * torch.arange(ROTARY_LENGTH).view(-1, 1, 1, 1) * theta)
+    expected = as_complex(x[..., :width], interleaved) * phase
+    torch.testing.assert_close(as_complex(y[..., :width], interleaved), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(y[..., width:], x[..., width:]), "channels beyond rotary_percent must not turn"
+
+
+def test_explicit_positions_pick_rows() -> None:
+    config = tiny(**ROPE)
+    every = rotary(config)(ROTARY_LENGTH, None)
+    positions = torch.tensor([[5, 0, 39], [1, 1, 7]])
+    some = rotary(config)(3, positions)
+    assert some.cos.shape == (3, 2, 1, HEAD_DIM)
+    for sample in range(2):
+        assert torch.equal(some.cos[:, sample], every.cos[positions[sample], 0])
+        assert torch.equal(some.sin[:, sample], every.sin[positions[sample], 0])
+
+
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama3": (
+        {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rope_original_max_position": 256},
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+    ),
+    "llama3-narrow": (
+        {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 32.0,
+            "rope_low_freq_factor": 2.0,
+            "rope_high_freq_factor": 3.0,
+            "rope_original_max_position": 64,
+        },
+        {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 64},
+    ),
+    "yarn": (
+        {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 256},
+        {"factor": 4.0, "original_max_position_embeddings": 256},
+    ),
+    "yarn-betas": (
+        {
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": 16.0,
+            "yarn_original_max_position_embeddings": 512,
+            "yarn_beta_fast": 8.0,
+            "yarn_beta_slow": 2.0,
+        },
+        {"factor": 16.0, "original_max_position_embeddings": 512, "beta_fast": 8.0, "beta_slow": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ours, theirs = SCALINGS[name]
+    kind = name.split("-")[0]
+    parameters = theirs | {"rope_type": kind, "rope_theta": 100.0}
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=8192,
+        rope_parameters=parameters,
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    plain = 100.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    assert not torch.allclose(frequencies, plain), "this scaling changes nothing: the case tests nothing"
+    turn = rotary(tiny(**(ROPE | ours)))(ROTARY_LENGTH, None)
+    angles = (torch.arange(ROTARY_LENGTH).view(-1, 1) * frequencies.double()).repeat(1, 2)
+    torch.testing.assert_close(turn.cos[:, 0, 0], angles.cos() * magnitude, rtol=0, atol=1e-5)
+    torch.testing.assert_close(turn.sin[:, 0, 0], angles.sin() * magnitude, rtol=0, atol=1e-5)
+
+
+def test_angles_are_not_computed_in_bf16() -> None:
+    """At position 4000 a bf16 angle would be off by whole turns."""
+    config = tiny(**ROPE)
+    positions = torch.tensor([[4000, 4001]])
+    exact, rounded = (rotary(config, dtype)(2, positions).cos for dtype in (torch.float64, torch.bfloat16))
+    assert rounded.dtype == torch.bfloat16
+    assert (exact - rounded.double()).abs().max() < 2**-8 + 1e-3
+
+
+def test_yarn_needs_the_original_length() -> None:
+    config = tiny(**(ROPE | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}))
+    with pytest.raises(ValueError, match="yarn_original_max_position_embeddings"):
+        rotary(config)
+
+
+def test_without_padding_prompts_begin_at_0() -> None:
+    cache = KVCache(CAPACITY)
+    cache.advance(3)
+    tokens = torch.zeros(BATCH, 2, dtype=torch.long)
+    assert cache.positions(tokens).tolist() == [[3, 4]] * BATCH
+    assert cache.documents(tokens) is None

@@ -11,7 +11,7 @@ from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Init
 from megatron.layers.context import BuildContext
-from megatron.model.gpt import GPTChunk
+from megatron.model.gpt import build_chunks, build_gpt
 from megatron.pipeline.partition import stages_from_counts
 from tests.solo import one_rank_mesh, tiny
 
@@ -22,22 +22,23 @@ def context() -> BuildContext:
     return BuildContext(one_rank_mesh(), GradAccumulator())
 
 
-def test_a_name_is_taken_once() -> None:
+def test_a_parameter_is_declared_and_built_once_unless_it_is_tied() -> None:
     c = context()
-    spec = c.shard.split((4, 3), 0, Init(0.02))
-    c.submodule("a").parameter("weight", spec)
-    with pytest.raises(ValueError, match=r"a\.weight is declared twice"):
-        c.submodule("a").parameter("weight", spec)
+    spec = c.sharding.dense.split((4, 3), 0, Init(0.02))
+    c.declare({"a.weight": spec, "tied.weight": replace(spec, tied=True)})
+    c.submodule("a").parameter("weight")
+    with pytest.raises(ValueError, match=r"a\.weight is built twice"):
+        c.submodule("a").parameter("weight")
+    assert c.submodule("tied").parameter("weight") is c.submodule("tied").parameter("weight")
+    with pytest.raises(KeyError, match=r"b\.weight"):
+        c.submodule("b").parameter("weight")
+    assert c.submodule("a").bias() is None
 
 
-def test_a_tied_weight_is_one_parameter_with_two_uses() -> None:
-    c = context()
-    spec = replace(c.shard.split((4, 3), 0, Init(0.02)), tied=True)
-    first, second = c.submodule("a").parameter("weight", spec), c.root.submodule("a").parameter("weight", spec)
-    assert first is second
-    assert c.specs["a.weight"].contributions == 2
-    with pytest.raises(ValueError, match="declared twice"):
-        c.submodule("a").parameter("weight", replace(spec, shape=(3, 4)))
+def test_a_layer_that_builds_less_than_is_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BuildContext, "bias", lambda self, autograd=False: None)
+    with pytest.raises(RuntimeError, match=r"do not build .*layers\.0\.self_attention\.linear_qkv\.bias"):
+        build_gpt(tiny(), TrainingConfig(), context())
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -45,7 +46,8 @@ def test_chunks_of_one_model_agree_on_names_and_initial_values(untied: bool) -> 
     """Cut into two chunks, each with a context of its own, the model has the parameters of the whole."""
     config = tiny(untie_embeddings_and_output_weights=untied)
     split = (stages_from_counts([2]), stages_from_counts([1, 1]))
-    whole, *parts = (GPTChunk(config, TrainingConfig(), context(), stage) for stages in split for stage in stages)
+    stages = (stage for stages in split for stage in stages)
+    whole, *parts = (build_chunks(config, TrainingConfig(), context(), {0: stage})[0] for stage in stages)
     held = [set(part.params) for part in parts]
     assert held[0] | held[1] == set(whole.params)
     assert held[0] & held[1] == (set() if untied else {WORDS})

@@ -66,14 +66,6 @@ def test_independent_of_step_site_and_seed() -> None:
     assert correlation(here, kept()) > 100
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2], ids=["positions", "samples", "channels"])
-@pytest.mark.parametrize("distance", [1, 2, 5])
-def test_neighbours_are_independent(dim: int, distance: int) -> None:
-    here = kept()
-    n = here.shape[dim] - distance
-    assert correlation(here.narrow(dim, 0, n), here.narrow(dim, distance, n)) < SIGMAS
-
-
 def test_slices_of_a_micro_batch_drop_the_same() -> None:
     whole = hidden_dropout(ONES, P, context_of(batch_of(IDS)), "a")
     half = S // 2
@@ -100,30 +92,7 @@ def test_slices_of_attention_drop_the_same() -> None:
     assert torch.equal(torch.cat(samples), whole)
 
 
-def test_heads_are_independent() -> None:
-    keep = attention_dropout(torch.ones(B, 8, 16, 16), P, context_of(batch_of(IDS), length=16), "a", 0) != 0
-    for shift in range(4):  # of the keys: counting them on from head to head must not make one row a shifted other
-        width = 16 - shift
-        assert correlation(keep[:, 1:, :, :width], keep[:, :-1, :, shift:]) < SIGMAS
-
-
-def test_no_dropout_is_the_identity() -> None:
-    assert hidden_dropout(ONES, 0.0, context_of(batch_of(IDS)), "a") is ONES
-    assert attention_dropout(ONES, 0.0, context_of(batch_of(IDS)), "a", 0) is ONES
-
-
 DROPPING = tiny(hidden_dropout=0.2, attention_dropout=0.2)
-
-
-def test_training_does_not_depend_on_the_micro_batch_size() -> None:
-    """One micro-batch of four samples, or four of one: the same loss and gradients, with dropout on."""
-    whole = random_batch(DROPPING, samples=4)
-    fields = ("tokens", "labels", "loss_mask", "sample_ids")
-    single = [replace(whole, **{f: getattr(whole, f)[i : i + 1] for f in fields}) for i in range(4)]
-    a, b = Solo.build(DROPPING), Solo.build(DROPPING)
-    assert a.backward([whole]).item() == pytest.approx(b.backward(single).item(), rel=1e-13)
-    for name, grad in a.buckets.grads.items():
-        torch.testing.assert_close(grad, b.buckets.grads[name], rtol=1e-10, atol=1e-14)
 
 
 def test_every_site_drops_and_evaluation_does_not() -> None:

@@ -89,25 +89,6 @@ def test_large_logits_do_not_overflow() -> None:
     assert_same(chunked(*arguments, chunk=5, z_coeff=1e-4), plain(*arguments, 1e-4), 1e-5)
 
 
-def test_gradient_by_finite_differences() -> None:
-    """Independent of autograd: the central difference of the objective along random directions."""
-    x, weight, labels, mask = inputs()
-    ours = chunked(x, weight, labels, mask, chunk=4, z_coeff=1e-2)
-    step, dx, dw = 1e-5, torch.randn_like(x), torch.randn_like(weight)
-    up, down = (chunked(x + s * dx, weight + s * dw, labels, mask, 4, 1e-2).objective for s in (step, -step))
-    expected = ((ours.dx * dx).sum() + (ours.dw * dw).sum()) / SEED
-    assert ((up - down) / (2 * step)).item() == pytest.approx(expected.item(), rel=1e-7)
-
-
-def test_evaluation_computes_no_gradient() -> None:
-    x, weight, labels, mask = inputs()
-    vocabulary = VocabularyShard(0, HELD, Group(), GradAccumulator(), "w", chunk_tokens=5)
-    with torch.no_grad(), Allocations() as made:
-        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, 1e-2)
-    assert value.item() == pytest.approx(plain(x, weight, labels, mask, 1e-2).objective.item(), rel=1e-13)
-    assert made.largest <= 5 * (HELD + PADDING) * x.element_size(), "something of the weight's size was made"
-
-
 def test_full_logits_never_exist() -> None:
     """Neither do their gradients; the plain loss, measured the same way, does make them."""
     config = tiny(vocab_size=1000, hidden_size=16)
@@ -140,17 +121,6 @@ def test_logits_are_those_of_the_loss() -> None:
         expected, _ = chunk(None, batch)
     assert (token_losses * batch.loss_mask).sum().item() == pytest.approx(expected.item(), rel=1e-13)
     torch.testing.assert_close(chunk.logits(batch.tokens, last=3), logits[-3:], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
-def test_logits_are_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
-    chunk = Solo.build(tiny(), dtype).chunk.eval()
-    assert chunk.logits(torch.zeros(1, 3, dtype=torch.long)).dtype == wide
-
-
-def test_logits_in_training_mode_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"after \.eval\(\)"):
-        Solo.build(tiny(hidden_dropout=0.1)).chunk.logits(torch.zeros(1, 3, dtype=torch.long))
 
 
 def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> tuple[Solo, int]:

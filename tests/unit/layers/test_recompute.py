@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -81,8 +80,9 @@ def without_recomputation(model: str) -> tuple[Tensor, dict[str, Tensor], int]:
     return run(MODELS[model], TrainingConfig())
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "plan"), [*(("gpt", plan) for plan in PLANS), ("llama", "all modules"), ("llama", "block 1")]
+)
 def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
     loss, grads, alive = without_recomputation(model)
     again, grads_again, alive_again = run(MODELS[model], PLANS[plan])
@@ -91,17 +91,7 @@ def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
     assert alive - alive_again >= LAYERS * dropped(model, plan)
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
-def test_modules_together_keep_no_more_than_each_alone(model: str) -> None:
-    def alive(*modules: str) -> int:
-        return run(MODELS[model], selective(*modules))[2]
-
-    kept = {modules: alive(*modules) for n in (1, 2) for modules in combinations(MODULES, n)}
-    for pair in combinations(MODULES, 2):
-        assert kept[pair] <= min(kept[pair[:1]], kept[pair[1:]]), pair
-    assert alive(*MODULES) <= min(kept.values())
-
-
+@pytest.mark.slow
 def test_more_recomputation_keeps_less() -> None:
     names = ["layernorm", "all modules", "block 1", "uniform 2", "full"]
     alive = {name: run(LLAMA, PLANS[name])[2] for name in names}
@@ -117,7 +107,7 @@ def test_full_recomputation_keeps_one_input_per_block() -> None:
     assert more == pytest.approx(LAYERS * HIDDEN * ROW, rel=0.05)
 
 
-@pytest.mark.parametrize("plan", ["all modules", "full"])
+@pytest.mark.parametrize("plan", ["all modules"])
 def test_with_documents_and_window(plan: str) -> None:
     config = replace(LLAMA, window_size=5)
     documents = torch.tensor([[0] * 7 + [1] * 25, [0] * 3 + [2] * 29])
@@ -125,15 +115,6 @@ def test_with_documents_and_window(plan: str) -> None:
     again, grads_again, _ = run(config, PLANS[plan], documents=documents)
     assert torch.equal(loss, again)
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
-
-
-def test_evaluation_is_the_same() -> None:
-    batch = random_batch(LLAMA)
-    plain, recomputing = Solo.build(LLAMA), Solo.build(LLAMA, training=PLANS["full"])
-    for solo in (plain, recomputing):
-        solo.chunk.eval()
-    with torch.no_grad():
-        assert torch.equal(plain.chunk(None, batch)[0], recomputing.chunk(None, batch)[0])
 
 
 class Between:
@@ -162,10 +143,3 @@ def test_feed_drops_what_lies_between(drop: bool) -> None:
     # Kept without dropping: the output (by the product with the weight); with it only scalars.
     assert (alive < x.nbytes) is drop
     assert (producer.calls > 1) is drop
-
-
-def test_feed_recomputes_nothing_without_gradients() -> None:
-    producer = Between()
-    with torch.no_grad():
-        recompute_producer(producer, torch.randn(3, 8), torch.sum, drop=True)
-    assert producer.calls == 1

@@ -1,4 +1,4 @@
-"""Buckets: who shares one, where each parameter lies, and when it is reduced."""
+"""Buckets of gradients: who shares one, when they are reduced, and what reductions round."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import ALIGNMENT
+from megatron.distributed.param_layout import ALIGNMENT, MAX_REDUCTIONS_IN_FLIGHT
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer import grad_buffer as module
-from megatron.optimizer.grad_buffer import MAX_REDUCTIONS_IN_FLIGHT, GradBuffer, ReduceHandle, ShardedBucket
+from megatron.optimizer.grad_buffer import (
+    GradBuffer,
+    ReduceHandle,
+    ShardedBucket,
+    start_grad_all_reduce,
+    start_grad_reduce_scatter,
+)
+from tests.distributed.pool import Pool
 from tests.solo import one_rank_mesh
 
 SHARD = DenseSharding(0, 1)
@@ -72,35 +80,6 @@ def test_parameters_lie_apart_and_aligned() -> None:
         marks[offset : offset + grad.numel()] += i + 1
     assert torch.equal(bucket.shard, marks), "two parameters overlap"
     assert bucket.shard.numel() == ALIGNMENT * (2 + 1 + 2 + 1)
-
-
-def test_filled_in_reverse_order_of_use() -> None:
-    assert names(build()[0]) == [["last", "middle", "bias", "first"]]
-
-
-def test_a_tied_weight_is_alone_in_its_bucket() -> None:
-    specs = SPECS | {"middle": replace(SPECS["middle"], tied=True)}
-    assert names(build(specs)[0]) == [["last", "bias", "first"], ["middle"]]
-
-
-def test_data_parallel_ranks_can_cut_a_bucket_into_equal_aligned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group((0, 1, 2, 3)))
-    (bucket,) = build()[0].buckets
-    assert bucket.shard.numel() == 8 * ALIGNMENT  # 6 are used
-    assert bucket.shard.numel() % (4 * ALIGNMENT) == 0
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (1, [["last"], ["middle"], ["bias"], ["first"]]),
-        (65, [["last", "middle"], ["bias", "first"]]),
-        (64 + 128, [["last", "middle"], ["bias", "first"]]),
-        (64 + 129, [["last", "middle", "bias"], ["first"]]),
-    ],
-)
-def test_cut_when_full(size: int, expected: list[list[str]]) -> None:
-    assert names(build(size=size)[0]) == expected
 
 
 def test_one_dtype_and_one_reduction_group_each() -> None:
@@ -208,15 +187,6 @@ def test_a_wrong_number_of_contributions_is_an_error(given: str, told: str) -> N
     contribute(grad_accumulator, *given.split())
     with pytest.raises(RuntimeError, match=told):
         buckets.finish()
-
-
-def test_views_are_made_once() -> None:
-    """They are asked for at every contribution."""
-    buckets, _ = build()
-    before = {name: buckets.target(name) for name in buckets.specs}
-    buckets.start_step(1)
-    assert all(buckets.target(name) is view for name, view in before.items())
-    assert all(view.shape == buckets.specs[name].local_shape for name, view in before.items())
 
 
 def test_start_step_forgets_the_last_step() -> None:
@@ -362,6 +332,74 @@ def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -
             assert len(used) <= (MAX_REDUCTIONS_IN_FLIGHT if overlap else 0) + 1
 
 
+UNIT = 2.0**-8
+"""Half of a step of bf16, relative to the number: what rounding to the nearest may cost."""
+
+
+def addend(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of all sizes and both signs: sums that cancel."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(elements, generator=generator, dtype=torch.float64)
+    return (x * 10 ** (4 * torch.rand(elements, generator=generator, dtype=torch.float64) - 2)).to(dtype)
+
+
+def sums(rank: int, size: int, dtype: torch.dtype, wire: torch.dtype, elements: int) -> tuple[Tensor, Tensor, bool]:
+    """The part of a reduce-scatter, an all-reduce, and whether the addends are as they were after the former."""
+    group = Mesh(Layout.from_config(ParallelConfig(), size), rank).dp_cp
+    x = addend(rank, elements, dtype)
+    given = x.clone()
+    part = start_grad_reduce_scatter(x, group, wire).wait()
+    untouched = torch.equal(x, given)
+    return part, start_grad_all_reduce(x, group, wire).wait(), untouched
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_wide_wire_gives_the_same_bits_in_parts_and_as_a_whole(pool: Pool, size: int, dtype: torch.dtype) -> None:
+    elements = 64 * size * 3
+    ranks = pool.run(size, sums, dtype, dtype, elements)
+    exact = torch.stack([addend(r, elements, torch.float64).to(dtype).double() for r in range(size)]).sum(0)
+    assert all(untouched for *_, untouched in ranks)
+    assert torch.equal(torch.cat([part for part, *_ in ranks]), ranks[0][1])
+    assert all(torch.equal(whole, ranks[0][1]) for _, whole, _ in ranks)
+    magnitude = torch.stack([addend(r, elements, torch.float64).abs() for r in range(size)]).sum(0)
+    assert ((ranks[0][1].double() - exact).abs() <= size * torch.finfo(dtype).eps * magnitude).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_narrow_wire_rounds_every_addend_once(pool: Pool, size: int, dtype: torch.dtype) -> None:
+    """Parts are sums in the order of the ranks, to the bit; a whole sum is rounded once more on its way back."""
+    elements = 64 * size * 3
+    ranks = pool.run(size, sums, dtype, torch.bfloat16, elements)
+    addends = [addend(r, elements, dtype) for r in range(size)]
+    expected = addends[0].bfloat16().to(dtype)
+    for x in addends[1:]:
+        expected = expected + x.bfloat16().to(dtype)
+    parts = torch.cat([part for part, *_ in ranks])
+    assert torch.equal(parts, expected)
+    assert all(untouched for *_, untouched in ranks)
+    assert all(torch.equal(whole, expected.bfloat16().to(dtype)) for _, whole, _ in ranks)
+    exact = torch.stack([x.double() for x in addends]).sum(0)
+    bound = UNIT * torch.stack([x.double().abs() for x in addends]).sum(0) * (1 + 1e-6)
+    assert ((parts.double() - exact).abs() <= bound).all()
+    assert ((ranks[0][1].double() - exact).abs() <= bound + UNIT * (exact.abs() + bound)).all()
+
+
+def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
+    found: dict[str, int] = dict.fromkeys(SPECS, 0)
+    for rank in range(RANKS):
+        monkeypatch.setattr(
+            Mesh, "optimizer_shard_group", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here)
+        )
+        buckets, _ = build(uncut={"first", "middle", "last"}, use_distributed_optimizer=True)
+        for name, grad in buckets.grads.items():
+            found[name] += 1
+            assert name == "bias" or grad.shape == SPECS[name].local_shape
+    assert found == dict.fromkeys(SPECS, 1)
+
+
 @pytest.mark.parametrize(("given_names", "told"), WRONG)
 def test_a_wrong_number_is_told_where_gradients_are_streamed_too(given_names: str, told: str) -> None:
     with streaming() as (buckets, grad_accumulator, _):
@@ -384,17 +422,3 @@ def test_gradients_that_are_looked_at_are_not_sent() -> None:
             contribute(grad_accumulator, *SPECS, "first")
         assert scattered.started == []
         assert all((buckets.target(name) == spec.contributions).all() for name, spec in SPECS.items())
-
-
-def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
-    found: dict[str, int] = dict.fromkeys(SPECS, 0)
-    for rank in range(RANKS):
-        monkeypatch.setattr(
-            Mesh, "optimizer_shard_group", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here)
-        )
-        buckets, _ = build(uncut={"first", "middle", "last"}, use_distributed_optimizer=True)
-        for name, grad in buckets.grads.items():
-            found[name] += 1
-            assert name == "bias" or grad.shape == SPECS[name].local_shape
-    assert found == dict.fromkeys(SPECS, 1)

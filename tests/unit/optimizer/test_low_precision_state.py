@@ -15,13 +15,13 @@ from megatron.config.run import OptimizerConfig
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
-from megatron.kernels.dropout import MASK, mix, random_bits
+from megatron.kernels.dropout import random_bits
 from megatron.optimizer import low_precision_state
-from megatron.optimizer.low_precision_state import GlobalIndices, build_rule, stochastic_round
+from megatron.optimizer.low_precision_state import build_rule, stochastic_round
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
-from tests.solo import Allocations, Solo, random_batch, tiny
+from tests.solo import Solo, random_batch, tiny
 
 BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
 GO, SKIP = torch.zeros(()), torch.ones(())
@@ -66,13 +66,6 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value: float) -> None:
     torch.testing.assert_close(rounded.double().mean().item(), value, rtol=1e-9, atol=1e-44)
 
 
-def test_what_bf16_has_is_never_rounded() -> None:
-    values = torch.randn(1000).bfloat16().float()
-    values[:4] = torch.tensor([0.0, -0.0, float("inf"), 1e-40]).bfloat16().float()
-    for bits in (0, 0xFFFF):
-        assert torch.equal(stochastic_round(values, torch.full((1000,), bits, dtype=torch.int32)).float(), values)
-
-
 ROWS, COLUMNS = torch.arange(1 << 8) + (1 << 40) - (1 << 7), torch.arange(1 << 8)
 
 
@@ -89,14 +82,6 @@ def test_bits_are_even_and_differ_from_step_to_step_and_from_place_to_place() ->
             others = [(other >> shift & 1) == bit for other in draws[:i]]
             for share in (bit, *others):
                 assert share.double().mean().item() == pytest.approx(0.5, abs=5 * deviation)
-
-
-def test_products_that_wrap_around_are_those_of_wide_numbers() -> None:
-    """A row's bits are ``mix`` of its own hash and the column, computed in 64 bits."""
-    bits = random_bits(7, torch.tensor(5), ROWS, COLUMNS).long() & MASK
-    low = mix(torch.tensor(5 ^ 7))
-    heads = mix(mix((ROWS & MASK) ^ low) ^ (ROWS >> 32) ^ mix(low))
-    assert torch.equal(bits, mix(heads.unsqueeze(1) ^ COLUMNS))
 
 
 def specs_of(shard: DenseSharding) -> dict[str, ShardSpec]:
@@ -125,11 +110,6 @@ def whole_of(spec: ShardSpec, local: Tensor) -> Tensor:
     """The global tensor, of a rank that is alone."""
     (piece,) = spec.pieces
     return local.view(spec.local_view)[piece.local_box.slices].reshape(spec.shape)
-
-
-def held(spec: ShardSpec) -> Tensor:
-    """Which elements of a rank's tensor are some of the global one."""
-    return part(spec, torch.ones(spec.shape, dtype=torch.bool))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -162,20 +142,6 @@ def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank:
     for key, got in cut.items():
         share = shares[key.split()[-1]]
         assert torch.equal(got, whole[key][share.start : share.stop]), key
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_bits_of_a_part_are_a_part_of_those_of_the_whole(tp: int) -> None:
-    step = torch.tensor(3)
-    for rank in range(tp):
-        for name, spec in specs_of(DenseSharding(rank, tp)).items():
-            width = spec.shape[1] if len(spec.shape) > 1 else 1
-            whole = random_bits(9, step, torch.arange(spec.shape[0]), torch.arange(width)).view(spec.shape)
-            expected, real = part(spec, whole).flatten(), held(spec).flatten()
-            places, count = GlobalIndices.of(spec, torch.device("cpu")), expected.numel()
-            cuts = [0, count // 3, count // 3 + 1, count]
-            found = torch.cat([places.bits(9, step, a, b) for a, b in zip(cuts, cuts[1:])])
-            assert torch.equal(found[real], expected[real]), (name, rank)
 
 
 def plain_adam(
@@ -226,34 +192,6 @@ def test_every_layout_rounds_alike(optimizer: str, tp: int, monkeypatch: pytest.
                 assert torch.equal(cut.state[kind][i], expected), (kind, name, rank)
 
 
-def test_seed_name_and_step_draw_anew() -> None:
-    spec = DenseSharding(0, 1).split((64, 64), 0, INIT)
-    ones = torch.ones(64, 64)
-
-    def moment(name: str, seed: int, steps: int) -> Tensor:
-        rule = made({name: ones.clone()}, {name: spec}, BF16, seed)
-        for _ in range(steps):
-            rule.state["exp_avg"][0].zero_()
-            rule.update([ones.clone()], 0.0, 0.0, GO)
-        return rule.state["exp_avg"][0]
-
-    first = moment("a", 1, 1)
-    assert torch.equal(first, moment("a", 1, 1))
-    for other in (moment("b", 1, 1), moment("a", 2, 1), moment("a", 1, 2)):
-        assert 0.2 < (first == other).double().mean() < 0.8
-
-
-def test_the_two_moments_of_an_element_are_rounded_independently() -> None:
-    spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
-    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
-    rule.update([torch.full((100, 100), 1.01)], 0.0, 0.0, GO)
-    (first,), (second,) = rule.state.values()
-    up, also = first > first.min(), second > second.min()
-    both, chance = (up & also).double().mean(), up.double().mean() * also.double().mean()
-    assert 0.1 < chance < 0.9
-    assert both.item() == pytest.approx(chance.item(), abs=0.02)
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "lion"])
 def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
     specs = specs_of(DenseSharding(0, 1))
@@ -301,16 +239,6 @@ def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: t
         assert {m.dtype for m in moments} == {torch.bfloat16 if narrow_kind else dtype}
         for a, b in zip(moments, wide.state[kind]):
             torch.testing.assert_close(a.to(dtype), b, rtol=2**-7 if narrow_kind else tolerance, atol=1e-12)
-
-
-def test_what_an_update_needs_besides_does_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_precision_state, "iterate_blocks", lambda tensors: iterate_blocks(tensors, 100))
-    spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
-    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
-    grads = [torch.ones(100, 100)]
-    with Allocations() as seen:
-        rule.update(grads, 0.1, 0.1, GO)
-    assert seen.largest <= 100 * 8
 
 
 def final_loss(make: Callable[[], OptimizerConfig], model_dtype: torch.dtype) -> float:

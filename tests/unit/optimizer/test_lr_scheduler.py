@@ -118,20 +118,6 @@ def test_equals_transformers(name: str) -> None:
     assert [ours.learning_rate(8 * step) for step in range(200)] == pytest.approx(expected, rel=1e-9, abs=1e-18)
 
 
-def test_lengths_in_steps_and_in_samples_mean_the_same() -> None:
-    common: dict[str, Any] = {"lr_decay_style": "WSD", "total": 9999, "batch": 32}
-    steps = schedule(lr_warmup_iters=3, lr_decay_iters=100, lr_wsd_decay_iters=10, **common)
-    samples = schedule(lr_warmup_samples=96, lr_decay_samples=3200, lr_wsd_decay_samples=320, **common)
-    fraction = schedule(lr_warmup_fraction=0.03, lr_decay_samples=3200, lr_wsd_decay_samples=320, **common)
-    assert steps == samples == fraction
-
-
-def test_the_decay_is_the_whole_run_unless_told_otherwise() -> None:
-    run = schedule(total=500, lr=1.0, min_lr=0.25)
-    assert run.learning_rate(499) > 0.25
-    assert run.learning_rate(500) == run.learning_rate(10**9) == 0.25
-
-
 @given(
     style=st.sampled_from(STYLES),
     wsd_style=st.sampled_from(WSD_STYLES),
@@ -180,8 +166,3 @@ def test_weight_decay(style: str, samples: int, expected: float) -> None:
     start = 0.1 if style == "constant" else 0.02
     run = schedule(weight_decay_incr_style=style, start_weight_decay=start, end_weight_decay=0.1)
     assert run.weight_decay(samples) == pytest.approx(expected, rel=1e-12)
-
-
-def test_plain_weight_decay_is_constant() -> None:
-    run = schedule(weight_decay=0.3)
-    assert run.weight_decay(0) == run.weight_decay(999) == 0.3

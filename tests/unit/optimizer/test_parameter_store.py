@@ -78,12 +78,15 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
     return found
 
 
+SQUARE = DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0))
+
+
 def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, ParameterStore, GradBuffer]:
     """Square layers, each in a bucket of its own."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(count)))
     for i, layer in enumerate(model):
-        layer.weight = context.parameter(f"layers.{i}", DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
+        layer.weight = context.declare({f"layers.{i}": SQUARE}).parameter(f"layers.{i}")
     config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True)
     dtypes = dict.fromkeys(context.specs, torch.float64)
     buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config)
@@ -117,15 +120,6 @@ def test_parameters_are_views_and_keep_their_values() -> None:
     assert loss == other, "buffers are a matter of memory alone"
 
 
-def test_they_lie_as_their_gradients_do() -> None:
-    solo = Solo.build(CONFIG, torch.bfloat16, bucket_size=3000)
-    for bucket in solo.buckets.buckets:
-        first = min(bucket.layout.packing.offsets, key=lambda name: bucket.layout.packing.offsets[name])
-        start = solo.params[first].data_ptr()
-        for name, offset in bucket.layout.packing.offsets.items():
-            assert solo.params[name].data_ptr() - start == 2 * offset
-
-
 def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
     model, weights, _ = layers(4, overlap=True)
     weights.start_gather()
@@ -133,13 +127,6 @@ def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
     assert gathers.waited == []
     weights.wait()
     assert gathers.waited == gathers.started
-
-
-def test_without_overlap_all_are_there_at_once(gathers: Gathers) -> None:
-    model, weights, _ = layers(3, overlap=False, awaited=False)
-    weights.start_gather()
-    assert gathers.waited == gathers.started == [parameter.data_ptr() for parameter in model.parameters()]
-    assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, None))
 
 
 def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
@@ -151,26 +138,6 @@ def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
     assert gathers.waited == gathers.started
     model(torch.ones(WIDTH, dtype=torch.float64))
     assert gathers.waited == gathers.started, "each is waited for once"
-
-
-def test_a_block_can_be_gathered_by_hand(gathers: Gathers) -> None:
-    model, weights, _ = layers(3, overlap=True, awaited=False)
-    weights.start_gather()
-    weights.gather(model[1])
-    assert gathers.waited == gathers.started[1:2], "the blocks before and after it are not waited for"
-    weights.gather(model)
-    assert sorted(gathers.waited) == sorted(gathers.started)
-    assert torch.equal(model(torch.ones(WIDTH, dtype=torch.float64)), product(model, 1.0))
-
-
-def test_whoever_does_not_wait_computes_with_old_weights(gathers: Gathers) -> None:
-    """What the waits are for: the same without them is wrong."""
-    model, weights, _ = layers(3, overlap=True, awaited=False)
-    weights.start_gather()
-    x = torch.ones(WIDTH, dtype=torch.float64)
-    assert not torch.equal(model(x), product(model, 1.0))
-    weights.wait()
-    assert torch.equal(model(x), product(model, 1.0))
 
 
 def test_weights_are_not_gathered_anew_while_they_are_on_their_way(gathers: Gathers) -> None:
@@ -187,7 +154,7 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     """Nor does it where no forward comes between: the stand-in compares what arrives with what was sent."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float32)
     name = "layers.0.w"
-    context.parameter(name, DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0)))
+    context.declare({name: SQUARE}).parameter(name)
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
     dtypes = {name: torch.float32}
     buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)

@@ -1,20 +1,28 @@
-"""Update rules against torch.optim, one tensor at a time and unfused."""
+"""Update rules against torch, main parameters, parameter groups, and rules of a plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config import plugins
-from megatron.config.run import OptimizerConfig
+from megatron.config.run import OptimizerConfig, RunConfig
+from megatron.convert.huggingface.weights import build_on_meta
+from megatron.distributed.sharding import ShardSpec
+from megatron.layers.parameters import num_parameters
 from megatron.optimizer import rules
+from megatron.optimizer.main_params import join_fp32, split_fp32
+from megatron.optimizer.param_groups import param_groups
 from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
-from megatron.planner.memory import _moment_bytes
+from megatron.planner.memory import checkpoint_bytes
 from tests.solo import Allocations, Solo, random_batch, tiny
 
 CONFIG = OptimizerConfig(
@@ -102,26 +110,10 @@ def test_a_skipped_step_changes_no_bit(name: str, garbage: float) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_first_step_that_is_skipped(name: str) -> None:
-    params = tensors(torch.float64)
-    rule = RULES[name](params, CONFIG)
-    rule.update([torch.full(shape, float("nan"), dtype=torch.float64) for shape in SHAPES], 0.1, 0.01, SKIP)
-    assert all(map(torch.equal, params, tensors(torch.float64)))
-    assert not any(t.any() for kind in rule.state.values() for t in kind)
-
-
-@pytest.mark.parametrize("name", RULES)
 def test_leaves_gradients_alone(name: str) -> None:
     grads = tensors(torch.float32, seed=1)
     RULES[name](tensors(torch.float32), CONFIG).update(grads, 0.1, 0.5, GO)
     assert all(map(torch.equal, grads, tensors(torch.float32, seed=1)))
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_nothing_to_update(name: str) -> None:
-    rule = RULES[name]([], CONFIG)
-    rule.update([], 0.1, 0.01, GO)
-    assert not any(rule.state.values())
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -130,23 +122,6 @@ def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
     for params, lr in ((ours, torch.tensor(0.125)), (theirs, 0.125)):
         RULES[name](params, CONFIG).update(tensors(torch.float64, seed=1), lr, 0.5, GO)
     assert all(map(torch.equal, ours, theirs))
-
-
-def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And cut into blocks it does what it does to whole tensors."""
-    whole, cut = tensors(torch.float64), tensors(torch.float64)
-    for params, elements in ((whole, 10**6), (cut, 7)):
-        monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=elements))
-        rule = RULES["lion"](params, CONFIG)
-        for step in range(3):
-            rule.update(tensors(torch.float64, seed=step + 1), 0.1, 0.5, GO)
-    assert all(map(torch.equal, whole, cut))
-    large, grads = ([torch.full((1000,), value) for _ in range(2)] for value in (0.0, 1.0))
-    rule = RULES["lion"](large, CONFIG)
-    monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=100))
-    with Allocations() as seen:
-        rule.update(grads, 0.1, 0.5, GO)
-    assert seen.largest <= 100 * 4
 
 
 class SignOfMomentum:
@@ -192,10 +167,10 @@ def test_memory_counts_what_a_registered_rule_declares(
     plugin: Callable[[type], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin(SignOfMomentum)
-    config = OptimizerConfig(optimizer="mine", exp_avg_dtype="bf16")
-    assert _moment_bytes(config, muons=False, wide=4) == 4
+    config = RunConfig(model=tiny(), optimizer=OptimizerConfig(optimizer="mine", exp_avg_dtype="bf16"))
+    assert checkpoint_bytes(config) == num_parameters(tiny()) * (4 + 4)
     monkeypatch.setattr(SignOfMomentum, "state_kinds", ("exp_avg", "direction"))
-    assert _moment_bytes(config, muons=False, wide=4) == 2 + 4
+    assert checkpoint_bytes(config) == num_parameters(tiny()) * (4 + 2 + 4)
 
 
 def test_a_rule_that_keeps_other_state_than_it_declares_is_refused(
@@ -206,3 +181,124 @@ def test_a_rule_that_keeps_other_state_than_it_declares_is_refused(
     model = tiny()
     with pytest.raises(ValueError, match="state_kinds"):
         Solo.build(model, optimizer=OptimizerConfig(optimizer="mine"))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 25))
+def test_blocks_are_a_partition(sizes: list[int], elements: int) -> None:
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    tensors = [torch.arange(a, b) for a, b in zip(ends, ends[1:])]
+    found = [[cut.view_in(tensors) for cut in block] for block in iterate_blocks(tensors, elements)]
+    lengths = [sum(map(len, block)) for block in found]
+    assert [i for block in found for piece in block for i in piece.tolist()] == list(range(ends[-1]))
+    assert all(length == elements for length in lengths[:-1])
+    assert all(0 < n <= elements for n in lengths)
+
+
+PARAM_CONFIG = tiny()
+BATCHES = [random_batch(PARAM_CONFIG, seed=seed) for seed in (1, 2)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_every_number_comes_back_to_the_bit_and_its_weight_is_the_nearest(value: float) -> None:
+    master = torch.tensor([value])
+    weight, rest = split_fp32(master)
+    assert torch.equal(join_fp32(weight, rest).view(torch.int32), master.view(torch.int32))
+    nearest, exact = master.bfloat16(), master.double()
+    if nearest.isfinite().all():
+        assert (weight.double() - exact).abs().item() == (nearest.double() - exact).abs().item()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "sgd"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_run_is_that_of_whole_masters(optimizer: str, moments: str) -> None:
+    """Weights may differ where a master is a tie; in these few steps none is before the last."""
+    formats = {} if optimizer == "sgd" else {"exp_avg_dtype": moments}
+    whole, lean = (
+        Solo.build(
+            PARAM_CONFIG,
+            torch.bfloat16,
+            optimizer=OptimizerConfig(optimizer=optimizer, ema_decay=0.9, store_param_remainders=remainders, **formats),
+        )
+        for remainders in (False, True)
+    )
+    assert len(lean.optimizer.main_params.remainders) == len(lean.params)
+    for _ in range(3):
+        assert whole.step(BATCHES)[0] == lean.step(BATCHES)[0]
+        for kept in ("main_params", "ema"):
+            ours, theirs = getattr(lean.optimizer, kept), getattr(whole.optimizer, kept)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with lean.optimizer.averaged(), whole.optimizer.averaged():  # averages are ties here and there
+        assert all(torch.equal(lean.optimizer.main_params[name], m) for name, m in whole.optimizer.main_params.items())
+    for name, master in lean.optimizer.main_params.items():
+        assert torch.equal(master, whole.optimizer.main_params[name])
+        assert torch.equal(lean.params[name], split_fp32(master)[0])
+
+
+SPECS: dict[str, ShardSpec] = dict(build_on_meta(tiny(untie_embeddings_and_output_weights=True)).specs)
+
+
+def by_name(config: OptimizerConfig) -> dict[str, tuple[bool, float, float]]:
+    groups = param_groups(SPECS, config)
+    keys = [(g.decoupled, g.lr_factor, g.weight_decay_factor) for g in groups]
+    assert len(keys) == len(set(keys)), "one call of the rule for what is treated alike"
+    names = [name for g in groups for name in g.names]
+    assert sorted(names) == sorted(SPECS)
+    return {name: key for g, key in zip(groups, keys) for name in g.names}
+
+
+def test_embedding_and_output_layer_follow_the_decoupled_rate() -> None:
+    """Not the positions, nor biases: Megatron-LM marks these two weights only."""
+    found = by_name(OptimizerConfig(decoupled_lr=1e-3))
+    assert {name for name, key in found.items() if key[0]} == {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
+    assert not any(key[0] for key in by_name(OptimizerConfig()).values())
+
+
+def test_the_last_pattern_that_matches_counts() -> None:
+    patterns = {"*": 3.0, "layers.*.mlp.*": 0.5, "layers.1.*": 0.25, "*.bias": 0.0}
+    words = tuple(f"{pattern}={factor}" for pattern, factor in patterns.items())
+    rates, decays = by_name(OptimizerConfig(lr_factors=words)), by_name(OptimizerConfig(weight_decay_factors=words))
+    for name in SPECS:
+        expected = [factor for pattern, factor in patterns.items() if fnmatch(name, pattern)][-1]
+        assert rates[name][1] == expected
+        assert decays[name][2] == expected, "said of a vector, it decays"
+
+
+def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:
+    """Each with its own rate and decay, whoever moves it."""
+    config = OptimizerConfig(optimizer="muon", decoupled_lr=1e-3, lr_factors=("layers.1.*=0.5",))
+    found = {name: (g.rule, g.decoupled, g.lr_factor) for g in param_groups(SPECS, config) for name in g.names}
+    assert found.keys() == SPECS.keys()
+    for name, (rule, decoupled, factor) in found.items():
+        matrix = name.startswith("layers.") and len(SPECS[name].shape) == 2
+        assert rule == ("muon" if matrix else "adam"), name
+        assert decoupled == (name in ("embedding.word_embeddings.weight", "output_layer.weight"))
+        assert factor == (0.5 if name.startswith("layers.1.") else 1.0)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_nothing_to_update(name: str) -> None:
+    rule = RULES[name]([], CONFIG)
+    rule.update([], 0.1, 0.01, GO)
+    assert not any(rule.state.values())
+
+
+def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cut into blocks it does what it does to whole tensors."""
+    whole, cut = tensors(torch.float64), tensors(torch.float64)
+    for params, elements in ((whole, 10**6), (cut, 7)):
+        monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=elements))
+        rule = RULES["lion"](params, CONFIG)
+        for step in range(3):
+            rule.update(tensors(torch.float64, seed=step + 1), 0.1, 0.5, GO)
+    assert all(map(torch.equal, whole, cut))
+    large, grads = ([torch.full((1000,), value) for _ in range(2)] for value in (0.0, 1.0))
+    rule = RULES["lion"](large, CONFIG)
+    monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=100))
+    with Allocations() as seen:
+        rule.update(grads, 0.1, 0.5, GO)
+    assert seen.largest <= 100 * 4

@@ -10,8 +10,6 @@ from megatron.pipeline.actions import Action, PipelineSchedule
 UNIT = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Every half of a backward takes as long as a forward."""
 
-Done = Mapping[tuple[int, str, int], float]
-
 
 class StuckError(Exception):
     """Every rank waits for another one."""

@@ -36,10 +36,10 @@ def program(*lines: str) -> PipelineSchedule:
     return PipelineSchedule("mine", tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
 
 
-def refusal(found: PipelineSchedule, evaluation: bool = False, **bounds: float) -> str:
+def refusal(found: PipelineSchedule, evaluation: bool = False) -> str:
     """The sentence with which a program is refused."""
     with pytest.raises(ScheduleError) as error:
-        validate_program(found, **bounds, evaluation=evaluation)
+        validate_program(found, evaluation)
     return error.value.sentence
 
 
@@ -62,7 +62,7 @@ def held_at_most(schedule: PipelineSchedule, rank: int, start: tuple[str, ...], 
     return most
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(schedules(ranks=16, chunks=4, microbatches=64))
 def test_every_schedule_of_the_library_is_valid(schedule: PipelineSchedule) -> None:
     validate_program(add_communication(schedule))
@@ -75,7 +75,7 @@ def test_thousands_of_schedules_are_valid(schedule: PipelineSchedule) -> None:
     validate_program(add_communication(schedule))
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(schedules(ranks=4, chunks=3, microbatches=6))
 def test_schedules_come_to_their_end_by_the_judge_too(schedule: PipelineSchedule) -> None:
     found = add_communication(schedule)
@@ -85,7 +85,7 @@ def test_schedules_come_to_their_end_by_the_judge_too(schedule: PipelineSchedule
         validate_program(evaluation, evaluation=True)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(schedules(ranks=4, chunks=3, microbatches=6))
 def test_peaks_are_counted(schedule: PipelineSchedule) -> None:
     ranks = range(len(schedule.ranks))
@@ -130,7 +130,7 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], PipelineSchedule, tup
     return what, touched, PipelineSchedule("broken", tuple(map(tuple, ranks))), whole.placement
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(breakages())
 def test_what_is_broken_is_refused_and_what_is_not_is_not(
     breakage: tuple[str, list[Action], PipelineSchedule, tuple[int, ...]],
@@ -224,23 +224,9 @@ def test_communication_that_is_missing_is_named_and_can_be_left_out(text: str) -
     assert error.value.fixes == (REMOVE_COMMUNICATION_FIX,)
 
 
-def test_of_a_schedule_without_communication_what_is_missing_is_named_and_not_its_transfer() -> None:
-    for missing in ("1F1", "1B1", "0B1", "2B0", "2F0"):
-        broken = without(make_schedule("1f1b", 3, 1, 2), missing)
-        assert f"has no {missing}" in refusal(add_communication(broken))
-
-
-def test_a_schedule_needs_its_communication() -> None:
-    assert "no 0RECV_B0" in refusal(make_schedule("1f1b", 2, 1, 2))
-
-
 def test_an_action_on_another_rank_is_named() -> None:
     sentence = refusal(program("0F0 0F1 0B0", "1F0 1B0 1F1 1B1 0B1"))
     assert sentence == "stage 0 is on rank 0 and on rank 1, with 0F0 and 0B1"
-
-
-def test_a_number_out_of_all_proportion_costs_no_memory() -> None:
-    assert refusal(program("0F0 0B0 0F999999999 0B999999999")).startswith("rank 0 has no 0F1:")
 
 
 def test_an_evaluation_goes_forward_and_keeps_nothing() -> None:
@@ -248,19 +234,6 @@ def test_an_evaluation_goes_forward_and_keeps_nothing() -> None:
     assert validate_program(forwards, evaluation=True) == PeakCounts((0, 0), (0, 0), (0, 0))
     assert "no 1RECV_F1" in refusal(without(forwards, "1RECV_F1"), evaluation=True)
     assert refusal(pairs(3), evaluation=True) == "rank 0 has 0RECV_B0 in an evaluation, which has only forwards"
-
-
-def test_forwards_alone_train_nothing() -> None:
-    assert refusal(pairs(3).only(EVALUATION_KINDS)).startswith("rank 0 has no 0B0 or 0I0:")
-
-
-def test_bounds_name_the_first_action_above_them() -> None:
-    gpipe = add_communication(make_schedule("gpipe", 2, 1, 4))
-    assert validate_program(gpipe, most_activations=4).activations == (4, 4)
-    assert refusal(gpipe, most_activations=3) == "rank 0 holds 4 activations after 0F3, more than 3"
-    late = program("0F0 0I0 0F1 0I1 0W0 0W1")
-    assert validate_program(late, most_activations=1, most_weights=2) == PeakCounts((1,), (2,), (2,))
-    assert refusal(late, most_weights=1.5) == "rank 0 holds 2 weight gradients yet to be made after 0I1, more than 1.5"
 
 
 def test_a_program_from_a_file_may_send_late_and_receive_early() -> None:

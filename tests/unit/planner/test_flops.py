@@ -34,23 +34,14 @@ SELECTIVE = {"recompute_granularity": "selective"}
 
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "one layer": {"num_layers": 1},
     "gqa": {"num_query_groups": 2},
-    "mqa": {"num_query_groups": 1},
     "wide heads": {"kv_channels": 24},
     "narrow heads": {"kv_channels": 2, "num_query_groups": 2},
     "gated": {"activation": "swiglu", "ffn_hidden_size": 48},
-    "relu2": {"activation": "relu2"},
     "window": {"window_size": 4},
-    "untied": {"untie_embeddings_and_output_weights": True},
     "no biases": {"add_bias_linear": False},
-    "biases of qkv": {"add_bias_linear": False, "add_qkv_bias": True},
     "qk norm": {"qk_layernorm": True, "normalization": "RMSNorm"},
-    "rope": {"position_embedding_type": "rope", "rotary_interleaved": True},
-    "yarn": {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 8},
-    "no positions": {"position_embedding_type": "none"},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "z loss": {"z_loss_coeff": 1e-3},
     "padding": {"vocab_size": 97},
     "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
 }
@@ -66,11 +57,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
 PLANS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
-    "uniform 3": FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
-    "block": FULL | {"recompute_method": "block"},
     "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
     "default modules": SELECTIVE,
-    **{name: SELECTIVE | {"recompute_modules": (name,)} for name in ("layernorm", "activation", "core_attn", "mlp")},
+    **{name: SELECTIVE | {"recompute_modules": (name,)} for name in ("core_attn", "mlp")},
     "all modules": SELECTIVE | {"recompute_modules": ("layernorm", "activation", "core_attn", "mlp")},
 }
 
@@ -120,12 +109,6 @@ def test_experts_cost_what_torch_counts_of_the_tokens_that_chose_them(changes: d
     assert expected(model, TrainingConfig()) == counted(model, TrainingConfig(), fused=True)
 
 
-@pytest.mark.parametrize("plan", ["full", "default modules", "mlp", "all modules"])
-def test_experts_are_recomputed_as_torch_counts(plan: str) -> None:
-    model, training = tiny(**EXPERTS["shared expert"]), TrainingConfig(**PLANS[plan])
-    assert expected(model, training) == counted(model, training, fused=True)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], dropout: float) -> None:
@@ -135,14 +118,13 @@ def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], drop
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "pp2": {"pipeline_model_parallel_size": 2},
     "pp2 vpp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
     "pp4, by cost": {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "auto"},
     "written out": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*3|t|ttL"},
 }
 
 
-@pytest.mark.parametrize("blocks", [None, 1, 2, 4])
+@pytest.mark.parametrize("blocks", [None, 2])
 @pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
 def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str, Any], blocks: int | None) -> None:
     model, parallel = tiny(num_layers=6), ParallelConfig(**options)
@@ -162,13 +144,6 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str,
     assert table.model + table.recomputed == counter.get_total_flops() / (SAMPLES * SEQ)
 
 
-def test_recomputed_layers_are_those_of_the_plan() -> None:
-    plan = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=1)
-    first, second = flop_table(TINY, plan, SEQ, PADDED).layers
-    assert all(work.recomputed == work.forward for work in first.values())
-    assert not any(work.recomputed for work in second.values())
-
-
 def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
     model = tiny(num_query_groups=2, activation="swiglu", vocab_size=PADDED)  # tied, no row of padding
     held = Solo.build(model).params
@@ -176,23 +151,7 @@ def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
     assert matmul_parameters(model) == sum(matrices.values())
 
 
-def test_of_experts_those_count_that_compute_a_token() -> None:
-    """As many of each block's as compute a token."""
-    model = tiny(num_layers=1, vocab_size=PADDED, **EXPERTS["narrow, gated"])
-    sizes = {name: p.numel() for name, p in Solo.build(model).params.items() if p.dim() == 2 and "position" not in name}
-    chosen = {name: n * 2 // 8 if ".experts." in name else n for name, n in sizes.items()}
-    assert matmul_parameters(model) == sum(chosen.values()) < sum(sizes.values())
-    vectors = model.num_parameters() - sum(sizes.values())
-    assert model.num_parameters(active=True) == sum(chosen.values()) + vectors
-
-
-def test_full_is_6n_and_12lhs() -> None:
-    model = tiny(num_layers=3, hidden_size=64)
-    table = flop_table(model, TrainingConfig(), full_attention_keys(model, SEQ), model.vocab)
-    assert table.model == 6 * matmul_parameters(model) + 12 * 3 * 64 * SEQ
-
-
-@pytest.mark.parametrize("window", [None, 1, 100, 400, 1000, 5000])
+@pytest.mark.parametrize("window", [None, 1, 400, 5000])
 def test_causal_counts_the_keys_that_tokens_see(window: int | None) -> None:
     seq = 1000
     seen = sum(min(at + 1, window or seq) for at in range(seq)) / seq
@@ -229,9 +188,7 @@ def megatrons(m: ModelConfig, seq: int, padded: int) -> float:
     return 6 * (m.num_layers * (m.hidden_size * width * (3 if m.gated else 2) + attention) + m.hidden_size * padded)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "gqa", "wide heads", "gated", "window", "padding", "narrow, gated", "shared expert"]
-)
+@pytest.mark.parametrize("name", ["wide heads", "gated", "window", "padding", "shared expert"])
 def test_throughput_counts_as_megatron_does(name: str) -> None:
     model = tiny(**(MODELS | EXPERTS)[name])
     run = RunConfig(model=model, training=TrainingConfig(seq_length=64))

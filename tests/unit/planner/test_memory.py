@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.cli import parse
-from megatron.config.run import MOMENTS_PER_PARAMETER, RunConfig
+from megatron.config.run import RULE_STATE, RunConfig
 from megatron.optimizer import grad_buffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.planner import memory
 from megatron.planner.memory import (
     checkpoint_bytes,
     max_rank_parameters,
@@ -24,9 +23,9 @@ from megatron.planner.memory import (
     reduction_buffer_bytes,
 )
 from megatron.training.build import build_trainer
+from megatron.training.checkpointer import local_tensors, parameter_name
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import local_tensors, parameter_name
 from tests.distributed.pool import Pool
 
 TINY = "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"
@@ -84,7 +83,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
 
 
 OPTIMIZERS = [
-    *MOMENTS_PER_PARAMETER,
+    *RULE_STATE,
     "adam --exp-avg-dtype bf16",
     "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.99 --position-embedding-type rope",
     "lion --exp-avg-dtype bf16 --lr-factors *.bias=2 --skip-spikes 6",
@@ -126,11 +125,11 @@ STAGES = (
 SMALL = "--ddp-bucket-size 3000 --global-batch-size 4 --data-parallel-sharding-strategy"
 CUT = (
     *(f"{SMALL} {stage} --bf16 --optimizer adam --exp-avg-dtype bf16" for stage in STAGES),
-    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in STAGES),
+    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in STAGES[1::3]),
     *(
         f"{SMALL} {stage} --bf16 --store-param-remainders {EXPERTS} --expert-model-parallel-size 2 --sequence-parallel "
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --position-embedding-type rope"
-        for stage in STAGES[:3]
+        for stage in STAGES[1:3]
     ),
     f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
     f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
@@ -170,7 +169,3 @@ def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: 
         assert 0 < made <= bound
         if not more:
             assert bound < gradients, "ZeRO-2 has to need less than the gradients"
-
-
-def test_the_number_of_sums_on_their_way_is_that_of_the_buckets() -> None:
-    assert memory.REDUCTIONS_IN_FLIGHT == grad_buffer.MAX_REDUCTIONS_IN_FLIGHT

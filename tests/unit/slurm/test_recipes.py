@@ -13,6 +13,7 @@ import torch
 from megatron.config.batch import rampup_stages
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
+from megatron.layers.parameters import num_parameters
 from tests.solo import Allocations, Solo, random_batch
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
@@ -27,7 +28,7 @@ SMALL_NODES = {"train_175b": 3, "train_gpt2_124m": 1, "train_llama3_70b": 2, "tr
 def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) -> None:
     started = Started.by(recipe)
     config = started.config()
-    assert config.model.num_parameters() > 1e8
+    assert num_parameters(config.model) > 1e8
     assert config.data.mock_data
     assert rampup_stages(config.training, config.parallel.data_parallel_size(started.world_size))
 
@@ -55,7 +56,7 @@ def test_small_is_the_same_with_a_tiny_model(recipe: str, launcher: str) -> None
     tiny = Started.by(recipe, SMALL="1", LAUNCHER=launcher, SLURM_JOB_NUM_NODES=str(SMALL_NODES[recipe]))
     assert tiny.world_size == 4 * SMALL_NODES[recipe]
     config = tiny.config()
-    assert config.model.num_parameters() < 1e6
+    assert num_parameters(config.model) < 1e6
     assert config.training.device == "cpu"
     same = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [getattr(config.parallel, name) for name in same] == [getattr(large.parallel, name) for name in same]

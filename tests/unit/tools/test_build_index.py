@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 
 from megatron.arguments.cli import parse
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import build_data
 from tools.build_index import main
 
@@ -108,15 +104,3 @@ def test_what_cannot_be_built_is_told(
     monkeypatch.chdir(tmp_path)
     assert main([*RUN, *flags]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_no_torch_is_needed(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document(np.arange(500))
-    (tmp_path / "torch.py").write_text("raise ImportError('torch')")
-    command = [sys.executable, str(ROOT / "tools" / "build_index.py"), *RUN[:-2], "--split", "1,0,0"]
-    command += ["--eval-iters", "0", "--data-path", str(tmp_path / "x"), "--data-cache-path", str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
-    assert "built" in done.stdout

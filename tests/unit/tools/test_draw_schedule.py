@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.actions import PipelineSchedule
-from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.schedules import make_schedule
 from megatron.pipeline.simulate import Interval, Timeline
 from megatron.planner.timeline import read_trace, write_trace
 from tools import draw_schedule
@@ -46,22 +46,10 @@ def test_the_bubbles_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str
     assert [rows[name][5] for name in ("1f1b", "gpipe")] == ["4", "8"]
 
 
-def test_all_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--compare", "all", "--pipeline", "2", "--microbatches", "2"]) == 0
-    assert {*SCHEDULES, "searched"} == {*table(capsys.readouterr().out)} - {"schedule"}
-
-
 def test_several_are_drawn_in_one_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--compare", "1f1b", "zb-h1", "--pipeline", "2", "--microbatches", "2", "--out", "a.svg"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a.svg"
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
-
-
-def test_a_schedule_that_is_not_to_be_had_is_left_out_of_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--compare", "1f1b", "searched", "absent.csv", *SMALL, "--memory", "0.1"]) == 0
-    out, err = capsys.readouterr()
-    assert {*table(out)} == {"schedule", "1f1b"}
-    assert err.count("is left out: ") == 2
 
 
 def test_a_schedule_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -74,15 +62,6 @@ def test_a_schedule_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_
     again = capsys.readouterr().out
     assert table(again)["mine.csv"] == table(printed)["zb-v"]
     assert again.splitlines()[-3:] == printed.splitlines()[-5:-2]
-
-
-def test_names_of_the_training_options_work(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--schedule", "interleaved", *SMALL, "--virtual", "3", "--group", "3"])
-    short = capsys.readouterr().out
-    argv = ["--pipeline-schedule", "interleaved", "--pipeline-model-parallel-size", "2", "--microbatches", "4"]
-    argv += ["--num-virtual-stages-per-pipeline-rank", "3", "--microbatch-group-size-per-virtual-pipeline-stage", "3"]
-    main(argv)
-    assert capsys.readouterr().out == short
 
 
 def test_memory_bounds_the_searched_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,12 +181,6 @@ def test_flags_that_do_not_go_together(argv: list[str], told: str, capsys: pytes
 def test_what_cannot_be_drawn(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 1
     assert told in capsys.readouterr().err
-
-
-def test_a_file_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "bad.csv").write_text("0F0,0B1,0B0,0F1\n1F0,1B0,1F1,1B1\n")
-    assert main(["--schedule", "bad.csv"]) == 1
-    assert "0B1" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_it_quietly() -> None:

@@ -165,7 +165,7 @@ def test_no_folder(load: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_flipped_byte_is_not_generated_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_model(model(), tmp_path)
-    [file] = path.glob("*.safetensors")
+    [file] = path.rglob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)

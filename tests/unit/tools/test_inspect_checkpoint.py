@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.format import MANIFEST, MARKER, marker_content
-from megatron.checkpoint.object_store import RemotePath
+from megatron.checkpoint.format import MANIFEST, MARKER
 from megatron.checkpoint.save import save_sharded
-from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
+from megatron.contrib.object_store import RemotePath
+from tests.unit.checkpoint.samples import ALONE, Sample, all_of, files_of, forge, partition, save, small
 from tools.inspect_checkpoint import main
 
 ROOT = Path(__file__).parents[3]
@@ -39,15 +39,10 @@ def test_ls(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert second.endswith("s ago  complete")
 
 
-def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}\n"
-
-
 def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(runs.path(2))]) == 0
     assert capsys.readouterr().out == f"{runs.path(2)}: 1.13 KiB in 2 files, as they were written\n"
-    path = runs.path(2) / "tensors_00000.safetensors"
+    path = files_of(runs.path(2)) / "tensors_00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -62,21 +57,22 @@ def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["verify", str(runs.path(1))]) == 1
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "show"])
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert main([command, str(tmp_path / "none")]) == 2
-    assert capsys.readouterr() == ("", f"inspect_checkpoint: {tmp_path}/none does not exist\n")
-
-
-def test_where_nothing_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path)]) == 2
-    assert capsys.readouterr() == ("", f"inspect_checkpoint: {tmp_path} does not hold a checkpoint\n")
-
-
-def test_ls_of_a_checkpoint(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(runs.path(1))]) == 2
-    sentence = f"inspect_checkpoint: {runs.path(1)} is a checkpoint itself\n  fix: show {runs.path(1)}\n"
-    assert capsys.readouterr() == ("", sentence)
+@pytest.mark.parametrize(
+    ("command", "path", "sentence"),
+    [
+        ("ls", "none", "{} does not exist"),
+        ("show", "none", "{} does not exist"),
+        ("verify", "", "{} does not hold a checkpoint"),
+        ("ls", "iter_0000001", "{0} is a checkpoint itself\n  fix: show {0}"),
+    ],
+)
+def test_what_the_command_is_not_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, path: str, sentence: str
+) -> None:
+    if path == "iter_0000001":
+        save(tmp_path / path, small())
+    assert main([command, str(tmp_path / path)]) == 2
+    assert capsys.readouterr() == ("", f"inspect_checkpoint: {sentence.format(tmp_path / path)}\n")
 
 
 def test_leftovers_are_no_damage(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,17 +82,14 @@ def test_leftovers_are_no_damage(runs: CheckpointFolder, capsys: pytest.CaptureF
     first, *others = capsys.readouterr().out.splitlines()
     assert first == f"{left}: left over from a save or a removal that was cut off"
     assert len(others) == 2
-    save(runs.path(4), small())
-    (left / MANIFEST).write_text("{}")
-    runs.path(4).rename(runs.folder / "iter_0000004.tmp")  # complete: a checkpoint that only lacks its name
-    (runs.folder / "iter_0000004.tmp" / MANIFEST).write_text("{}")
-    assert main(["verify", str(runs.folder)]) == 1
+    save(runs.path(2), small())
+    (runs.path(2) / "attempt-0" / "x").mkdir(parents=True)
+    assert main(["verify", str(runs.folder)]) == 0
+    assert f"{runs.path(2)}/attempt-0: left over from" in capsys.readouterr().out
 
 
 def test_a_newer_version_is_not_called_damaged(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (runs.path(2) / MANIFEST).read_text().replace('"version":1', '"version":2')
-    (runs.path(2) / MANIFEST).write_text(text)
-    (runs.path(2) / MARKER).write_bytes(marker_content(text.encode()))
+    forge(runs.path(2), lambda text: text.replace(b'"version":1', b'"version":2'))
     assert main(["verify", str(runs.folder)]) == 2
     out = capsys.readouterr().out
     assert "damaged" not in out
@@ -192,36 +185,21 @@ def test_how_a_tensor_differs(
 
 
 def test_what_cannot_be_read(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    (runs.path(2) / MANIFEST).write_text("{}")
+    (files_of(runs.path(2)) / MANIFEST).write_text("{}")
     for command in (["show"], ["diff", str(runs.path(1))]):
         assert main([*command, str(runs.path(2))]) == 2
         assert "does not match manifest.json" in capsys.readouterr().err
 
 
-def test_help_and_ls_need_no_torch(runs: CheckpointFolder) -> None:
-    program = (
-        "import sys\nfrom tools.inspect_checkpoint import main\n"
-        "main(['ls', sys.argv[1]])\nprint('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(runs.folder)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def test_ls_needs_no_torch_and_ends_quietly_at_a_closed_pipe(runs: CheckpointFolder) -> None:
+    program = "import sys\nfrom tools.inspect_checkpoint import main\nmain(['ls', sys.argv[1]])\n"
+    command = [sys.executable, "-c", f"{program}print('torch' in sys.modules)", str(runs.folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-    command = [sys.executable, "-m", "tools.inspect_checkpoint", "--help"]
-    assert "verify" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize("command", ["ls", "show"])
-def test_a_closed_pipe_ends_it_quietly(runs: CheckpointFolder, command: str) -> None:
     read, write_end = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.inspect_checkpoint", command, str(runs.folder)],
-        cwd=ROOT,
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "tools.inspect_checkpoint", "ls", str(runs.folder)]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 

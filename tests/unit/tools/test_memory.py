@@ -55,12 +55,6 @@ def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert halves[1] == pytest.approx(halves[0] / 2, rel=2e-3)
 
 
-def test_one_replica_is_told_that_it_shares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ("--preset", "tiny-llama", "--vocab-size", "256")
-    assert printed(capsys, *tiny).endswith("with DP 1: more ranks are --world-size 2\n")
-    assert "DP 1:" not in printed(capsys, *tiny, "--world-size", "2")
-
-
 def test_what_is_wrong_is_said_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "llama2-7b", "--world-size", "3", "--tensor-model-parallel-size", "2"], {}) == 2
     assert "E202" in capsys.readouterr().err
@@ -76,3 +70,9 @@ def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[s
     assert shown
     for flags, output in shown:
         assert printed(capsys, *shlex.split(flags)) == output, flags
+
+
+def test_one_replica_is_told_that_it_shares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ("--preset", "tiny-llama", "--vocab-size", "256")
+    assert printed(capsys, *tiny).endswith("with DP 1: more ranks are --world-size 2\n")
+    assert "DP 1:" not in printed(capsys, *tiny, "--world-size", "2")

@@ -1,4 +1,4 @@
-"""The tool that makes a tokenizer, as a person runs it, and the result in the Hugging Face libraries."""
+"""Training of tokenizers: the tool as a user runs it, BPE against the algorithm written out, and the sampled lines."""
 
 from __future__ import annotations
 
@@ -10,23 +10,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
+from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocess.corpus import TextDocument
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     HuggingFaceTokenizer,
+    byte_tokenizer,
+    bytes_to_unicode,
+    make_tokenizer_files,
 )
-from megatron.data.tokenizers.tokenizer import hugging_face_files_of
+from megatron.data.tokenizers.sentencepiece import MODEL_FILE
 from tests.processes import wait_until_gone
+from tests.unit.data.made_tokenizers import TEXT
 from tools import preprocess_data
+from tools.lib import tokenizer_training
+from tools.lib.tokenizer_training import (
+    MIN_BPE_SIZE,
+    MIN_SENTENCEPIECE_SIZE,
+    sample_lines,
+    save_tokenizer,
+    train_bpe,
+    train_sentencepiece,
+)
 from tools.train_tokenizer import main
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +66,10 @@ def train(corpus: Path, output: Path, *flags: str) -> int:
     return main(["--input", str(corpus), "--vocab-size", "290", "--output", str(output), *flags])
 
 
-def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# --- the tool ---
+
+
+def test_a_trained_bpe_is_read_by_everyone(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl", ".py") == 0
     out = capsys.readouterr().out.splitlines()
     text_bytes = len("".join(LINES)) + len("\n".join(LINES))
@@ -61,7 +83,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "bpe"), HuggingFaceTokenizer(tmp_path / "bpe")
     assert (len(theirs), theirs.eos_token) == (ours.vocab_size, END_OF_DOCUMENT) == (290, END_OF_DOCUMENT)
     assert theirs.eos_token_id == ours.eod
-    text = "for row in rows: naïve = width * 東京"
+    text = "for row in rows: na\u00efve = width * \u6771\u4eac"
     assert theirs(text).input_ids == ours.encode(text).tolist()
     assert theirs.decode(theirs(text).input_ids) == text
 
@@ -73,7 +95,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_a_sentencepiece_model_is_made_and_used(
+def test_a_trained_sentencepiece_model_is_used(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str
 ) -> None:
     flags = ["--type", "sentencepiece", "--sentencepiece-model-type", model_type, "--input-sentence-size", "50"]
@@ -84,7 +106,7 @@ def test_a_sentencepiece_model_is_made_and_used(
     assert (out[3] == NO_EXPORT_NOTE) == (model_type == "unigram")
     printed = out[-1].split(": ")[1]
     assert printed == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "tokenizer.model"))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / MODEL_FILE))
     assert theirs.get_piece_size() == entries <= 290
     text = "for row in rows: na\u00efve = width * \u6771\u4eac"
     if model_type == "bpe":
@@ -96,84 +118,63 @@ def test_a_sentencepiece_model_is_made_and_used(
     assert (NO_EXPORT_NOTE in capsys.readouterr().out) == (model_type == "unigram")
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data[i].tolist() for i in range(len(data))] == [[*theirs.encode(line), 2] for line in LINES if line]
-    exported = hugging_face_files_of(tmp_path / "out_text_document")
-    assert set(exported) == ({TOKENIZER_JSON, TOKENIZER_CONFIG} if model_type == "bpe" else set())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--type", "sentencepiece", "--vocab-size", "258"],
-            "a vocabulary of 258 is too small for the 256 bytes, <unk>",
-        ),
-        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type applies only to SentencePiece"),
-        (
-            ["--input-sentence-size", "9"],
-            "--input-sentence-size applies only to SentencePiece\n  fix: --type sentencepiece",
-        ),
-        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 must be at least 1"),
-    ],
-)
-def test_flags_that_cannot_be_are_told(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    assert train(corpus, tmp_path / "spm", *flags) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "spm").exists()
-
-
-def test_less_text_than_entries_is_told(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(corpus, tmp_path / "bpe", "--vocab-size", "9000") == 0
-    entries = HuggingFaceTokenizer(tmp_path / "bpe").vocab_size
-    assert f"entries: {entries} (not 9,000: the text has no more pairs that occur twice)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
         (["--vocab-size", "100"], 2, "a vocabulary of 100 is too small for the 256 bytes"),
+        (
+            ["--type", "sentencepiece", "--vocab-size", "258"],
+            2,
+            "a vocabulary of 258 is too small for the 256 bytes, <u",
+        ),
+        (["--sentencepiece-model-type", "bpe"], 2, "--sentencepiece-model-type applies only to SentencePiece"),
+        (["--input-sentence-size", "9"], 2, "applies only to SentencePiece\n  fix: --type sentencepiece"),
+        (["--type", "sentencepiece", "--input-sentence-size", "0"], 2, "--input-sentence-size 0 must be at least 1"),
         (["--input", "nothing"], 1, "--input nothing: there is no such file"),
         (["--suffix", ".md"], 1, "c.md is UTF-16, not UTF-8 text"),
-        (["--suffix", ".gz"], 1, "no file below it ends in .gz"),
-        (["--json-keys", "body"], 1, "a.jsonl:1 has no key 'body'"),
     ],
 )
-def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
+def test_errors_leave_no_files(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], status: int, message: str
 ) -> None:
-    assert train(corpus, tmp_path / "bpe", *flags) == status
+    assert train(corpus, tmp_path / "out", *flags) == status
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_bad_lines_are_passed_over_if_asked_to(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_lines_and_too_little_text(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (corpus / "a.jsonl").open("a") as file:
         file.write('{"text": \n{"text": "last"}\n')
     assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl") == 1
     assert "a.jsonl:81 is not JSON" in capsys.readouterr().err
-    assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl", ".md", "--on-bad-line", "skip") == 0
+    flags = ["--suffix", ".jsonl", ".md", "--on-bad-line", "skip", "--vocab-size", "9000"]
+    assert train(corpus, tmp_path / "bpe", *flags) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("files: 2, documents: 81, ")
     assert out.splitlines()[0].endswith(", passed over: 2")
     assert f"passed over: {corpus}/a.jsonl:81 is not JSON" in err
     assert f"passed over: {corpus}/c.md is UTF-16" in err
+    entries = HuggingFaceTokenizer(tmp_path / "bpe").vocab_size
+    assert f"entries: {entries} (not 9,000: the text has no more pairs that occur twice)" in out
+
+    before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
+    assert train(corpus, tmp_path / "bpe") == 2
+    assert "bpe already exists and holds a tokenizer\n  fix: another --output" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before
 
 
-@pytest.mark.parametrize(("kind", "number"), [("bpe", signal.SIGINT), ("sentencepiece", signal.SIGTERM)])
-def test_a_signal_ends_it_at_once_whatever_the_library_does(tmp_path: Path, kind: str, number: signal.Signals) -> None:
-    """Native code runs for many seconds without heeding signals."""
+def test_a_signal_ends_the_tool_at_once(tmp_path: Path) -> None:
+    """Native code of SentencePiece runs for many seconds without reacting to signals."""
     draw = random.Random(0)
     text = " ".join(f"{draw.getrandbits(80):x}" for _ in range(400_000))
-    (tmp_path / "c.jsonl").write_text(
-        "".join(json.dumps({"text": text[i : i + 999]}) + "\n" for i in range(0, len(text), 999))
-    )
-    flags = ["--input", tmp_path / "c.jsonl", "--vocab-size", "60000", "--output", tmp_path / "o", "--type", kind]
-    unigram = ["--sentencepiece-model-type", "unigram"] if kind == "sentencepiece" else []
+    documents = (json.dumps({"text": text[i : i + 999]}) + "\n" for i in range(0, len(text), 999))
+    (tmp_path / "c.jsonl").write_text("".join(documents))
+    flags = ["--input", tmp_path / "c.jsonl", "--vocab-size", "60000", "--output", tmp_path / "o"]
+    flags += ["--type", "sentencepiece", "--sentencepiece-model-type", "unigram"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *map(str, flags), *unigram],
+        [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *map(str, flags)],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -182,13 +183,11 @@ def test_a_signal_ends_it_at_once_whatever_the_library_does(tmp_path: Path, kind
     time.sleep(2.5)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     started = time.monotonic()
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - started < 2
-    assert (process.returncode, err) == (
-        128 + number,
-        f"train_tokenizer: stopped by {number.name}; nothing was written under {tmp_path / 'o'}\n",
-    )
+    stopped = f"train_tokenizer: stopped by SIGINT; nothing was written under {tmp_path / 'o'}\n"
+    assert (process.returncode, err) == (128 + signal.SIGINT, stopped)
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
     assert children
     wait_until_gone(int(child) for child in children if "spawn_main" in command_of(child))
@@ -199,9 +198,167 @@ def command_of(process: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(corpus, tmp_path / "bpe") == 0
-    before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
-    assert train(corpus, tmp_path / "bpe", "--vocab-size", "280") == 2
-    assert "bpe already exists and holds a tokenizer\n  fix: another --output" in capsys.readouterr().err
-    assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before
+# --- byte-level BPE ---
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "there", "then", "hat", "na\u00efve", "x = x + 1", "\n\t"]
+
+
+def documents(texts: list[str]) -> list[TextDocument]:
+    return [TextDocument((text,), (Path("d"), i), len(text)) for i, text in enumerate(texts)]
+
+
+def some_texts(seed: int, count: int) -> list[str]:
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=12)) for _ in range(count)]
+
+
+def merges_by_hand(texts: list[str], merges: int) -> list[tuple[str, str]]:
+    """Sennrich et al., arXiv 1508.07909, algorithm 1; of equally frequent pairs the one with the smallest ids."""
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = Counter(tuple(word) for text in texts for word, _ in cut.pre_tokenize_str(text))
+    ids = {letter: i for i, letter in enumerate(sorted(bytes_to_unicode()))}
+    found = []
+    for _ in range(merges):
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, count in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += count
+        best = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]), default=None)
+        if best is None or pairs[best] < 2:
+            break
+        ids.setdefault("".join(best), len(ids))
+        found.append(best)
+        new: Counter[tuple[str, ...]] = Counter()
+        for word, count in words.items():
+            new[merged(word, best)] += count
+        words = new
+    return found
+
+
+def merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    out: list[str] = []
+    for letter in word:
+        if out and (out[-1], letter) == pair:
+            out[-1] += letter
+        else:
+            out.append(letter)
+    return tuple(out)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_merges_are_those_of_the_algorithm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = some_texts(seed, 30)
+    trained = train_bpe(documents(texts), MIN_BPE_SIZE + 40)
+    made = tokenizers.Tokenizer.from_buffer(trained.files[TOKENIZER_JSON])
+    merges = [tuple(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
+    assert merges == merges_by_hand(texts, 40)
+    assert made.get_vocab_size() == MIN_BPE_SIZE + len(merges)
+    total = sum(len(t.encode()) for t in texts)
+    assert (trained.documents, trained.text_bytes, trained.sample_bytes) == (30, total, total)
+    assert trained.sample_tokens == sum(len(made.encode(t).ids) for t in texts)
+
+    monkeypatch.setattr(tokenizer_training, "SAMPLE_BYTES", len(texts[0].encode()))
+    other = train_bpe(documents([texts[0], *texts[:0:-1]]), MIN_BPE_SIZE + 40)
+    assert other.files == trained.files, "the order of the texts does not matter"
+    assert (other.text_bytes, other.sample_bytes) == (total, len(texts[0].encode()))
+    assert other.sample_tokens == len(made.encode(texts[0]).ids)
+
+
+def test_limits_of_bpe() -> None:
+    with pytest.raises(DataError, match=r"the documents of the input are all empty \(1\)"):
+        train_bpe([TextDocument(("",), (Path("d.txt"), 0), 9)], 300)
+    smallest = tokenizers.Tokenizer.from_buffer(train_bpe(documents(["text text"]), MIN_BPE_SIZE).files[TOKENIZER_JSON])
+    assert sorted(smallest.get_vocab()) == sorted([*bytes_to_unicode(), END_OF_DOCUMENT])
+
+
+# --- SentencePiece ---
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_properties_of_a_sentencepiece_model(model_type: str) -> None:
+    trained = train_sentencepiece(documents(TEXT), 360, model_type, 10**6)
+    made = ModelProto.FromString(trained.files[MODEL_FILE])
+    trainer, pieces = made.trainer_spec, made.pieces
+    assert trainer.ModelType.Name(trainer.model_type).lower() == model_type
+    assert trainer.byte_fallback
+    assert (made.normalizer_spec.precompiled_charsmap, made.normalizer_spec.remove_extra_whitespaces) == (b"", False)
+    assert trained.entries == len(pieces) <= 360
+    assert sum(piece.type == piece.BYTE for piece in pieces) == 256
+    assert [piece.piece for piece in pieces[:3]] == ["<unk>", "<s>", "</s>"]
+    words = [piece.piece for piece in pieces if piece.type == piece.NORMAL and len(piece.piece) > 1]
+    assert not any(letter.isdigit() for word in words for letter in word)
+    assert set(trained.files) == {MODEL_FILE, *([TOKENIZER_JSON, TOKENIZER_CONFIG] if model_type == "bpe" else [])}
+    assert (trained.documents, trained.text_bytes) == (len(TEXT), sum(len(text.encode()) for text in TEXT))
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.files[MODEL_FILE])
+    assert trained.sample_tokens == sum(len(ids) for ids in theirs.encode(TEXT))
+    lines = sum(line != "" for text in TEXT for line in text.split("\n"))
+    assert trained.notes[0] == f"lines: {lines}, trained on all of them"
+    assert train_sentencepiece(documents(TEXT), 360, model_type, 10**6).files == trained.files
+
+
+def test_frequent_words_become_pieces() -> None:
+    trained = train_sentencepiece(documents(["ab ab ab ab cd cd"] * 5), MIN_SENTENCEPIECE_SIZE + 20, "bpe", 10)
+    pieces = [piece.piece for piece in ModelProto.FromString(trained.files[MODEL_FILE]).pieces]
+    assert pieces.index("\u2581ab") < pieces.index("\u2581cd")
+
+
+def test_a_sample_of_lines_is_uniform_and_in_order() -> None:
+    lines = [str(number) for number in range(3000)]
+    kept, seen = sample_lines(["\n".join(lines)], 600)
+    numbers = [int(line) for line in kept]
+    assert seen == 3000
+    assert numbers == sorted(set(numbers))
+    thirds = Counter(number // 1000 for number in numbers)
+    assert all(150 < thirds[third] < 250 for third in range(3))  # 200 expected, give or take four times 10.3
+    assert sample_lines(iter(lines), 3000) == (lines, 3000)
+    line = "word " * (3 * tokenizer_training.MAX_SENTENCE_CHARS // 5 + 1)
+    pieces, _ = sample_lines([line], 100)
+    assert "".join(pieces) == line
+    assert max(map(len, pieces)) == tokenizer_training.MAX_SENTENCE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["".join(map(chr, range(0x4E00, 0x4F00)))], r"of the text\n  fix: --vocab-size 5\d\d or more"),
+        (["", ""], r"all empty \(2\)"),
+    ],
+)
+def test_texts_that_sentencepiece_cannot_use(texts: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        train_sentencepiece(documents(texts), 300, "bpe", 10)
+
+
+def test_training_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r"sentencepiece is needed for .*\n  fix: pip install sentencepiece"):
+        train_sentencepiece(documents(["text"]), 300, "bpe", 10)
+
+
+# --- saving ---
+
+FILES = make_tokenizer_files(byte_tokenizer())
+
+
+def test_saving_replaces_an_empty_folder_only(tmp_path: Path) -> None:
+    save_tokenizer(FILES, tmp_path / "new" / "bpe")
+    assert HuggingFaceTokenizer(tmp_path / "new" / "bpe").eod == 256
+    with pytest.raises(DataError, match="already exists and is not an empty"):
+        save_tokenizer(FILES, tmp_path)
+    (tmp_path / "empty").mkdir()
+    save_tokenizer(FILES, tmp_path / "empty")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "new"]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    calls = iter(range(10))
+
+    def full(number: int) -> None:
+        if next(calls) == failing:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(FILES, tmp_path / "bpe")
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import torch
 
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
-from tools.lib.verify_parallel import RankTrace, compare_traces, in_forward_order, join_traces, trace_pieces
+from tools.lib.verify_parallel import RankTrace, compare_traces, join_traces, trace_pieces
 
 ROWS = torch.arange(8.0).view(4, 2)
 
@@ -64,12 +64,6 @@ def test_a_shared_piece_that_drifts_is_named() -> None:
     ranks = [trace(whole(0)), trace(whole(1), error=2.0**-20)]
     assert join_traces(ranks).drifted == ["gradient of weight", "weight weight"]
     assert join_traces([trace(split(0)), trace(split(1), loss=1.0 + 2.0**-52)]).drifted == ["loss"]
-
-
-def test_layers_are_in_forward_order_whichever_rank_has_them() -> None:
-    stages = [["embedding.weight", "layers.0.a", "layers.0.b", "layers.10.a"], ["layers.2.a", "embedding.weight", "z"]]
-    in_order = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.2.a", "layers.10.a", "z"]
-    assert in_forward_order(stages) == in_order
 
 
 def test_a_layer_that_nobody_built_is_an_error() -> None:

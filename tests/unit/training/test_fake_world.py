@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import pretrain_gpt
 from megatron.arguments.cli import parse, parse_flags
 from megatron.config.errors import UserError
-from megatron.distributed.layout import Layout
+from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import rank_state_bytes
 from megatron.training import fake_world as fake
 from megatron.training.fake_world import STATE_PARTS, FakeWorld, fake_world
@@ -152,23 +152,8 @@ def test_any_layout_is_built(layout: tuple[str, int], random: Any) -> None:
     world = world_of(flags, ranks, rank)
     model = config_of(flags, ranks).model
     assert world.chosen.rank == rank
-    assert (world.layers, world.parameters) == (8, model.num_parameters())
-    assert f" {model.num_parameters():,} parameters, each counted once" in world.report()
-
-
-def test_all_ranks_together_update_every_parameter_once() -> None:
-    flags = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --vocab-size 256 --bf16"
-    flags += " --make-vocab-size-divisible-by 1 --use-distributed-optimizer --untie-embeddings-and-output-weights"
-    config = config_of(f"{flags} --global-batch-size 16", 16)
-    held = sum(fake_world(config, 16, rank).chosen.state["main params"] for rank in range(16)) // 4
-    vectors = sum(whole for built in fake_world(config, 16, 0).pipeline for whole in vectors_of(built).values())
-    assert held == config.model.num_parameters() + vectors, "each once, but what TP does not cut, twice"
-
-
-def vectors_of(built: fake.BuiltRank) -> dict[str, int]:
-    """Parameters that tensor parallelism does not shard: norms, biases after a reduction, positions."""
-    uncut = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
-    return {name: whole for name, whole in built.whole.items() if name.endswith(uncut)}
+    assert (world.layers, world.parameters) == (8, num_parameters(model))
+    assert f" {num_parameters(model):,} parameters, each counted once" in world.report()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +179,7 @@ def test_known_shapes(flags: str, ranks: int) -> None:
     argv = [*f"--mock-data --vocab-size 128256 --train-iters 1 --seq-length 128 {flags}".split(), "--check-config"]
     config = parse([*argv, "--world-size", str(ranks), "--global-batch-size", "128"], {}).config
     world = fake_world(config, ranks, ranks - 1)
-    assert world.parameters == config.model.num_parameters()
+    assert world.parameters == num_parameters(config.model)
     foretold = rank_state_bytes(config, ranks, ranks - 1)
     assert world.chosen.state == {part: foretold[part] for part in STATE_PARTS}
     assert world.report().count("\n") >= len(world.pipeline)
@@ -207,16 +192,6 @@ def test_bytes_that_differ_from_the_prediction_are_an_error_which_leaves_no_grou
     with pytest.raises(RuntimeError, match=r"rank 1 holds {'weights': .* are predicted"):
         world_of("--num-layers 4", 2, 1)
     assert not dist.is_initialized()
-
-
-def test_layers_missing_on_all_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alone(Layout):
-        def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-            return (rank,)
-
-    monkeypatch.setattr(fake, "Layout", Alone)
-    with pytest.raises(RuntimeError, match=r"built 2 layers and [0-9,]+ parameters, configured 4 and "):
-        world_of("--num-layers 4 --pipeline-model-parallel-size 2", 2)
 
 
 def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_it(
@@ -251,8 +226,3 @@ def test_what_makes_no_sense_is_refused(flags: str, environ: dict[str, str], sen
     (problem,) = caught.value.problems
     assert (problem.code, problem.sentence) == ("E010", sentence)
     assert problem.fixes
-
-
-def test_a_rank_that_is_no_number_is_refused() -> None:
-    with pytest.raises(UserError, match="E002 --fake-rank: 'x' is not a whole number"):
-        parse(["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--fake-rank", "x"], {})

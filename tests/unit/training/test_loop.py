@@ -1,9 +1,10 @@
-"""The training loop in one process, controlled by flags, signals and non-finite numbers."""
+"""The training loop in one process: steps, evaluations, and ends by flags, signals, files and non-finite numbers."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,20 +12,41 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.checkpoint.lease import acquire_lease
 from megatron.config.errors import Problem, UserError
+from megatron.config.run import CheckpointConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import BatchArrays, MaskBuilder
+from megatron.distributed.comm import Group
+from megatron.training import loop
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthMonitor
+from megatron.training.callbacks.profiler import NO_REQUEST
+from megatron.training.checkpointer import Checkpointer
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import StopRequest, build_callbacks, train
+from megatron.training.loop import STOP_FILE_FOUND, StopRequest, build_callbacks, exit_status, train
+from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
 from megatron.training.trainer import Trainer
-from megatron.training.trainer_state import run_state
-from tests.runs import before_step, column, differences, kill, records, saved_steps, spoil_step, start, steps, tiny_run
+from tests.runs import (
+    before_step,
+    column,
+    contents,
+    differences,
+    kill,
+    records,
+    saved_steps,
+    spoil_step,
+    start,
+    steps,
+    tiny_run,
+)
+
+CPU = torch.device("cpu")
 
 
 def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
@@ -34,36 +56,22 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
-            return train(trainer, None, log, stop, build_callbacks(trainer, log, stop)), trainer
+            builtin = build_callbacks(trainer, log, stop)
+            return train(trainer, None, log, stop, builtin, Checkpointer(trainer)), trainer
     finally:
         stop.restore()
 
 
-def test_a_run_takes_every_step_on_new_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    original = Trainer.next_batches
-
-    def next_batches(trainer: Trainer) -> Any:
-        batches = original(trainer)
-        seen.extend(i for batch in batches for i in batch.sample_ids.tolist())
-        return batches
-
-    monkeypatch.setattr(Trainer, "next_batches", next_batches)
-    status, trainer = trained(tmp_path)
-    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
-    assert seen == list(range(24))
-    assert column(tmp_path, "iteration") == [1, 2, 3, 4, 5, 6]
-    assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+def test_a_run_takes_every_step_on_new_samples(tmp_path: Path) -> None:
+    printed = start(tiny_run(tmp_path, "--log-interval 4 --check-weight-hash-across-dp-replicas-interval 3"))
+    assert printed.status == 0
+    assert [number for step in range(1, 7) for number, _ in printed.samples[step]] == [*range(24)]
+    assert column(tmp_path, "iteration") == [4, 6]
+    assert column(tmp_path, "consumed-samples") == [16, 24]
     assert records(tmp_path, "lm loss validation") == []
-    assert records(tmp_path, "text") == []
-
-
-def test_every_log_line_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     trained(tmp_path / "each")
-    trained(tmp_path / "some", "--log-interval 4")
     losses = column(tmp_path / "each", "lm loss")
-    assert column(tmp_path / "some", "iteration") == [4, 6]
-    assert column(tmp_path / "some", "lm loss") == pytest.approx([sum(losses[:4]) / 4, sum(losses[4:]) / 2])
+    assert column(tmp_path, "lm loss") == pytest.approx([sum(losses[:4]) / 4, sum(losses[4:]) / 2])
 
 
 def test_learning_rate_and_weight_decay_follow_the_samples(tmp_path: Path) -> None:
@@ -73,34 +81,34 @@ def test_learning_rate_and_weight_decay_follow_the_samples(tmp_path: Path) -> No
     assert column(tmp_path, "weight-decay") == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-def test_evaluation_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
-    _, trainer = trained(tmp_path, "--eval-interval 4 --eval-iters 2")
-    assert column(tmp_path, "iteration", "lm loss validation") == [4, 6]
-    assert column(tmp_path, "consumed-samples", "lm loss validation") == [16, 24]
-    first, last = column(tmp_path, "lm loss validation", "lm loss validation")
-    assert last == evaluate(trainer).item() != first
+def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
+    ramp = "--rampup-batch-size 2 2 8 --global-batch-size 6"
+    status, trainer = trained(tmp_path, f"{ramp} --train-iters null --train-samples 27")
+    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 26)
+    assert column(tmp_path, "batch-size") == [2, 2, 4, 6, 6, 6]
+    assert column(tmp_path, "consumed-samples") == [2, 4, 8, 14, 20, 26]
 
 
-def test_evaluation_only_at_the_end(tmp_path: Path) -> None:
-    trained(tmp_path, "--eval-iters 1")
-    assert column(tmp_path, "iteration", "lm loss validation") == [6]
+def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
+    def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
+        return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
+
+    with patch.object(MaskBuilder, "build", masked):
+        status, trainer = trained(tmp_path, "--eval-iters 1")
+    assert status == 0
+    assert column(tmp_path, "lm loss") == column(tmp_path, "grad-norm") == [0.0] * 6
+    assert column(tmp_path, "lm loss validation", "lm loss validation") == [None]
+    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
 
 
-def test_layers_are_reported_at_their_interval_and_change_nothing(tmp_path: Path) -> None:
-    trained(tmp_path / "plain")
-    trained(tmp_path / "watched", "--log-health-interval 2")
-    assert column(tmp_path / "watched", "iteration", "params-norm") == [2, 4, 6]
-    norms = column(tmp_path / "watched", "health/grad-norm/total", "params-norm")
-    assert norms == pytest.approx(column(tmp_path / "watched", "grad-norm")[1::2], rel=1e-6)
-    assert column(tmp_path / "watched", "lm loss") == column(tmp_path / "plain", "lm loss")
-    assert (tmp_path / "watched" / "health.png").exists()
-    assert not (tmp_path / "plain" / "health.png").exists()
+# ---- Health
 
 
-def test_looking_at_layers_and_copies_does_not_count_as_training(
+def test_health_reports_do_not_change_the_run_and_do_not_count_as_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both take a thousand seconds of the window's clock here."""
+    """A report and a check of copies take a thousand seconds of the window's clock here."""
+    trained(tmp_path / "plain")
     late, now, report = [0.0], time.perf_counter, HealthMonitor.report
 
     def slow(result: Any) -> Any:
@@ -113,17 +121,61 @@ def test_looking_at_layers_and_copies_does_not_count_as_training(
     trained(tmp_path, "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3")
     assert late[0] == 5 * 1000.0
     assert max(column(tmp_path, "iteration-time")) < 500.0
+    assert column(tmp_path, "iteration", "params-norm") == [2, 4, 6]
+    norms = column(tmp_path, "health/grad-norm/total", "params-norm")
+    assert norms == pytest.approx(column(tmp_path, "grad-norm")[1::2], rel=1e-6)
+    assert column(tmp_path, "lm loss") == column(tmp_path / "plain", "lm loss")
 
 
 def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 1 --check-weight-hash-across-dp-replicas-interval 3"
     differ = UserError([Problem("E707", "copies of the weights differ")])
-    with (
-        patch("megatron.training.callbacks.health.check_weight_copies", side_effect=differ),
-        pytest.raises(UserError, match="E707"),
-    ):
-        trained(tmp_path, flags)
+    failing = patch("megatron.training.callbacks.health.check_weight_copies", side_effect=differ)
+    printed = start(tiny_run(tmp_path, flags), failing)
+    assert (printed.status, "E707" in printed.err) == (1, True)
     assert saved_steps(tmp_path / "saved") == [1, 2]
+
+
+def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
+    sentence = r"step 3 is not finite; first on rank 0: output of layers\.0, micro-batch 0, samples \[8\]$"
+    with before_step(3, spoil_step), pytest.raises(NonFiniteError, match=sentence):
+        trained(tmp_path, "--log-interval 5")
+    assert column(tmp_path, "iteration") == [2]  # the good steps are logged before the run ends
+    assert [record["iteration"] for record in records(tmp_path, "event") if record["event"] == "error"] == [2]
+
+
+def test_a_bad_step_is_skipped_on_request(tmp_path: Path) -> None:
+    with before_step(3, spoil_step):
+        status, trainer = trained(tmp_path, "--on-nonfinite skip --log-interval 2")
+    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
+    assert column(tmp_path, "skipped-iterations") == [[], [3], []]
+    assert None not in column(tmp_path, "lm loss")
+    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
+
+
+def test_an_overflow_stops_the_run_only_if_no_smaller_loss_scale_can_cure_it(tmp_path: Path) -> None:
+    status, _ = trained(tmp_path, "--fp16 --initial-loss-scale 1e12 --hysteresis 1 --log-interval 6")
+    (skipped,) = column(tmp_path, "skipped-iterations")
+    assert (status, skipped[0]) == (0, 1)
+    with pytest.raises(NonFiniteError, match="first on rank 0: gradient of "):
+        trained(tmp_path, "--fp16 --loss-scale 1e12")
+
+
+# ---- Evaluations
+
+
+def test_evaluation_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
+    _, trainer = trained(tmp_path, "--eval-interval 4 --eval-iters 2")
+    assert column(tmp_path, "iteration", "lm loss validation") == [4, 6]
+    assert column(tmp_path, "consumed-samples", "lm loss validation") == [16, 24]
+    first, last = column(tmp_path, "lm loss validation", "lm loss validation")
+    assert last == evaluate(trainer).item() != first
+    trained(tmp_path / "plain", "--eval-iters 1")
+    assert column(tmp_path / "plain", "iteration", "lm loss validation") == [6]
+    assert column(tmp_path, "lm loss") == column(tmp_path / "plain", "lm loss"), "an evaluation changes nothing"
+
+
+EVALUATING = "--save {}/saved --eval-interval 2 --eval-iters 1"
 
 
 def evaluated(folder: Path) -> list[int]:
@@ -131,48 +183,16 @@ def evaluated(folder: Path) -> list[int]:
     return column(folder, "iteration", "lm loss validation")
 
 
-EVALUATING = "--save {}/saved --eval-interval 2 --eval-iters 1"
-
-
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_run_killed_while_it_evaluates_evaluates_again(tmp_path: Path, step: int) -> None:
-    def killed(trainer: Trainer, split: str) -> Any:
-        return kill(trainer) if trainer.iteration == step else evaluate(trainer, split)
-
-    config = tiny_run(tmp_path, EVALUATING.format(tmp_path) + " --save-interval 1")
-    assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
-    assert evaluated(tmp_path) == [*range(2, step, 2)]
-    assert saved_steps(tmp_path / "saved") == [*range(1, step)]  # not a step whose evaluation is lost
-    assert start(config).status == 0
-    assert evaluated(tmp_path) == [2, 4, 6]
-    assert start(config).samples == {}
-    assert evaluated(tmp_path) == [2, 4, 6]
-
-
-def test_what_a_signal_prevents_is_made_up_for(tmp_path: Path) -> None:
+def test_an_evaluation_that_a_signal_prevents_is_made_up_for(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
     assert start(config, before_step(4, lambda trainer: signal.raise_signal(signal.SIGTERM))).status == 143
     assert evaluated(tmp_path) == [2]
-    assert start(config).status == 0
+    # a signal in the last step comes too late
+    assert start(config, before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))).status == 0
     assert evaluated(tmp_path) == [2, 4, 6]
     start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
     assert steps(tmp_path) == steps(tmp_path / "whole")
     assert differences(tmp_path / "saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
-
-
-def test_a_signal_in_the_last_step_does_not_cost_the_last_evaluation(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
-    assert start(config, before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))).status == 0
-    assert evaluated(tmp_path) == [2, 4, 6]
-
-
-def test_what_was_evaluated_at_an_exit_is_not_evaluated_again(tmp_path: Path) -> None:
-    assert start(tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")).status == 0
-    assert start(tiny_run(tmp_path, EVALUATING.format(tmp_path))).status == 0
-    assert evaluated(tmp_path) == [2, 4, 6]
-
-
-# --- several sets ---
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +230,7 @@ def test_every_validation_set_has_its_own_loss(tmp_path: Path, corpora: str) -> 
     assert column(tmp_path, "lm loss test", "lm loss test") == [evaluate(trainer, "test").item()]
 
 
-@pytest.mark.parametrize("split", ["valid:wiki", "valid:code", "test"])
+@pytest.mark.parametrize("split", ["valid:wiki", "test"])
 def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Path, corpora: str, split: str) -> None:
     """A step that no checkpoint holds is lost, and so is the evaluation after it."""
 
@@ -221,9 +241,9 @@ def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Pa
     assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
     before = WHOLE[: 4 + ["valid:wiki", "valid:code", "test"].index(split)]
     assert evaluations(tmp_path) == before
+    assert saved_steps(tmp_path / "saved") == [1, 2, 3, 4, 5]  # not a step whose evaluation is lost
     again = start(config)
     assert (again.status, list(again.samples)) == (0, [6])
-    assert evaluations(tmp_path) == [*before, *WHOLE[4:]]
     assert start(config).status == 0
     assert evaluations(tmp_path) == [*before, *WHOLE[4:]]
 
@@ -244,66 +264,149 @@ def test_a_run_stopped_before_evaluating_makes_up_for_every_set(tmp_path: Path, 
     assert [(point.name.split()[-1], point.iteration) for point in history.evaluations] == WHOLE
 
 
-def test_test_data_are_read_at_the_end_of_each_run(tmp_path: Path, corpora: str) -> None:
+def test_test_data_are_read_at_the_end_of_each_run_and_a_new_set_at_once(tmp_path: Path, corpora: str) -> None:
     """Not if it only stops early."""
-    saving = f"{corpora} --save {tmp_path}/saved"
-    start(tiny_run(tmp_path, f"{saving} --exit-interval 4"))
+    one = corpora.replace("--multiple-validation-sets", "") + f" --save {tmp_path}/saved"
+    start(tiny_run(tmp_path, f"{one} --exit-interval 4"))
     assert column(tmp_path, "iteration", "lm loss test") == []
-    start(tiny_run(tmp_path, saving))
-    start(tiny_run(tmp_path, f"{saving} --train-iters 8 --load {tmp_path}/saved --resume-mode new-schedule"))
-    assert column(tmp_path, "iteration", "lm loss test") == [6, 8]
-
-
-def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
-    """After the last step of a finished run."""
-    one = corpora.replace("--multiple-validation-sets", "")
-    assert start(tiny_run(tmp_path, f"{one} --save {tmp_path}/saved")).status == 0
+    assert start(tiny_run(tmp_path, one)).status == 0
     printed = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
     assert (printed.status, printed.samples) == (0, {})
     assert evaluations(tmp_path)[-3:] == [("test", 6), ("wiki", 6), ("code", 6)]
+    longer = f"--train-iters 8 --load {tmp_path}/saved --resume-mode new-schedule"
+    start(tiny_run(tmp_path, f"{one} {longer}"))
+    assert column(tmp_path, "iteration", "lm loss test") == [6, 8]
 
 
-def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> None:
-    """Old checkpoints have one number for the validation data, and none for test data."""
-
-    def older(trainer: Trainer) -> dict[str, Any]:
-        now = run_state(trainer)
-        del now["data"]["stretches"]["test"], now["data"]["fingerprints"]["test"]
-        return now | {"evaluated": now["evaluated"]["valid"]}
-
-    config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
-    stopping = tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")
-    start(stopping, patch("megatron.training.checkpointer.run_state", older))
-    assert start(config).status == 0
-    assert evaluations(tmp_path) == [("validation", 2), ("validation", 4), ("validation", 6), ("test", 6)]
-    start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
-    assert differences(tmp_path / "saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
+# ---- Evaluating without training
 
 
-def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
-    def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
-        return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
-
-    with patch.object(MaskBuilder, "build", masked):
-        status, trainer = trained(tmp_path, "--eval-iters 1")
-    assert status == 0
-    assert column(tmp_path, "lm loss") == [0.0] * 6
-    assert column(tmp_path, "grad-norm") == [0.0] * 6
-    assert column(tmp_path, "lm loss validation", "lm loss validation") == [None]
-    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps, saved and evaluated after the third and the last."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert start(tiny_run(folder / "run", SKIPPING.format(folder))).status == 0
+    return folder
 
 
-def test_evaluation_changes_nothing(tmp_path: Path) -> None:
-    trained(tmp_path / "without")
-    trained(tmp_path / "with", "--eval-interval 1 --eval-iters 2")
-    assert column(tmp_path / "with", "lm loss") == column(tmp_path / "without", "lm loss")
+SKIPPING = "--save {0}/saved --save-interval 3 --eval-interval 3 --eval-iters 2"
 
 
-def test_exit_interval(tmp_path: Path) -> None:
-    status, trainer = trained(tmp_path, "--exit-interval 4 --log-interval 3")
-    assert (status, trainer.iteration) == (0, 4)
-    assert column(tmp_path, "iteration") == [3, 4]
-    assert column(tmp_path, "text", "text") == ["stopped by --exit-interval 4 after step 4 of 6"]
+def test_skip_train_evaluates_as_the_run_did_and_changes_nothing(saved_run: Path, tmp_path: Path) -> None:
+    before = contents(saved_run)
+    (tmp_path / "finished.json").write_text("{}")
+    longer = "--train-iters 9 --lr-decay-iters 6"
+    printed = start(tiny_run(tmp_path, SKIPPING.format(saved_run) + f" --skip-train {longer}"))
+    assert (printed.status, printed.samples, printed.err) == (0, {}, "")
+    assert contents(saved_run) == before
+    for kind in ("lm loss validation", "lm loss test"):
+        assert column(tmp_path, kind, kind) == column(saved_run / "run", kind, kind)[-1:]
+        assert column(tmp_path, "iteration", kind) == [6]
+    assert (tmp_path / "finished.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(("flags", "step"), [("--ckpt-step 3", 3), ("--resume-mode weights-only --seed 7", 0)])
+def test_skip_train_evaluates_what_is_asked_for(saved_run: Path, tmp_path: Path, flags: str, step: int) -> None:
+    flags = f"--load {saved_run}/saved {flags} --eval-iters 2 --skip-train"
+    assert start(tiny_run(tmp_path, flags)).status == 0
+    kind = "lm loss validation"
+    assert column(tmp_path, "iteration", kind) == [step]
+    same = column(tmp_path, kind, kind) == column(saved_run / "run", kind, kind)[:1]
+    assert same == (step == 3)  # weights alone see other samples
+
+
+def test_skip_train_does_not_disturb_a_run_that_is_at_work(saved_run: Path) -> None:
+    """Its folder is locked meanwhile, and its curve in the same run folder stays whole."""
+    config = tiny_run(saved_run / "run", SKIPPING.format(saved_run) + " --skip-train --log-interval 2")
+    curve = read_history(saved_run / "run/metrics.jsonl").train
+    with acquire_lease(saved_run / "saved"):
+        assert start(config).status == 0
+    history = read_history(saved_run / "run/metrics.jsonl")
+    assert (history.train, history.restarts) == (curve, [])
+    ids = [record["run-id"] for record in records(saved_run / "run", "run-id")]
+    assert len(set(ids)) == 2, "an evaluation is no part of the run, in no place that it reports to"
+
+
+def test_a_signal_ends_skip_train_at_once(saved_run: Path, tmp_path: Path, heard: list[int]) -> None:
+    signalling = patch(
+        "megatron.training.loop.evaluate_and_log", lambda *arguments: signal.raise_signal(signal.SIGTERM)
+    )
+    start(tiny_run(tmp_path, SKIPPING.format(saved_run) + " --skip-train"), signalling)
+    assert heard == [signal.SIGTERM] * 2  # as many as there are splits: nobody else listened
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_skip_train_loads_what_a_run_would_begin_with(tmp_path: Path, own: bool) -> None:
+    save = tmp_path / "save"
+    if own:
+        (save / "iter_0000003").mkdir(parents=True)
+    options = CheckpointConfig(save=str(save), load="other", resume_mode="new-schedule", ckpt_step=4)
+    read = read_only_options(options)
+    expected = (str(save), "exact", None) if own else ("other", "new-schedule", 4)
+    assert (read.save, read.load, read.resume_mode, read.ckpt_step) == (None, *expected)
+    asked = read_only_options(CheckpointConfig(save=str(save), ckpt_step=4))
+    assert (asked.load, asked.ckpt_step) == (str(save), 4)
+
+
+# ---- Ends
+
+
+def check_going_on(stopped: Path, whole: Path, step: int) -> None:
+    """A run stopped after ``step`` has saved, and resumed it ends like one that was not stopped."""
+    assert saved_steps(stopped / "saved") == [step]
+    again = start(tiny_run(stopped, SAVING.format(stopped)))
+    assert (again.status, sorted(again.samples)) == (0, [*range(step + 1, 7)])
+    assert steps(stopped) == steps(whole)
+    assert differences(stopped / "saved/iter_0000006", whole / "saved/iter_0000006") == []
+
+
+SAVING = "--save {}/saved --save-interval 5"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    start(tiny_run(folder, SAVING.format(folder)))
+    assert saved_steps(folder / "saved") == [5, 6], "the last step is saved whatever the interval"
+    return folder
+
+
+ENDS = {
+    signal.SIGTERM: (143, "signal 15 (SIGTERM)"),
+    signal.SIGINT: (130, "signal 2 (SIGINT)"),
+    signal.SIGUSR1: (138, "signal 10 (SIGUSR1)"),
+}
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
+    status, why = ENDS[number]
+    flags = f"{SAVING.format(tmp_path)} --log-interval 5 --eval-interval 1 --eval-iters 1"
+    printed = start(tiny_run(tmp_path, flags), before_step(3, lambda trainer: signal.raise_signal(number)))
+    assert (printed.status, printed.err) == (status, "")
+    assert f"stopped by {why} after step 3 of 6" in printed.out
+    assert column(tmp_path, "iteration") == [3]
+    assert evaluated(tmp_path) == [1, 2]  # not another one while somebody waits
+    assert saved_steps(tmp_path / "saved") == [3]
+
+
+def test_the_clock_saves(tmp_path: Path, whole: Path) -> None:
+    config = tiny_run(tmp_path, f"{SAVING.format(tmp_path)} --exit-duration-in-mins 90.5")
+    late = [time.monotonic()]
+    clock = SimpleNamespace(monotonic=lambda: late[-1])
+    with patch("megatron.training.loop.time", clock):
+        printed = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
+    assert (printed.status, printed.err) == (124, "")
+    assert "stopped by --exit-duration-in-mins after step 4 of 6" in printed.out
+    check_going_on(tmp_path, whole, 4)
+
+
+def test_an_exit_interval_saves(tmp_path: Path, whole: Path) -> None:
+    printed = start(tiny_run(tmp_path, f"{SAVING.format(tmp_path)} --exit-interval 2"))
+    assert (printed.status, printed.err) == (0, "")
+    assert "stopped by --exit-interval 2 after step 2 of 6" in printed.out
+    check_going_on(tmp_path, whole, 2)
 
 
 def test_an_exit_at_the_end_is_no_stop(tmp_path: Path) -> None:
@@ -312,109 +415,91 @@ def test_an_exit_at_the_end_is_no_stop(tmp_path: Path) -> None:
     assert records(tmp_path, "text") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, number: signal.Signals) -> None:
-    with before_step(2, lambda trainer: signal.raise_signal(number)):
-        status, trainer = trained(tmp_path, "--log-interval 5 --eval-interval 1 --eval-iters 1")
-    assert (status, trainer.iteration) == (128 + number, 2)
-    assert column(tmp_path, "iteration") == [2]
-    assert column(tmp_path, "iteration", "lm loss validation") == [1]  # not another one while somebody waits
-    assert column(tmp_path, "text", "text") == [f"stopped by signal {number} ({number.name}) after step 2 of 6"]
+STOPPING = "--save {0}/saved --eval-interval 1 --eval-iters 1 --stop-file {0}/stop"
 
 
-def test_a_signal_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
-    with before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM)):
-        status, trainer = trained(tmp_path)
-    assert (status, trainer.iteration) == (0, 6)
-
-
-def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
-    sentence = r"step 3 is not finite; first on rank 0: output of layers\.0, micro-batch 0, samples \[8\]$"
-    with before_step(3, spoil_step), pytest.raises(NonFiniteError, match=sentence):
-        trained(tmp_path, "--log-interval 5")
-    assert column(tmp_path, "iteration") == [2]  # the good steps are logged before the run ends
-    assert [record["iteration"] for record in records(tmp_path, "event") if record["event"] == "error"] == [2]
-
-
-def test_a_bad_step_is_skipped_on_request(tmp_path: Path) -> None:
-    with before_step(3, spoil_step):
-        status, trainer = trained(tmp_path, "--on-nonfinite skip --log-interval 2")
-    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
-    assert column(tmp_path, "skipped-iterations") == [[], [3], []]
-    assert None not in column(tmp_path, "lm loss")
-    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
-
-
-def test_an_overflow_that_a_smaller_loss_scale_can_cure_does_not_stop_the_run(tmp_path: Path) -> None:
-    status, _ = trained(tmp_path, "--fp16 --initial-loss-scale 1e12 --hysteresis 1 --log-interval 6")
-    (skipped,) = column(tmp_path, "skipped-iterations")
-    assert status == 0
-    assert skipped[0] == 1
-
-
-def test_an_overflow_at_a_constant_loss_scale_does(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="first on rank 0: gradient of "):
-        trained(tmp_path, "--fp16 --loss-scale 1e12")
-
-
-def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
-    ramp = "--rampup-batch-size 2 2 8 --global-batch-size 6"
-    status, trainer = trained(tmp_path, f"{ramp} --train-iters null --train-samples 27")
-    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 26)
-    assert column(tmp_path, "batch-size") == [2, 2, 4, 6, 6, 6]
-    assert column(tmp_path, "consumed-samples") == [2, 4, 8, 14, 20, 26]
-
-
-SAVING = "--save {}/saved --save-interval 5"
-ENDS = {
-    signal.SIGTERM: (143, "signal 15 (SIGTERM)"),
-    signal.SIGINT: (130, "signal 2 (SIGINT)"),
-    signal.SIGUSR1: (138, "signal 10 (SIGUSR1)"),
-}
-
-
-def check_going_on(tmp_path: Path, step: int) -> None:
-    """A run stopped after ``step`` has saved, and resumed it ends like one that was not stopped."""
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    assert saved_steps(stopped / "saved") == [step]
-    again = start(tiny_run(stopped, SAVING.format(stopped)))
-    assert (again.status, sorted(again.samples)) == (0, [*range(step + 1, 7)])
-    start(tiny_run(whole, SAVING.format(whole)))
-    assert steps(stopped) == steps(whole)
-    assert differences(stopped / "saved/iter_0000006", whole / "saved/iter_0000006") == []
-
-
-@pytest.mark.parametrize("number", ENDS)
-def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
-    status, why = ENDS[number]
-    stopped = tmp_path / "stopped"
-    printed = start(
-        tiny_run(stopped, SAVING.format(stopped)), before_step(3, lambda trainer: signal.raise_signal(number))
-    )
-    assert (printed.status, printed.err) == (status, "")
-    assert f"stopped by {why} after step 3 of 6" in printed.out
-    check_going_on(tmp_path, 3)
-
-
-def test_the_clock_saves(tmp_path: Path) -> None:
-    stopped = tmp_path / "stopped"
-    config = tiny_run(stopped, f"{SAVING.format(stopped)} --exit-duration-in-mins 90.5")
-    late = [time.monotonic()]
-    clock = SimpleNamespace(monotonic=lambda: late[-1])
-    with patch("megatron.training.loop.time", clock):
-        printed = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
-    assert (printed.status, printed.err) == (124, "")
-    assert "stopped by --exit-duration-in-mins after step 4 of 6" in printed.out
-    check_going_on(tmp_path, 4)
-
-
-def test_an_exit_interval_saves(tmp_path: Path) -> None:
-    stopped = tmp_path / "stopped"
-    printed = start(tiny_run(stopped, f"{SAVING.format(stopped)} --exit-interval 2"))
+def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -> None:
+    config, file = tiny_run(tmp_path / "run", STOPPING.format(tmp_path)), tmp_path / "stop"
+    printed = start(config, before_step(3, lambda trainer: file.touch()))
     assert (printed.status, printed.err) == (0, "")
-    check_going_on(tmp_path, 2)
+    assert saved_steps(tmp_path / "saved") == [3]
+    assert evaluated(tmp_path / "run") == [1, 2]  # no further evaluation
+    stops = [record["text"] for record in records(tmp_path / "run", "event") if record["event"] == "stop"]
+    assert stops == [f"stopped by --stop-file {file} after step 3 of 6"]
+    printed = start(config)  # it is there already
+    assert (printed.status, printed.samples, saved_steps(tmp_path / "saved")) == (0, {}, [3])
+    assert "before the first step of this start: 3 of 6 are taken, and there is nothing new to save" in printed.out
+    file.unlink()
+    assert sorted(start(config).samples) == [4, 5, 6]
+    file.touch()
+    printed = start(config)
+    assert "nothing to do" in printed.out
+    assert "stopped by" not in printed.out
 
 
-def test_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
-    start(tiny_run(tmp_path, SAVING.format(tmp_path)))
-    assert saved_steps(tmp_path / "saved") == [5, 6]
+def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StopRequest.__init__
+
+    def signalled(request: StopRequest, *arguments: object, **named: object) -> None:
+        original(request, *arguments, **named)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(StopRequest, "__init__", signalled)
+    printed = start(tiny_run(tmp_path / "run", STOPPING.format(tmp_path)))
+    assert (printed.status, printed.samples, printed.err) == (143, {}, "")
+    assert "stopped by signal 15 (SIGTERM) before the first step" in printed.out
+
+
+def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) -> None:
+    """Otherwise a job that is requeued with a limit below the time of a start would never end."""
+    flags = STOPPING.format(tmp_path) + " --exit-duration-in-mins 1e-9"
+    printed = start(tiny_run(tmp_path / "run", flags))
+    assert (printed.status, sorted(printed.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Signals that reach the previous handlers."""
+    numbers: list[int] = []
+    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in loop.SIGNALS}
+    yield numbers
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_signal_has_its_default_effect_unless_it_is_the_echo_of_a_launcher(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = StopRequest(Group(), torch.device("meta"))  # one rank reads no tensor, which would raise here
+    assert (request.poll(), request.profile_request) == (0, NO_REQUEST)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGTERM)
+    assert (request.poll(), heard) == (128 + signal.SIGTERM, [])
+    monkeypatch.setattr(loop, "ECHO_SECONDS", -1.0)
+    signal.raise_signal(signal.SIGINT)
+    assert (request.poll(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
+
+
+@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, loop.TIME_LIMIT)])
+def test_the_time_limit_counts_from_a_given_start(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
+) -> None:
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    request = StopRequest(Group(), CPU, minutes=10.0, since=since)
+    assert request.poll() == answer
+
+
+def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
+    codes = [request.poll()]
+    now.append(60.0)
+    codes.append(request.poll())
+    signal.raise_signal(signal.SIGUSR1)
+    codes.append(request.poll())
+    assert codes == [STOP_FILE_FOUND, loop.TIME_LIMIT, 128 + signal.SIGUSR1]
+    assert [exit_status(code) for code in (0, *codes)] == [0, 0, 124, 138]
+    request.restore()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]

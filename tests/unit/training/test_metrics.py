@@ -1,27 +1,55 @@
+"""Metrics of a log line: of the steps, compared between ranks, against the hardware, and their documentation."""
+
 from __future__ import annotations
 
 import math
+import re
+import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
 from megatron.distributed import comm
-from megatron.distributed.comm import Group
-from megatron.distributed.timing import Timers
+from megatron.distributed.comm import BUBBLE, Group
+from megatron.distributed.timing import PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.flops import FlopsPerToken
 from megatron.training import metrics
+from megatron.training.callbacks.health import summarize_health
+from megatron.training.loggers.base import (
+    CONSOLE_PREFIX,
+    EVALUATION_METRICS,
+    MEMORY_CAPACITY,
+    METRICS,
+    ON_GPU,
+    SECONDS_LEFT,
+    TOTAL_ITERATIONS,
+    Metrics,
+)
 from megatron.training.metrics import (
+    PEAK_FLOPS,
     Goodput,
     MetricsWindow,
     RankStats,
     StepMetrics,
-    device_name,
+    ThroughputModel,
+    compare_ranks,
     evaluation_metrics,
+    peak_flops,
     peak_memory,
+    timer_metrics,
 )
+from tools.generate_docs import OPERATIONS, operations_page
 
 CPU = torch.device("cpu")
 
@@ -91,15 +119,6 @@ def test_reading_starts_a_new_window(clock: Clock) -> None:
         window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
 
 
-def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
-    """A gradient that overflows in 16 bits says nothing against the loss."""
-    window = MetricsWindow(CPU, seq_length=1)
-    window.add(step(3.0, grad_norm=math.inf, skipped=True), samples=1)
-    clock.now += 1.0
-    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
-    assert (record["lm loss"], record["skipped-iterations"]) == (3.0, [1])
-
-
 def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
     for nonfinite in (True, False, False):
@@ -107,7 +126,8 @@ def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
     window.add(replace(step(3.0), nonfinite=torch.tensor(False)), samples=1)
     clock.now += 1.0
     record = window.read(iteration=8, consumed_samples=1, rates=Rates(0.0, 0.0))
-    assert (record["skipped-iterations"], record["spikes-skipped"]) == ([5, 6, 7], 2)
+    assert (record["skipped-iterations"], record["skipped-iterations-count"]) == ([5, 6, 7], 3)
+    assert (record["spikes-skipped"], record["lm loss"]) == (2, 3.0)  # a skipped update has a loss
 
 
 def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
@@ -233,16 +253,6 @@ def test_no_finite_loss_is_no_loss(clock: Clock, loss: float) -> None:
     assert math.isnan(window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))["lm loss"])
 
 
-def test_pauses_do_not_count(clock: Clock) -> None:
-    window = MetricsWindow(CPU, seq_length=1)
-    window.add(step(1.0), samples=1)
-    clock.now += 1.0
-    with window.paused():
-        clock.now += 100.0
-    clock.now += 2.0
-    assert window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))["iteration-time"] == 3.0
-
-
 def test_a_pause_that_fails_does_not_count_either(clock: Clock) -> None:
     """The steps before an evaluation that fails are still read, for the last log line."""
     window = MetricsWindow(CPU, seq_length=1)
@@ -269,15 +279,194 @@ def test_adding_a_step_reads_no_value() -> None:
 
 
 def test_memory_covers_what_this_process_holds() -> None:
-    block = torch.ones(32 * 2**20, dtype=torch.float64)  # 256 MiB
+    block = torch.ones(2**20, dtype=torch.float64)
     used, total = peak_memory(CPU)
     assert block.nbytes < used < total
-
-
-def test_device_name_of_a_cpu() -> None:
-    assert device_name(CPU) == "cpu"
 
 
 def test_perplexity() -> None:
     assert evaluation_metrics("valid", math.log(7.0))["lm loss validation ppl"] == pytest.approx(7.0)
     assert evaluation_metrics("test", 1e6)["lm loss test ppl"] == math.inf
+
+
+def everything() -> dict[str, Any]:
+    """A log line with every metric that there is."""
+    ranks = [
+        RankStats(2.0, {"tp": 0.1, BUBBLE: 0.1}, dict.fromkeys(PHASES, 1.0 + rank), 1, 2, {"tp": 1.0})
+        for rank in range(2)
+    ]
+    window = MetricsWindow(CPU, 8, world=Group((0, 1), 0, None, "tp"), timers=Timers(2, CPU))
+    router = {name: torch.zeros(()) for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")}
+    window.add(replace(step(1.0, skipped=True), nonfinite=torch.tensor(False), extra=router), samples=1)
+    config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
+    with patch.object(metrics, "gather_rank_stats", lambda *arguments: ranks):
+        found = window.read(
+            iteration=1, consumed_samples=1, rates=Rates(0.1, 0.01, decoupled_lr=0.2), samples_digest="0"
+        )
+    for option in ("minmax", "all"):
+        found |= timer_metrics(ranks, option)
+    return found | ThroughputModel.from_config(config, 2, "cpu").metrics(found) | {"world-size": 2}
+
+
+def general(logged: Iterable[str]) -> set[str]:
+    """Names with AXES and TIMER in the place of what they stand for, without those of the console."""
+    timers = "|".join(sorted(PHASES, key=len, reverse=True))
+    named = (re.sub(r"^(communication|sent-bytes)-tp$", r"\1-AXES", name) for name in logged)
+    return {re.sub(f"^({timers})-time", "TIMER-time", name) for name in named if not name.startswith(CONSOLE_PREFIX)}
+
+
+def test_the_table_has_every_metric_and_no_other(nobody_else: None) -> None:
+    found = everything()
+    assert general(found) == general(METRICS)
+    assert evaluation_metrics("valid:wiki", 4.0, 5.0).keys() == EVALUATION_METRICS.keys()
+    lists = {name for name, value in found.items() if isinstance(value, list)}
+    assert general(lists) == {name for name, metric in METRICS.items() if metric.unit.startswith("list of")}
+
+
+def test_what_does_not_apply_is_left_out(clock: Clock) -> None:
+    window = MetricsWindow(CPU, seq_length=1)
+    window.add(step(1.0), samples=1)
+    clock.now += 1.0
+    several = re.compile(r"communication|sent|bubble|slowest|mem-max-rank|.*-time-|decoupled|samples-digest")
+    found = window.read(iteration=1, consumed_samples=1, rates=Rates(0.1, 0.01))
+    assert not {name for name in found if several.match(name)}
+
+
+def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
+    text = OPERATIONS.read_text()
+    assert text == operations_page(text), "run: python tools/generate_docs.py"
+    for name in summarize_health(
+        ["embedding", "layers.0", "head"],
+        torch.ones(3, 8),
+        torch.ones(3),
+        torch.ones(3, 2),
+        StepMetrics(*torch.ones(5)),
+    ):
+        form = re.sub("^health/[a-z-]+/(embedding|layers.0|head)$", "health/QUANTITY/LAYER", name)
+        assert f"`{form}`" in text.split("## Every metric")[1].split("\n## ")[0]
+
+
+RANK = RankStats(1.0, {"tp": 0.1, "dp": 0.1}, {"batch-generator": 0.01, "optimizer": 0.2}, 10, 80)
+
+
+def test_who_is_fullest_and_who_is_slowest() -> None:
+    """Steps take all ranks the same time; the slowest is the one for which the others wait."""
+    ranks = [RANK, replace(RANK, memory_bytes=27, memory_total_bytes=81), RANK, RANK]
+    ranks[2] = replace(RANK, waits={"tp": 0.02, "dp": 0.02}, phases={"batch-generator": 0.03, "optimizer": 0.1})
+    seen = compare_ranks(ranks)
+    assert (seen["mem-max-rank"], seen["mem-max-allocated-bytes"], seen[MEMORY_CAPACITY]) == (1, 27, 81)
+    assert seen["slowest-rank"] == 2
+    assert seen["slowest-rank-excess"] == pytest.approx(0.96 / 0.8 - 1)
+    assert (seen["communication-tp"], seen["communication-dp"]) == pytest.approx((0.08, 0.08))
+    assert seen["communication-share"] == pytest.approx(0.16)
+    assert seen["data-wait"] == 0.03
+
+
+def test_what_ranks_send_is_their_mean() -> None:
+    seen = compare_ranks([replace(RANK, sent={"tp": 2.0, "dp": n}) for n in (1.0, 5.0)])
+    assert (seen["sent-bytes-tp"], seen["sent-bytes-dp"]) == (2.0, 3.0)
+
+
+def test_the_share_of_waits_is_that_of_the_mean_step() -> None:
+    """0.4 s of two steps that took 1 and 3 s, whoever waited."""
+    seen = compare_ranks([RANK, replace(RANK, seconds=3.0)])
+    assert seen["communication-share"] == pytest.approx(0.4 / 4.0)
+
+
+def test_waits_for_the_pipeline_are_no_communication() -> None:
+    """Half a second and none, of two steps of a second; the rank that never waits for its neighbours is the slowest."""
+    bubbles = [replace(RANK, waits=RANK.waits | {BUBBLE: seconds}) for seconds in (0.5, 0.0)]
+    seen = compare_ranks(bubbles)
+    assert seen["bubble"] == pytest.approx(0.25)
+    assert (seen["communication-tp"], seen["communication-dp"]) == pytest.approx((0.1, 0.1))
+    assert "communication-bubble" not in seen
+    assert seen["communication-share"] == pytest.approx(0.2)
+    assert seen["slowest-rank"] == 1
+    assert "bubble" not in compare_ranks([RANK])
+
+
+def test_one_rank_is_compared_with_nobody() -> None:
+    seen = compare_ranks([RANK])
+    assert not {"slowest-rank", "slowest-rank-excess", "mem-max-rank"} & seen.keys()
+    assert timer_metrics([RANK], "all")["optimizer-time"] == 0.2
+
+
+def test_options_of_timers() -> None:
+    ranks = [RANK, replace(RANK, phases={"batch-generator": 0.0, "optimizer": 0.4})]
+    assert timer_metrics(ranks, "max")["optimizer-time"] == 0.4
+    assert timer_metrics(ranks, "minmax")["optimizer-time-min"] == 0.2
+    assert timer_metrics(ranks, "all")["optimizer-time-by-rank"] == [0.2, 0.4]
+    assert timer_metrics([replace(RANK, phases={"optimizer": 0.0})], "max") == {}  # it never ran
+
+
+@settings(max_examples=50, derandomize=True)
+@given(st.lists(st.integers(0, 900), min_size=2, max_size=40))
+def test_the_slowest_waits_least(milliseconds: list[int]) -> None:
+    waits = [wait / 1000 for wait in milliseconds]
+    ranks = [replace(RANK, waits={"world": wait}) for wait in waits]
+    seen = compare_ranks(ranks)
+    assert waits[seen["slowest-rank"]] == min(waits)
+    assert seen["slowest-rank-excess"] == pytest.approx((1 - min(waits)) / statistics.median(1 - w for w in waits) - 1)
+    assert seen["slowest-rank-excess"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 80GB HBM2e", "bf16", None),
+        ("NVIDIA GB200", "bf16", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "fp32", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA L40", "bf16", None),
+        ("AMD Instinct MI250X", "bf16", 191.5e12),
+        ("AMD Instinct MI250X / MI250", "bf16", None),  # 191.5 or 181.05
+        ("cpu", "bf16", None),
+        ("Some GPU of 2031", "bf16", None),
+    ],
+)
+def test_only_known_hardware_has_a_peak(name: str, dtype: str, expected: float | None) -> None:
+    assert peak_flops(name, dtype) == expected
+
+
+def test_every_row_of_the_table_can_be_reached() -> None:
+    assert [peak_flops(f"Maker {name}", "bf16") for name, _ in PEAK_FLOPS] == [peak for _, peak in PEAK_FLOPS]
+
+
+def record(consumed_samples: int = 40) -> Metrics:
+    return {"consumed-samples": consumed_samples, "tokens-per-second": 800.0}
+
+
+def test_yardstick_of_a_run() -> None:
+    config = RunConfig(
+        model=ModelConfig(vocab_size=100),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
+        precision=PrecisionConfig(params_dtype="bf16"),
+        training=TrainingConfig(seq_length=100, micro_batch_size=1, train_iters=100),
+    )
+    throughput_model = ThroughputModel.from_config(config, 8, "NVIDIA A100-SXM4-80GB")
+    flops = FlopsPerToken.from_config(config)
+    assert (throughput_model.total_iterations, throughput_model.total_samples) == (100, 400)  # 8 / TP2 = 4 a step
+    smaller_before = ThroughputModel.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
+    assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
+    assert throughput_model.metrics(record()) == {  # of 800 tokens/s on 8 ranks
+        "throughput": pytest.approx(100 * flops.megatron / 1e12),
+        "mfu": pytest.approx(100 * flops.full / 312e12),
+        "mfu-causal": pytest.approx(100 * flops.causal / 312e12),
+        "hfu": pytest.approx(100 * flops.full / 312e12),
+        SECONDS_LEFT: pytest.approx(90 * 0.5),
+        TOTAL_ITERATIONS: 100,
+        ON_GPU: True,
+    }
+    assert throughput_model.metrics(record(consumed_samples=400))[SECONDS_LEFT] == 0
+    by_samples = replace(config, training=replace(config.training, train_iters=None, train_samples=403))
+    assert ThroughputModel.from_config(by_samples, 8, "cpu").metrics(record(consumed_samples=400))[SECONDS_LEFT] == 0
+    cpu = ThroughputModel.from_config(config, 2, "cpu")
+    assert [name for name, value in cpu.metrics(record()).items() if value is None] == ["mfu", "mfu-causal", "hfu"]
+    again = replace(config, training=replace(config.training, recompute_granularity="full"))
+    values = ThroughputModel.from_config(again, 8, "NVIDIA A100-SXM4-80GB").metrics(record())
+    assert values["mfu"] == throughput_model.metrics(record())["mfu"]
+    assert values["hfu"] == pytest.approx(100 * FlopsPerToken.from_config(again).hardware / 312e12)
+    assert not cpu.on_gpu

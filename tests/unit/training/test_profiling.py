@@ -1,3 +1,5 @@
+"""Profiles of chosen steps, and of those that are asked for while a run goes on."""
+
 from __future__ import annotations
 
 import errno
@@ -5,17 +7,29 @@ import gzip
 import json
 import os
 import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.arguments.validate import MAX_PROFILE_STEPS
 from megatron.config.run import ProfilingConfig
+from megatron.distributed.comm import Group
 from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training.callbacks import profiler as profiler_module
-from megatron.training.callbacks.profiler import Profiler
+from megatron.training.callbacks.profiler import (
+    DEFAULT_PROFILE_STEPS,
+    NO_REQUEST,
+    Profiler,
+    ProfileRequest,
+    ProfileRequestListener,
+)
+from megatron.training.loop import StopRequest
 from tests.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -61,19 +75,14 @@ def test_a_profile_has_its_steps_their_phases_and_the_layers(
     assert set(PHASES) <= ranges
     assert {"layers.0", "layers.1"} <= ranges
     assert losses(tmp_path) == undisturbed
-    table = (tmp_path / "profiles" / of_steps(3, 4)[1]).read_text()
-    assert all(name in table for name in ("2 steps", "forward-compute", "layers.1", "aten::addmm"))
-    assert f"profile of steps 3 to 4: {tmp_path}/profiles/step_000003" in records(tmp_path, "text")[-1]["text"]
-
-
-def test_phases_lie_within_their_step_and_after_one_another(tmp_path: Path) -> None:
-    start(tiny_run(tmp_path, "--profile --profile-step-start 2 --profile-step-end 3"))
-    at = {e["name"]: e for e in trace(tmp_path / "profiles" / of_steps(2, 2)[0]) if e.get("cat") == "user_annotation"}
-    order = ["batch-generator", "forward-backward", "optimizer"]
+    events = [e for e in trace(tmp_path / "profiles" / of_steps(3, 4)[0]) if e.get("cat") == "user_annotation"]
+    at = {e["name"]: e for e in events}  # of step 4
+    order = ["step 4", "batch-generator", "forward-backward", "optimizer"]
     assert [at[name]["ts"] for name in order] == sorted(at[name]["ts"] for name in order)
-    step, last = at["step 2"], at["optimizer"]
-    assert step["ts"] <= at["batch-generator"]["ts"]
-    assert last["ts"] + last["dur"] <= step["ts"] + step["dur"]
+    assert at["optimizer"]["ts"] + at["optimizer"]["dur"] <= at["step 4"]["ts"] + at["step 4"]["dur"]
+    table = (tmp_path / "profiles" / of_steps(3, 4)[1]).read_text()
+    assert all(name in table for name in ("step 3", "forward-compute", "layers.1", "aten::addmm"))
+    assert f"profile of steps 3 to 4: {tmp_path}/profiles/step_000003" in records(tmp_path, "text")[-1]["text"]
 
 
 def test_memory_is_a_curve_that_goes_up_and_down(tmp_path: Path) -> None:
@@ -81,24 +90,16 @@ def test_memory_is_a_curve_that_goes_up_and_down(tmp_path: Path) -> None:
     path = tmp_path / "profiles" / of_steps(3, 4)[0]
     counters = [event["args"]["bytes"] for event in trace(path) if event.get("ph") == "C"]
     assert max(counters) - min(counters) > 4 * 8 * 16  # one layer's activations of one micro-batch, in fp32
-    assert "allocated since the recording began, at most" in path.with_name(of_steps(3, 4)[1]).read_text()
+    assert "Self CPU Mem" in path.with_name(of_steps(3, 4)[1]).read_text()
 
 
-@pytest.mark.parametrize(
-    ("flag", "key"),
-    [("--pytorch-profiler-collect-shapes", "Input Dims"), ("--pytorch-profiler-collect-callstack", "Python id")],
-)
-def test_shapes_and_call_stacks_are_recorded_where_asked_for(tmp_path: Path, flag: str, key: str) -> None:
-    for folder, more, there in ((tmp_path / "with", flag, True), (tmp_path / "without", "", False)):
+def test_shapes_and_call_stacks_are_recorded_where_asked_for(tmp_path: Path) -> None:
+    flags = "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
+    for folder, more, there in ((tmp_path / "with", flags, True), (tmp_path / "without", "", False)):
         start(tiny_run(folder, f"--train-iters 2 --profile --profile-step-start 2 --profile-step-end 3 {more}"))
         events = trace(folder / "profiles" / of_steps(2, 2)[0])
-        assert any(key in event.get("args", {}) for event in events) is there
-
-
-@pytest.mark.parametrize("flags", ["", f"--profile {WINDOW} --train-iters 2"])
-def test_without_a_wish_or_a_step_there_is_no_profile(tmp_path: Path, flags: str) -> None:
-    assert start(tiny_run(tmp_path, flags)).status == 0
-    assert kept(tmp_path) == []
+        for key in ("Input Dims", "Python id"):
+            assert any(key in event.get("args", {}) for event in events) is there
 
 
 def test_the_end_of_the_run_cuts_a_profile_short_and_keeps_it(tmp_path: Path) -> None:
@@ -172,19 +173,16 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
     assert "could not be written; is the disk full?" in printed.err
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
-    with before_step(2, lambda trainer: (tmp_path / "profiles").write_text("in the way")):
-        printed = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
-    assert (printed.status, "no profile on rank 0, training continues: FileExistsError" in printed.err) == (0, True)
-
-
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
-    profiler = Profiler(config, str(tmp_path), 0, CPU, [torch.nn.Sequential(torch.nn.Linear(2, 2))], lambda text: None)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    profiler = Profiler(config, str(tmp_path), 0, CPU, [model], lambda text: None)
     for number in steps:
         with profiler.step(number), profiler_range("work"):
             torch.ones(1)
         profiler.ask(number, asked.get(number, 0))
     profiler.close(steps[-1])
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
     return [name.partition("_rank")[0] for name in kept(tmp_path) if name.endswith("txt")]
 
 
@@ -203,30 +201,31 @@ def test_wishes_and_the_chosen_steps_go_together(tmp_path: Path, asked: dict[int
     assert recorded(config, tmp_path, range(1, 10), asked) == found
 
 
+def test_a_profile_that_cannot_start_or_stop_leaves_no_hooks_and_no_recording(
+    tmp_path: Path, cuda_memory: list[tuple[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    config = ProfilingConfig(profile=True, profile_memory=True)
+    for at in ("start", "stop"):
+        profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], lambda text: None)
+        with patch.object(profiler_module, "profile", Broken(at, FAULTS[at])):
+            for number in (10, 11):
+                with profiler.step(number):
+                    model(torch.ones(1, 2))
+        assert not model[0]._forward_hooks
+        assert not model[0]._forward_pre_hooks
+        assert cuda_memory[-1] == ("record", {"enabled": None})
+        assert (
+            capsys.readouterr().err
+            == f"warning: no profile on rank 0, training continues: RuntimeError: {FAULTS[at]}\n"
+        )
+    assert kept(tmp_path) == []
+
+
 def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler_module, "MAX_PROFILE_STEPS", 3)
     found = recorded(ProfilingConfig(), tmp_path, range(1, 10), {1: 3, 3: 3, 4: 3})
     assert found == ["step_000002-000004", "step_000005-000007"]
-
-
-def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [])
-    with patch.object(profiler_module, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
-        assert not torch.autograd._profiler_enabled()
-    assert capsys.readouterr().err == "warning: no profile on rank 0, training continues: RuntimeError: no hooks\n"
-
-
-def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [model], lambda text: None)
-    for number in (10, 11):
-        with profiler.step(number):
-            assert model[0]._forward_hooks
-            model(torch.ones(1, 2))
-    assert not model[0]._forward_hooks
-    assert not model[0]._forward_pre_hooks
 
 
 @pytest.fixture
@@ -238,22 +237,6 @@ def cuda_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(("record", options)))
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
     return calls
-
-
-def test_a_gpu_whose_profile_cannot_begin_records_nothing(
-    tmp_path: Path,
-    cuda_memory: list[tuple[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(profiler_module, "profile", Broken("start", FAULTS["start"]))
-    config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
-    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model])
-    with profiler.step(10):
-        torch.ones(1)
-    assert [options for _, options in cuda_memory][-1] == {"enabled": None}
-    printed = capsys.readouterr().err
-    assert printed == "warning: no profile on rank 0, training continues: RuntimeError: another profiler is active\n"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -283,3 +266,130 @@ def test_layers_that_are_computed_anew_are_seen_again(tmp_path: Path) -> None:
     for part in (*forward, *backward):
         inside = [e["name"] for e in layers if part["ts"] <= e["ts"] and e["ts"] + e["dur"] <= part["ts"] + part["dur"]]
         assert sorted(inside) == ["layers.0", "layers.1"]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(profiler_module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequestListener, list[str]]:
+    printed: list[str] = []
+    return ProfileRequestListener(None if run_dir is None else str(run_dir), rank, printed.append), printed
+
+
+def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
+    asked, printed = requests(tmp_path, rank=3)
+    assert asked.take() == NO_REQUEST
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR2)
+    assert [asked.take(), asked.take(), printed] == [ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST, []]
+
+
+def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
+    asked, printed = requests(None)
+    signal.raise_signal(signal.SIGUSR2)
+    assert asked.take() == NO_REQUEST
+    assert printed == ["SIGUSR2 requests a profile, which needs --run-dir; this run has none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wish"),
+    [
+        ("", ProfileRequest(DEFAULT_PROFILE_STEPS)),
+        (" 12 \n", ProfileRequest(12)),
+        (str(MAX_PROFILE_STEPS), ProfileRequest(MAX_PROFILE_STEPS)),
+        ("pipeline\n", ProfileRequest(pipeline=DEFAULT_PROFILE_STEPS)),
+        ("pipeline 3", ProfileRequest(pipeline=3)),
+    ],
+)
+def test_a_file_says_what_and_how_many_steps_and_goes(
+    tmp_path: Path, clock: Clock, text: str, wish: ProfileRequest
+) -> None:
+    asked, printed = requests(tmp_path)
+    (tmp_path / "PROFILE").write_text(text)
+    assert asked.take() == wish
+    assert (list(tmp_path.iterdir()), printed) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "two",
+        "3 pipeline",
+        "2.5",
+        str(MAX_PROFILE_STEPS + 1),
+        "9" * 5000,
+        "\0\xff",
+    ],
+)
+def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
+    asked, printed = requests(tmp_path)
+    (tmp_path / "PROFILE").write_text(text)
+    assert asked.take() == NO_REQUEST
+    assert list(tmp_path.iterdir()) == []
+    (sentence,) = printed
+    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or contain a number of steps up to 20")
+    assert len(sentence) < 250
+
+
+def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, clock: Clock) -> None:
+    (asked, _), (other, _) = requests(tmp_path), requests(tmp_path, rank=1)
+    assert asked.take() == NO_REQUEST
+    (tmp_path / "PROFILE").touch()
+    clock.now += 0.9
+    assert [asked.take(), other.take()] == [NO_REQUEST, NO_REQUEST]
+    clock.now += 0.2
+    assert [other.take(), asked.take(), asked.take()] == [NO_REQUEST, ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST]
+
+
+def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock) -> None:
+    asked, printed = requests(tmp_path)
+    (tmp_path / "PROFILE").mkdir()
+    for _ in range(3):
+        assert asked.take() == NO_REQUEST
+        clock.now += 2.0
+    (sentence,) = printed
+    assert "is ignored from now on, because it cannot be removed" in sentence
+
+
+def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
+    asked, _ = requests(tmp_path)
+    stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
+    try:
+        assert (stop.poll(), stop.profile_request) == (0, NO_REQUEST)
+        signal.raise_signal(signal.SIGUSR2)
+        assert (stop.poll(), stop.profile_request) == (0, ProfileRequest(DEFAULT_PROFILE_STEPS))
+        signal.raise_signal(signal.SIGUSR1)
+        assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NO_REQUEST)
+    finally:
+        stop.restore()
+
+
+def test_the_signal_is_given_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    asked, _ = requests(tmp_path)
+    asked.restore()
+    signal.raise_signal(signal.SIGUSR2)
+    assert (asked.take(), heard) == (NO_REQUEST, [signal.SIGUSR2])

@@ -104,7 +104,7 @@ LOADS = st.sampled_from([None, "hf:model", "a", "b", "a/iter_0000004", "b/iter_0
 @given(FOLDERS, FOLDERS, st.booleans(), LOADS, st.sampled_from([None, None, 2, 4]), st.booleans())
 @example({4: "cut off"}, {}, True, None, None, False)
 @example({4: "cut off"}, {4: "whole"}, True, "b", None, False)
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_it_is_the_checkpoint_that_the_start_takes(
     own: dict[int, str], others: dict[int, str], saves: bool, load: str | None, step: int | None, weights_only: bool
 ) -> None:
@@ -164,15 +164,8 @@ def test_changes_are_reported_as_at_the_start(capsys: pytest.CaptureFixture[str]
             "E821",
             "3 -> now 5 (the checkpoint is mine/iter_0000004)\n  fix: --num-layers 3",
         ),
-        ("--norm-epsilon 1e-5", "E822", "--norm-epsilon: checkpoint 1e-06 -> now 1e-05"),
         ("--seed 5", "E823", "--seed: checkpoint 1234 -> now 5"),
-        ("--optimizer sgd", "E824", "--optimizer: checkpoint adam -> now sgd"),
         ("--lr 5", "E825", "--lr: checkpoint 0.0001 -> now 5"),
-        (
-            "--resume-mode new-schedule --lr-decay-style linear --lr-warmup-iters 60",
-            "E403",
-            "the warm-up of 240 samples",
-        ),
         (
             "--resume-mode new-schedule --lr-decay-style linear --lr-warmup-iters 60 --set global_batch_size=8",
             "E403",
@@ -201,16 +194,6 @@ def test_a_missing_checkpoint_is_reported_with_the_options_it_would_have_set(
     assert re.findall("^(E...) ", err, re.MULTILINE) == ["E811", "E104"]
 
 
-def test_a_missing_folder_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = checked(capsys, "--load", "nowhere", "--vocab-size", "300")
-    assert re.findall("^(E...) ", err, re.MULTILINE) == ["E801"]
-
-
-def test_the_start_reports_damage_when_nothing_else_is_wrong(tmp_path: Path) -> None:
-    damage(save(Path("mine")))
-    assert parse([*RUN, "--vocab-size", "300", "--save", "mine"], {}, stored_config).config.model.num_layers == 2
-
-
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     save(Path("mine"))
     _, _, err = checked(capsys, "--save", "mine", "--num-layers", "5", "--lr", "5")
@@ -228,15 +211,6 @@ def test_weights_alone_cannot_be_resumed_from(capsys: pytest.CaptureFixture[str]
     assert status == 2
     assert "E814 converted/iter_0000004 holds weights, but not the state" in err
     assert "fix: --resume-mode weights-only\n" in err
-
-
-def test_damaged_checkpoints_are_passed_over_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    save(Path("mine"), 2)
-    damage(save(Path("mine"), 6))
-    status, out, _ = checked(capsys, "--save", "mine")
-    assert status == 0
-    assert "note: passed over mine/iter_0000006: " in out
-    assert "note: checkpoint: mine/iter_0000002, its tensors not read\n" in out
 
 
 def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,16 @@
-"""Saving in the loop: in a background thread, skipped, waited for, failing.
+"""Saving in the loop, at once and in a background thread; ``finished.json``; one run per folder.
 
 Tests choose how slow the disk is: the thread waits, before it writes, until the run has reached a given point.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import pickle
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,18 +21,32 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
-from megatron.config.errors import UserError
+from megatron.checkpoint.lease import acquire_lease
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.distributed.comm import Group
+from megatron.distributed.launch import run_on_rank0
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
-from megatron.training.trainer_state import tensors_to_save
-from tests.runs import before_step, differences, full_disk, records, saved_steps, spoil_step, start, tiny_run
+from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
+from tests.runs import (
+    KilledError,
+    before_step,
+    differences,
+    full_disk,
+    records,
+    saved_steps,
+    spoil_step,
+    start,
+    tiny_run,
+)
 from tests.saves import all_of, before_writing, slowly, wait_on, written_when
 
 EVERY_2 = "--save {0}/saved --save-interval 2"
 ASYNC = f"{EVERY_2} --async-save"
+EVERY_4, ASYNC_4 = EVERY_2.replace("interval 2", "interval 4"), ASYNC.replace("interval 2", "interval 4")
 
 
 def run_of(folder: Path, flags: str = ASYNC) -> RunConfig:
@@ -72,62 +91,54 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp
     assert told_at == sorted(told_at)
 
 
-def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -> None:
-    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(3.0, 4))
-    assert printed.status == 0
+def test_steps_are_taken_while_a_slow_disk_writes_and_the_last_save_waits(plain: Path, tmp_path: Path) -> None:
+    event = all_of(slowly(1.0, 4, 6), patch.object(checkpointer, "WAIT_NOTE_SECONDS", 0.3))
+    printed = start(run_of(tmp_path, ASYNC_4), event)
+    assert (printed.status, warnings(printed.err)) == (0, [])
     assert same_as(plain, tmp_path, 4, 6)
     first = next(r for r in records(tmp_path, "event") if r["event"] == "checkpoint")
     (taken,) = (r["time"] for r in records(tmp_path) if r["iteration"] == 5)
-    assert first["seconds"] - first["blocking-seconds"] > 3.0
+    assert first["seconds"] - first["blocking-seconds"] > 1.0
     assert taken < first["time"]
-
-
-def test_waiting_for_the_last_save_is_logged(plain: Path, tmp_path: Path) -> None:
-    event = all_of(slowly(0.5, 6), patch.object(checkpointer, "WAIT_NOTE_SECONDS", 0.2))
-    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
-    assert printed.status == 0
-    assert same_as(plain, tmp_path, 6)
     assert printed.out.count("waiting for the checkpoint of step 6: ") >= 2
     assert ", training stood still for 0." in printed.out
 
 
-def test_the_last_one_waits_for_the_one_before(plain: Path, tmp_path: Path) -> None:
-    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(0.7, 4))
-    assert (printed.status, warnings(printed.err)) == (0, [])
-    assert same_as(plain, tmp_path, 4, 6)
-
-
-def test_a_full_disk_costs_a_save_and_not_the_run(plain: Path, tmp_path: Path) -> None:
-    printed = start(run_of(tmp_path), all_of(full_disk(2), written_when(2, begins=4)))
+@pytest.mark.parametrize(
+    ("flags", "event"), [(EVERY_2, full_disk(2)), (ASYNC, all_of(full_disk(2), written_when(2, 4)))]
+)
+def test_a_full_disk_costs_a_save_and_not_the_run(plain: Path, tmp_path: Path, flags: str, event: Any) -> None:
+    printed = start(run_of(tmp_path, flags), event)
     assert printed.status == 0
     assert same_as(plain, tmp_path, 4, 6)
     (warning,) = warnings(printed.err)
-    assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/.epoch-1/iter_0000002.tmp/")
+    assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/.epoch-1/iter_0000002/attempt-")
     assert warning.endswith("the disk is full (rank 0); no checkpoint was written")
 
 
-def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path) -> None:
-    printed = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), full_disk(6))
+@pytest.mark.parametrize("flags", [EVERY_4, ASYNC_4])
+def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path, flags: str) -> None:
+    printed = start(run_of(tmp_path, flags), full_disk(6))
     assert printed.status == 1
-    assert printed.err.startswith(f"error: {tmp_path}/saved/.epoch-1/iter_0000006.tmp/")
-    assert "the disk is full (rank 0); no checkpoint was written" in printed.err
+    assert printed.err.startswith(f"error: {tmp_path}/saved/.epoch-1/iter_0000006/attempt-")
+    assert "the disk is full (rank 0); no checkpoint was written\n  fix: free some space | --" in printed.err
     assert saved_steps(tmp_path / "saved") == [4]
-    assert start(run_of(tmp_path)).status == 0
+    assert finished(tmp_path) is None
+    assert start(run_of(tmp_path, flags)).samples.keys() == {5, 6}
     assert differences(plain / "iter_0000006", tmp_path / "saved/iter_0000006") == []
 
 
-@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
-def test_a_run_does_not_begin_without_room_for_a_checkpoint(tmp_path: Path, flags: str) -> None:
-    printed = start(run_of(tmp_path, flags), disk_with(10))
+def test_a_run_does_not_begin_without_room_for_a_checkpoint(tmp_path: Path) -> None:
+    printed = start(run_of(tmp_path), disk_with(10))
     assert (printed.status, printed.samples) == (2, {})
     assert printed.err.startswith(f"error: E816 {tmp_path}/saved: a checkpoint takes ")
     assert printed.err.count("E816") == 1
 
 
-@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
+@pytest.mark.parametrize("flags", [EVERY_4, ASYNC_4])
 def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Path, flags: str) -> None:
     """Free space is queried at the start and at each save, again after leftovers were removed."""
-    printed = start(run_of(tmp_path, flags.replace("interval 2", "interval 4")), disk_with(1 << 30, 10, 10, 1 << 30))
+    printed = start(run_of(tmp_path, flags), disk_with(1 << 30, 10, 10, 1 << 30))
     assert printed.status == 0
     assert same_as(plain, tmp_path, 6)
     (warning,) = warnings(printed.err)
@@ -145,28 +156,19 @@ def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Pa
         return real(*arguments)
 
     printed = start(
-        run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")),
+        run_of(tmp_path, ASYNC_4),
         all_of(before_step(6, lambda _: at_6.set()), patch.object(checkpointer, "disk_space_problem", shortage)),
     )
     assert printed.status == 0
     assert same_as(plain, tmp_path, 4, 6)
 
 
-@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
-def test_without_room_at_the_end_there_is_an_error(tmp_path: Path, flags: str) -> None:
-    config = run_of(tmp_path, f"--train-iters 1 {flags.replace('interval 2', 'interval 100')}")
-    printed = start(config, disk_with(1 << 30, 10))
-    assert printed.status == 1
-    assert printed.err.startswith(f"error: E816 {tmp_path}/saved: ")
-
-
 def test_a_run_that_fails_waits_for_the_save_under_way(plain: Path, tmp_path: Path) -> None:
-    event = all_of(slowly(0.5, 2), before_step(3, spoil_step))
-    printed = start(run_of(tmp_path), event)
+    printed = start(run_of(tmp_path), all_of(slowly(0.5, 2), before_step(3, spoil_step)))
     assert printed.status == 1
     assert same_as(plain, tmp_path, 2)
     assert f"saved {tmp_path}/saved/iter_0000002: " in printed.out
-    assert "not finite" in printed.err or "non-finite" in printed.err
+    assert "not finite" in printed.err
 
 
 def test_but_not_for_ever(tmp_path: Path) -> None:
@@ -185,7 +187,8 @@ def test_but_not_for_ever(tmp_path: Path) -> None:
 
 def test_an_error_that_no_disk_explains_ends_the_run(tmp_path: Path) -> None:
     def fail(step: int) -> None:
-        raise ZeroDivisionError("a bug")
+        if step == 2:
+            raise ZeroDivisionError("a bug")
 
     printed = start(run_of(tmp_path), before_writing(fail))
     assert printed.status == 1
@@ -200,28 +203,195 @@ def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> N
             raise DamagedCheckpointError(f"{path} is truncated")
         return original(path)
 
-    config = run_of(tmp_path, f"{ASYNC} --keep-last 1".replace("interval 2", "interval 4"))
-    printed = start(config, patch.object(Manifest, "open", open_))
+    printed = start(run_of(tmp_path, f"{ASYNC_4} --keep-last 1"), patch.object(Manifest, "open", open_))
     assert printed.status == 0
     assert f"older checkpoints are not deleted: {tmp_path}/saved/iter_0000006 is truncated" in printed.err
     assert saved_steps(tmp_path / "saved") == [4, 6]
 
 
-def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    assert start(run_of(tmp_path, f"{ASYNC} --keep-last 1")).status == 0
-    assert saved_steps(tmp_path / "saved") == [6]
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path) -> None:
+    def retain(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
+
+    refusing = patch("megatron.training.checkpointer.CheckpointFolder.retain", retain)
+    printed = start(run_of(tmp_path, f"{EVERY_2} --keep-last 1"), refusing)
+    assert printed.status == 0
+    assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"), [(f"{ASYNC} --keep-last 1", [6]), (f"{EVERY_2} --keep-last 1 --keep-every 4", [4, 6])]
+)
+def test_which_checkpoints_are_kept(tmp_path: Path, flags: str, kept: list[int]) -> None:
+    assert start(run_of(tmp_path, f"{flags} --exit-interval 4")).status == 0
+    assert start(run_of(tmp_path, flags)).status == 0
+    assert saved_steps(tmp_path / "saved") == kept
 
 
 def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path: Path) -> None:
     """Not all at once, which would take the memory that remainders save."""
     trainer = build_trainer(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
-    masters = dict(trainer.optimizer.main_params)
+    main_params = dict(trainer.optimizer.main_params)
     with patch("megatron.optimizer.main_params.join_fp32", side_effect=AssertionError):
         tensors = tensors_to_save(trainer)
     (part,) = tensors["layers.0.mlp.linear_fc2.weight"].parts
-    assert torch.equal(part.resolve().flatten(), masters["layers.0.mlp.linear_fc2.weight"].flatten())
+    assert torch.equal(part.resolve().flatten(), main_params["layers.0.mlp.linear_fc2.weight"].flatten())
 
 
-def test_without_a_folder_there_is_nothing_to_write_to(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="E601 --async-save has no effect without"):
-        tiny_run(tmp_path, "--async-save")
+# ---- finished.json: it exists exactly if the last step has been taken and saved
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """Return the content of the file, or None."""
+    path = folder / FINISHED_FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_a_run_that_has_ended_is_proven_to_have(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    mark = Checkpointer.mark_finished
+
+    def watched(saver: Checkpointer, done: bool) -> None:
+        seen.append(saved_steps(tmp_path / "saved"))
+        mark(saver, done)
+
+    with patch.object(Checkpointer, "mark_finished", watched):
+        assert start(run_of(tmp_path)).status == 0
+    assert seen[1][-1] == 6, "it comes after the checkpoint"
+    proof = finished(tmp_path)
+    assert proof is not None
+    assert proof.keys() == {"iteration", "consumed-samples", "run-id", "checkpoint", "time"}
+    assert (proof["iteration"], proof["consumed-samples"]) == (6, 24)
+    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+    assert proof["run-id"] == records(tmp_path, "run-id")[0]["run-id"]
+
+
+def test_without_checkpoints_it_names_none(tmp_path: Path) -> None:
+    assert start(tiny_run(tmp_path)).status == 0
+    proof = finished(tmp_path)
+    assert proof is not None
+    assert proof["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    ("event", "flags", "status"),
+    [
+        (before_step(3, lambda trainer: signal.raise_signal(signal.SIGTERM)), "", 143),
+        (before_step(3, spoil_step), "", 1),
+        (None, "--exit-interval 4", 0),
+    ],
+    ids=["signal", "error", "exit interval"],
+)
+def test_a_run_that_ends_early_leaves_none(tmp_path: Path, event: Any, flags: str, status: int) -> None:
+    assert start(run_of(tmp_path, f"{EVERY_2} {flags}"), event).status == status
+    assert finished(tmp_path) is None
+
+
+def killed_before_the_proof() -> Any:
+    mark = Checkpointer.mark_finished
+
+    def killed(saver: Checkpointer, done: bool) -> None:
+        if done:
+            raise KilledError
+        mark(saver, done)
+
+    return patch.object(Checkpointer, "mark_finished", killed)
+
+
+def no_room(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("event", [killed_before_the_proof(), patch.object(checkpointer, "publish_file", no_room)])
+def test_the_next_start_writes_it(tmp_path: Path, event: Any) -> None:
+    failed = start(run_of(tmp_path), event)
+    if failed.status is not None:
+        assert failed.status == 1
+        assert "finished.json, which marks the end of training, cannot be written: the disk is full" in failed.err
+        assert "Traceback" not in failed.err
+    assert (saved_steps(tmp_path / "saved")[-1], finished(tmp_path)) == (6, None)
+    again = start(run_of(tmp_path))
+    assert (again.status, again.samples, again.err) == (0, {}, "")
+    assert "nothing to do: this run ends with step 6, and 6 are taken" in again.out
+    proof = finished(tmp_path)
+    assert proof is not None
+    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+
+
+def test_a_longer_run_takes_it_back_before_its_first_step(tmp_path: Path) -> None:
+    constant = f"{EVERY_2} --lr-decay-style constant"
+    start(run_of(tmp_path, constant))
+    seen: list[Any] = [finished(tmp_path)]
+    longer = run_of(tmp_path, f"{constant} --train-iters 8")
+    assert start(longer, before_step(7, lambda trainer: seen.append(finished(tmp_path)))).status == 0
+    seen.append(finished(tmp_path))
+    assert [proof and proof["iteration"] for proof in seen] == [6, None, 8]
+
+
+def test_a_start_that_is_superseded_does_not_take_back_the_proof_of_a_later_one(tmp_path: Path) -> None:
+    mark = Checkpointer.mark_finished
+
+    def later(saver: Checkpointer, done: bool) -> None:
+        (tmp_path / "saved/.epoch-1").rename(tmp_path / "saved/.epoch-2")
+        (tmp_path / "saved/.epoch-2/claim.json").write_text('{"epoch": 2, "token": "5f", "start": {}}')
+        (tmp_path / FINISHED_FILE).write_text('{"iteration": 6}')
+        mark(saver, done)
+
+    failed = start(run_of(tmp_path), patch.object(Checkpointer, "mark_finished", later))
+    assert (failed.status, finished(tmp_path)) == (1, {"iteration": 6})
+    assert "E817" in failed.err
+
+
+def test_a_run_that_has_nothing_to_do_has_its_last_checkpoint_in_its_own_folder(tmp_path: Path) -> None:
+    """As when it starts from the last checkpoint of another folder."""
+    start(run_of(tmp_path / "old"))
+    again = start(run_of(tmp_path, f"{EVERY_2} --load {tmp_path}/old/saved"))
+    assert (again.status, again.samples, saved_steps(tmp_path / "saved")) == (0, {}, [6])
+    proof = finished(tmp_path)
+    assert proof is not None
+    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+
+
+def test_a_file_that_cannot_be_removed_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / FINISHED_FILE / "x").mkdir(parents=True)
+    failed = start(tiny_run(tmp_path))
+    assert (failed.status, failed.samples) == (1, {})
+
+
+# ---- One run per folder; for several ranks see tests/distributed/test_resume.py
+
+PROBLEMS = UserError([Problem("E802", "no such disk", ("--save ANOTHER", "--save B")), Problem("E813", "newer")])
+
+
+@pytest.mark.parametrize("error", [PROBLEMS, DamagedCheckpointError("cut short", "--save ANOTHER", "--load B")])
+def test_an_error_on_rank_0_is_the_same_on_every_rank(error: UserError | DamagedCheckpointError) -> None:
+    def act() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        run_on_rank0(act, Group())
+    assert raised.value is error
+    sent = pickle.loads(pickle.dumps(error))
+    assert (type(sent), str(sent)) == (type(error), str(error))
+    assert getattr(sent, "problems", ()) == getattr(error, "problems", ())
+
+
+def test_a_folder_is_held_for_as_long_as_the_run_takes(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    in_use = pytest.raises(CheckpointError, match="is in use by process ")
+    with hold_save_folder(str(folder), Group()), in_use, acquire_lease(folder):
+        pass
+    with acquire_lease(folder):
+        before = sorted(path.name for path in folder.iterdir())
+        printed = start(run_of(tmp_path))
+        assert (printed.status, printed.samples) == (1, {})
+        assert printed.err.startswith(f"error: {folder} is in use by process ")
+        assert printed.err.endswith("\n  fix: --save ANOTHER\n")
+        assert sorted(path.name for path in folder.iterdir()) == before
+    assert start(run_of(tmp_path)).status == 0
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_the_first_step(tmp_path: Path) -> None:
+    printed = start(tiny_run(tmp_path, "--save /proc/nope"))
+    assert (printed.status, printed.samples) == (1, {})
+    assert "no checkpoint can be written to /proc/nope" in printed.err

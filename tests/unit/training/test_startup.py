@@ -1,26 +1,219 @@
-"""Times of a start: nested phases, the start of the process, the log line and the event."""
+"""The start of a run: flags on several ranks, its device, its times, what identifies it, and reading ahead."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
+import pretrain_gpt
+from megatron.config.errors import UserError
+from megatron.data.errors import DataError
 from megatron.data.loader import build_data
-from megatron.training import startup
-from megatron.training.checkpointer import choose_resume_source
-from megatron.training.startup import PHASES, StartupTimer, process_start_time, startup_line
-from tests.runs import records, start, tiny_run
+from megatron.training import main, startup
+from megatron.training.build import build_trainer, choose_device, join_distributed
+from megatron.training.startup import (
+    MAX_NODE_LIST_CHARS,
+    PHASES,
+    StartupTimer,
+    process_start_time,
+    start_facts,
+    start_phrase,
+    startup_line,
+)
+from tests.runs import FLAGS, records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
-DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local_rank: int | None = None) -> None:
+    local = rank if local_rank is None else local_rank
+    for name, value in zip(VARIABLES, (rank, world_size, local, world_size, "127.0.0.1")):
+        monkeypatch.setenv(name, str(value))
+
+
+def srun(monkeypatch: pytest.MonkeyPatch, local_rank: int, machines: int = 1) -> None:
+    for name, value in zip(SLURM, (0, local_rank, 8, local_rank, machines)):
+        monkeypatch.setenv(name, str(value))
+
+
+# ---- The program
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "flags", "data"), [(0, 0, True, True), (1, 1, False, False), (8, 0, False, True)]
+)
+def test_wrong_flags_are_reported_by_rank_0_and_unreadable_data_by_each_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    local_rank: int,
+    flags: bool,
+    data: bool,
+) -> None:
+    def unreadable(*arguments: object) -> int:
+        raise DataError("the tokenizer is torn")
+
+    monkeypatch.setattr(pretrain_gpt, "SILENCE_SECONDS", 0.0)
+    torchrun(monkeypatch, rank, 16, local_rank)
+    assert pretrain_gpt.main(["--hiden-size", "64"]) == 2
+    assert ("E001" in capsys.readouterr().err) == flags
+    monkeypatch.setattr(pretrain_gpt, "with_vocabulary", unreadable)
+    assert pretrain_gpt.main([*FLAGS.split(), "--global-batch-size", "16"]) == 2
+    assert capsys.readouterr().err == ("the tokenizer is torn\n" if data else "")
+
+
+def test_after_a_failure_the_process_ends_whatever_still_runs() -> None:
+    program = (
+        "import threading, time, pretrain_gpt\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "print('last words', end='')\n"
+        "pretrain_gpt.exit_process(3)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (3, "last words")
+    assert time.monotonic() - began < 200
+
+
+def test_an_unwritable_run_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    printed = start(tiny_run(tmp_path))
+    assert (printed.status, printed.samples) == (2, {})
+    assert printed.err.startswith(f"error: E701 the run folder {tmp_path} cannot be written: Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "exceed"),
+    [(1, "", False), (1, "16", True), (2, "", True), (2, "4", False), (2, "5,2", True), (16, "1", True)],
+)
+def test_threads_wait_without_spinning_only_where_they_exceed_the_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: str, exceed: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    place = {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    assert pretrain_gpt.threads_exceed_cores(place | {"OMP_NUM_THREADS": threads}) == exceed
+
+
+@pytest.mark.parametrize(("tasks", "exceed"), [("4(x2),3", False), ("9(x3)", True), ("4,9", True)])
+def test_tasks_of_srun_share_all_cores_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, exceed: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # the cores that srun binds this task to
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    places = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "12", "SLURM_LOCALID": "0"}
+    assert pretrain_gpt.threads_exceed_cores(places | {"SLURM_STEP_TASKS_PER_NODE": tasks}) == exceed
+
+
+# ---- The device
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Pretend that this machine has ``count`` GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize(("name", "count", "device"), [("auto", 0, "cpu"), ("cpu", 8, "cpu"), ("auto", 8, "cuda:3")])
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str) -> None:
+    gpus(monkeypatch, count)
+    torchrun(monkeypatch, 3, 8)
+    assert choose_device(name) == torch.device(device)
+
+
+def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus(monkeypatch, 0)
+    printed = start(tiny_run(tmp_path, "--device cuda"))
+    assert (printed.status, "E207 --device cuda" in printed.err) == (2, True)
+    gpus(monkeypatch, 2)
+    torchrun(monkeypatch, 0, 4)  # two ranks never share one
+    with pytest.raises(UserError, match=r"E207 .* at least 4 ranks, but has 2 GPUs\n  fix: torchrun .*-node 2 \|"):
+        choose_device("auto")
+
+
+def test_a_rank_of_srun_may_see_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    srun(monkeypatch, 5)
+    gpus(monkeypatch, 1)
+    assert choose_device("cuda") == torch.device("cuda:0")
+    gpus(monkeypatch, 8)
+    assert choose_device("cuda") == torch.device("cuda:5")
+    gpus(monkeypatch, 4)
+    with pytest.raises(UserError, match="at least 6 ranks, but has 4 GPUs"):
+        choose_device("cuda")
+
+
+def test_ranks_that_cannot_join_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert join_distributed(tiny_run(tmp_path)) == (0, 1)  # a single process needs no address
+    assert not torch.distributed.is_initialized()
+    gpus(monkeypatch, 0)
+    torchrun(monkeypatch, 1, 2)
+    with pytest.raises(UserError, match="E206 the nccl backend cannot serve CPUs"):
+        join_distributed(tiny_run(tmp_path, "--device auto --distributed-backend nccl", 2))
+    for name in VARIABLES:
+        monkeypatch.delenv(name)
+    srun(monkeypatch, 1, machines=2)
+    with pytest.raises(UserError, match="E009"):
+        join_distributed(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
+
+
+# ---- Reading ahead
+
+
+def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
+    """Return what a run reads in each step: tokens, samples, the step that keys dropout, the digest."""
+    trainer, found = build_trainer(tiny_run(folder, flags), 0, 1), list[object]()
+    while trainer.iteration < trainer.total_steps:
+        size, batches = trainer.next_batch_size, trainer.next_batches()
+        if ahead:
+            trainer.prefetch()
+        found += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
+        found.append(trainer.digest_read)
+        trainer.iteration += 1
+        trainer.consumed_samples += size
+    assert trainer.prefetched is None
+    return found
+
+
+@pytest.mark.parametrize("flags", ["", "--rampup-batch-size 2 1 6 --train-samples 20 --set training.train_iters=null"])
+def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) -> None:
+    assert taken(tmp_path, ahead=True, flags=flags) == taken(tmp_path, ahead=False, flags=flags)
+
+
+def test_an_error_while_prefetching_is_raised_at_the_step_that_needs_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build_trainer(tiny_run(tmp_path), 0, 1)
+    trainer.next_batches()
+    before = trainer.digest_read
+    refuse = DataError("sample 4 cannot be read")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
+        trainer.prefetch()
+        assert (trainer.prefetched, trainer.digest_read) == (None, before)
+        with pytest.raises(DataError, match="sample 4"):
+            trainer.next_batches()
+    trainer.prefetch()
+    assert trainer.timers.read(1)["batch-generator"] > 0.0  # otherwise slow data would not show
+
+
+# ---- Times
 
 
 @pytest.fixture
@@ -31,10 +224,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def told(watch: StartupTimer) -> dict[str, float]:
-    return {name: seconds for name, seconds in watch.seconds.items() if seconds}
-
-
 def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
     watch = StartupTimer(90.0, "python")
     watch.enter("flags")
@@ -42,39 +231,36 @@ def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
     watch.enter("other")
     with watch("checkpoint"):
         now.append(103.0)
-        with watch("data"):
+        with suppress(ValueError), watch("data"):
             now.append(107.0)
+            raise ValueError("a phase that raises ends")
         now.append(115.0)
     now.append(131.0)
     watch.enter("first step")
     now.append(163.0)
     watch.stop()
     now.append(999.0)
-    assert told(watch) == {
+    assert {name: seconds for name, seconds in watch.seconds.items() if seconds} == {
         "python": 10.0, "flags": 1.0, "checkpoint": 10.0, "data": 4.0, "other": 16.0, "first step": 32.0
     }  # fmt: skip
     assert sum(watch.seconds.values()) == 163.0 - watch.began
     assert not watch.running
 
 
-def test_a_phase_that_raises_ends(now: list[float]) -> None:
-    watch = StartupTimer()
-    with suppress(ValueError), watch("data"):
-        now.append(101.0)
-        raise ValueError("torn")
-    now.append(103.0)
-    watch.stop()
-    assert told(watch) == {"data": 1.0, "other": 2.0}
-
-
-def test_a_process_began_when_it_was_made() -> None:
-    """Not the time of the first call."""
+def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when torch is imported and the ranks have joined, nor at the first line of this program."""
     program = "from megatron.training.startup import process_start_time; print(process_start_time())"
     before = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     after = time.monotonic()
     assert before - 0.02 <= float(out) < after  # the kernel counts in hundredths
     assert float(out) - before < (after - before) / 2
+    given: list[StartupTimer] = []
+    monkeypatch.setattr(main, "run", lambda config, notes, startup: given.append(startup) or 0)
+    assert pretrain_gpt.main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
+    assert given[0].began == pytest.approx(process_start_time(), abs=0.02)
+    assert given[0].began < before
+    assert {name for name, seconds in given[0].seconds.items() if seconds} == {"python", "flags", "imports"}
 
 
 def test_without_a_proc_file_system_the_process_begins_now(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,54 +272,74 @@ def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
     mine = dict.fromkeys(PHASES, 0.0) | {"imports": 3.06, "data": 0.04, "first step": 10.0}
     assert startup_line(mine, mine) == "start-up 13.1s: imports 3.1 first step 10.0"
     longest = mine | {"imports": 9.0, "first step": 10.9}
-    assert (
-        startup_line(mine, longest) == "start-up 13.1s: imports 3.1 first step 10.0; longest on any rank: imports 9.0"
-    )
-
-
-def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractContextManager[Any]:
-    """Slow down the function that ``megatron.training`` calls by this name."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        time.sleep(seconds)
-        return function(*arguments, **named)
-
-    return patch(f"megatron.training.{name}", call)
+    assert startup_line(mine, longest).endswith("first step 10.0; longest on any rank: imports 9.0")
 
 
 def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
+    """What is read of a checkpoint and what of the data are two things: data are opened while one is loaded."""
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.5)
+        return build_data(*arguments, **named)
+
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
-    with (
-        slowly("trainer.build_data", build_data, 0.01),
-        slowly("main.choose_resume_source", choose_resume_source, 0.01),
-    ):  # else less than is shown
-        started = start(tiny_run(tmp_path, flags))
-    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
-    assert (event["iteration"], list(event["phases"]), list(event["slowest"])) == (1, [*PHASES], [*PHASES])
+    start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
+    started = start(tiny_run(tmp_path, flags), patch("megatron.training.trainer.build_data", slowly))
+    first, event = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
+    assert (first["iteration"], event["iteration"]) == (1, 3)
+    assert list(event["phases"]) == list(event["slowest"]) == [*PHASES]
     assert event["seconds"] == pytest.approx(sum(event["phases"].values()), abs=0.01)
     assert event["phases"] == event["slowest"]
-    assert all(event["phases"][name] > 0 for name in ("model", "data", "checkpoint", "first step"))
+    assert event["phases"]["data"] > 0.4
+    assert all(event["phases"][name] > 0 for name in ("model", "checkpoint", "first step"))
     (line,) = [line for line in started.out.splitlines() if line.startswith("start-up ")]
     assert started.out.index(line) < started.out.index("3/6 ")
-
-
-def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_path: Path) -> None:
-    """Data are opened while a checkpoint is loaded."""
-    flags = f"--save {tmp_path}/saved --save-interval 2"
-    start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-    start(tiny_run(tmp_path, flags), slowly("trainer.build_data", build_data, 0.5))
-    events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
-    assert [event["iteration"] for event in events] == [1, 3]
-    assert events[1]["phases"]["data"] > 0.4
-    assert events[1]["phases"]["checkpoint"] > 0
-
-
-def test_a_start_without_a_step_logs_no_times(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
-    start(config)
-    assert "start-up" not in start(config).out
+    assert "start-up" not in start(tiny_run(tmp_path, flags)).out, "there is no step"
 
 
 def test_every_phase_is_documented() -> None:
-    table = DOCS.split("## How long a start takes\n")[1].split("\n## ")[0].split("|---|---|\n")[1].split("\n\n")[0]
+    docs = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    table = docs.split("## How long a start takes\n")[1].split("\n## ")[0].split("|---|---|\n")[1].split("\n\n")[0]
     assert table.splitlines() == [f"| `{name}` | {meaning} |" for name, meaning in PHASES.items()]
+
+
+# ---- What identifies a start
+
+JOB = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_RESTART_COUNT": "2",
+    "SLURM_JOB_NODELIST": "node[1-4]",
+    "SLURM_STEP_NODELIST": "node[1-3]",
+}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "17", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+def test_facts_of_a_start() -> None:
+    assert start_facts({}, None) == {}
+    assert start_phrase({}) == ""
+    facts = start_facts(JOB | ELASTIC, 7)
+    assert facts == {
+        "epoch": 7,
+        "slurm-job": "17",
+        "slurm-restart": 2,
+        "torchrun-run": "17",
+        "torchrun-restart": 1,
+        "nodes": "node[1-3]",  # those that the step runs on
+    }
+    assert start_phrase(facts) == "start 7 of this run, Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
+    assert start_phrase(start_facts({"SLURM_JOB_ID": "17"}, None)) == "Slurm job 17 restart 0"
+    assert "torchrun-restart" not in start_facts(ELASTIC | {"TORCHELASTIC_RESTART_COUNT": "0"}, None)
+    nodes = "node[" + ",".join(str(number) for number in range(1, 200, 2)) + "]"
+    facts = start_facts(JOB | {"SLURM_STEP_NODELIST": nodes}, None)
+    assert facts["nodes"] == nodes
+    assert len(start_phrase(facts).partition(" on ")[2]) == MAX_NODE_LIST_CHARS
+
+
+def test_the_first_line_and_the_records_name_the_job(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
+    with patch.dict(os.environ, JOB):
+        printed = start(config)
+    assert printed.out.splitlines()[0] == "start 1 of this run, Slurm job 17 restart 2, on node[1-3]"
+    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start"]
+    assert (event["slurm-job"], event["epoch"]) == ("17", 1)
+    assert "Slurm job 17 restart 2" in (tmp_path / "incidents.md").read_text().splitlines()[0]

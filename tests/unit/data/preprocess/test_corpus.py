@@ -1,28 +1,42 @@
-"""Text files as documents, in a fixed order."""
+"""Text files as blocks and documents: in a fixed order, whole, and with a word where something is wrong."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.preprocess.corpus import find_text_files, read_documents
-
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".zst": zstandard.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-}
+from megatron.data.preprocess import corpus
+from megatron.data.preprocess.corpus import (
+    COMPRESSION_SUFFIXES,
+    BadDocumentError,
+    Block,
+    DamagedStreamError,
+    FileBlock,
+    LineBlock,
+    decompress,
+    find_text_files,
+    parse_line,
+    parse_valid_lines,
+    read_documents,
+    split_into_blocks,
+    split_lines,
+    split_lines_file,
+)
 
 
 @pytest.fixture
@@ -62,41 +76,9 @@ def test_a_link_to_a_file_of_the_folder_is_passed_over(tree: Path) -> None:
     assert names(tree, [str(tree)]) == sorted([*expected, "o.py"])
 
 
-def test_the_order_of_the_file_system_does_not_matter(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards = names(tree, [str(tree)])
-    scandir = os.scandir
-
-    class Backwards:
-        def __init__(self, path: str) -> None:
-            self.entries = sorted(scandir(path), key=lambda e: e.name, reverse=True)
-
-        def __enter__(self) -> Backwards:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def close(self) -> None: ...
-
-        def __iter__(self) -> Backwards:
-            return self
-
-        def __next__(self) -> os.DirEntry[str]:
-            if not self.entries:
-                raise StopIteration
-            return self.entries.pop(0)
-
-    monkeypatch.setattr(os, "scandir", Backwards)
-    assert names(tree, [str(tree)]) == forwards
-
-
 def test_files_and_patterns_keep_their_order(tree: Path) -> None:
     given = [str(tree / "b.py"), str(tree / "a*.py"), str(tree / "**" / "y.txt")]
     assert names(tree, given) == ["b.py", "a.py", "a/y.txt"]
-
-
-def test_a_name_with_pattern_characters_is_still_a_file(tmp_path: Path) -> None:
-    (tmp_path / "data[1].txt").write_text("x")
-    assert names(tmp_path, [str(tmp_path / "data[1].txt")]) == ["data[1].txt"]
 
 
 @pytest.mark.parametrize(
@@ -107,59 +89,9 @@ def test_an_input_without_files_is_refused(tree: Path, name: str, message: str) 
         find_text_files([str(tree / "b.py"), str(tree / name)], (".md",), ())
 
 
-def test_a_plain_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "x.py"
-    path.write_bytes(b"# caf\xc3\xa9\r\n")
-    (document,) = read_documents([path], ["text"])
-    assert document == ((b"# caf\xc3\xa9\r\n",), (path, 0), 9)
-    with pytest.raises(DataError, match="plain text without the keys text, url"):
-        list(read_documents([path], ["text", "url"]))
-
-
-def test_json_lines(tmp_path: Path) -> None:
+def test_a_file_without_a_document_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    records = [{"text": "één", "url": "u1"}, {"url": "", "text": ""}]
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    documents = list(read_documents([path], ["url", "text"]))
-    assert [d.texts for d in documents] == [("u1", "één"), ("", "")]
-    assert [d.place for d in documents] == [(path, 1), (path, 2)]
-    assert sum(d.num_bytes + 1 for d in documents) == path.stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "cut', "is not JSON"),
-        (b'["text"]', "is an array, not an object"),
-        (b"null", "is null, not an object"),
-        (b'{"txt": "a", "id": 1}', "has no key 'text'; its keys: txt, id"),
-        (b'{"text": null}', "'text' is null, not a string"),
-        (b'{"text": 7}', "'text' is a number, not a string"),
-        (b'{"text": true}', "'text' is a boolean, not a string"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(DataError) as caught:
-        list(read_documents([path], ["text"]))
-    assert str(caught.value).startswith(f"{path}:2")
-    assert message in str(caught.value)
-
-
-def test_blank_lines_are_no_documents(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'\n{"text": "a"}\n\n  \r\n{"text": ""}\n\n')
-    assert [(d.texts, d.place) for d in read_documents([path], ["text"])] == [
-        (("a",), (path, 2)),
-        (("",), (path, 5)),
-    ]
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_a_file_without_a_document_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(content)
+    path.write_bytes(b"\n \n")
     with pytest.raises(DataError, match=r"x\.jsonl has no documents\n  fix: .*--exclude x\.jsonl"):
         list(read_documents([path], ["text"]))
 
@@ -178,57 +110,9 @@ def test_the_fix_for_another_encoding_works(tmp_path: Path, name: str, encoding:
     assert document.texts == ("café" if name.endswith(".jsonl") else record.encode(),)
 
 
-def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
-    for name, content in {
-        "a.jsonl": b'{"text": "1"}\nno\n\n{"text": 2}\n{"text": "\\ud800"}\n{"text": "3"}',
-        "b.txt": b"caf\xe9",
-        "c.txt": b"good",
-        "d.jsonl": b"",
-        "e.jsonl.gz": gzip.compress(b'{"text": "4"}\n{"text": "5"}\n')[:-9],
-    }.items():
-        (tmp_path / name).write_bytes(content)
-    printed: list[DataError] = []
-    files = sorted(tmp_path.iterdir())
-    texts = [d.texts[0] for d in read_documents(files, ["text"], printed.append)]
-    assert [text for text in texts if text not in ("4", "5")] == ["1", "3", b"good"]
-    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in printed] == [
-        "a.jsonl:2",
-        "a.jsonl:4",
-        "a.jsonl:5",
-        "b.txt",
-        "d.jsonl",
-        f"e.jsonl.gz:{len(texts) - 2}",
-    ]
-    assert all("--on-bad-line skip" in error.fixes for error in printed)
-
-
 def test_a_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes('{"text": "é"}\n'.encode("utf-8-sig"))
     assert [d.texts for d in read_documents([tmp_path / "x.jsonl"], ["text"])] == [("é",)]
-
-
-def test_a_binary_file_is_not_taken_for_text(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"PK\3\4\0\0")
-    with pytest.raises(DataError, match=r"x\.txt is not text: byte 4 is NUL\n  fix: .*--exclude x\.txt"):
-        list(read_documents([tmp_path / "x.txt"], ["text"]))
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_compressed_files_are_read_as_what_they_hold(tmp_path: Path, suffix: str) -> None:
-    lines, text = tmp_path / f"x.jsonl{suffix}", tmp_path / f"y.txt{suffix}"
-    lines.write_bytes(COMPRESS[suffix](b'{"text": "a"}\n\n{"text": "b"}'))
-    text.write_bytes(COMPRESS[suffix](b"c\n"))
-    assert [(d.texts[0], d.place) for d in read_documents([lines], ["text"])] == [
-        ("a", (lines, 1)),
-        ("b", (lines, 3)),
-    ]
-    assert [d.texts for d in read_documents([text], ["text"])] == [(b"c\n",)]
-    assert names(tmp_path, [str(tmp_path)], [".txt", ".jsonl"]) == [lines.name, text.name]
-    assert names(tmp_path, [str(tmp_path)], [f".txt{suffix}"]) == [text.name]
-    for file in (lines, text):
-        file.write_bytes(file.read_bytes()[:-1])
-        with pytest.raises(DataError, match=f"{file.name}.* ends in the middle of a {suffix} stream"):
-            list(read_documents([file], ["text"]))
 
 
 def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
@@ -241,7 +125,7 @@ def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path, both, [".jsonl"]) == ["a.jsonl.gz", "a.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["x.zip", "x.parquet", "x.tar"])
+@pytest.mark.parametrize("name", ["x.zip", "x.parquet", "x.jsonl.zstd", "x.jsonl.Z"])
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(DataError, match=f"{name}: .* files are not supported\n  fix: "):
@@ -252,14 +136,6 @@ def test_the_name_of_a_file_is_no_pattern(tmp_path: Path) -> None:
     for name in ("data[1].jsonl", "data1.jsonl"):
         (tmp_path / name).touch()
     assert find_text_files([str(tmp_path / "data[1].jsonl")], [], []) == [tmp_path / "data[1].jsonl"]
-
-
-def test_a_file_that_is_compressed_in_two_ways_is_refused(tmp_path: Path) -> None:
-    for name in ("a.jsonl.gz", "a.jsonl.zst"):
-        (tmp_path / name).touch()
-    for name in (str(tmp_path), str(tmp_path / "a*")):
-        with pytest.raises(DataError, match=r"a\.jsonl\.zst lies beside .*a\.jsonl\.gz: the same documents"):
-            find_text_files([name], [".jsonl"], [])
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
@@ -273,7 +149,7 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
         find_text_files([str(file), str(tmp_path / "other")], [], [])
 
 
-@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.Json", "a.jsonl.GZ"])
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.jsonl.GZ"])
 def test_lines_are_lines_however_their_file_is_called(tmp_path: Path, name: str) -> None:
     content = b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
@@ -281,17 +157,202 @@ def test_lines_are_lines_however_their_file_is_called(tmp_path: Path, name: str)
     assert [document.texts for document in read_documents([file], ["text"])] == [("a",), ("b",)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zstd", "a.jsonl.Z", "a.jsonl.lz4"])
-def test_other_compressions_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).touch()
-    for given in (tmp_path, tmp_path / name):
-        with pytest.raises(
-            DataError, match=rf"a\.jsonl\.\w+: \.{name.rpartition('.')[2]} files are not supported\n  fix: "
-        ):
-            find_text_files([str(given)], [".jsonl"], [])
-
-
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: it is a pipe or a device"):
         find_text_files([str(tmp_path / "pipe")], [], [])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    content=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\n", b"c" * 40]), max_size=40).map(b"".join),
+    block_bytes=st.integers(1, 60),
+    suffix=st.sampled_from(["", ".gz", ".zst"]),
+)
+def test_blocks_are_the_file(content: bytes, block_bytes: int, suffix: str) -> None:
+    stored = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"x.jsonl{suffix}"
+        file.write_bytes(stored)
+        blocks = list(split_lines_file(file, block_bytes))
+        read = [block.read() for block in blocks]
+    assert b"".join(read) == content
+    assert all(part.endswith(b"\n") for part in read[:-1])
+    assert [block.first for block in blocks] == [True] + [False] * (len(blocks) - 1)
+    assert [block.last for block in blocks] == [False] * (len(blocks) - 1) + [True]
+    assert sum(block.stored for block in blocks) == len(stored)
+    if not suffix:  # as short as lines allow
+        assert all(part.count(b"\n", block_bytes - 1, -1) == 0 for part in read)
+
+
+def write(folder: Path, **files: bytes) -> list[Path]:
+    paths = [folder / name.replace("_", ".") for name in files]
+    for path, content in zip(paths, files.values()):
+        path.write_bytes(content)
+    return paths
+
+
+def test_small_texts_share_a_block_and_the_order_is_kept(tmp_path: Path) -> None:
+    files = write(tmp_path, a_txt=b"a" * 6, b_txt=b"b" * 6, c_txt=b"c", d_jsonl=b"{}\n", e_txt=b"e", f_md=b"f" * 99)
+    blocks: list[Block] = list(split_into_blocks(files, 10))
+    a, b, c, d, e, f = files
+    assert blocks == [
+        FileBlock((a, b), 12),
+        FileBlock((c,), 1),
+        LineBlock(d, range(3), 3, first=True, last=True),
+        FileBlock((e, f), 100),
+    ]
+
+
+def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, x_jsonl=b'{"text": "a"}\n' * 10)
+    (block,) = split_lines_file(file)
+    file.write_bytes(b'{"text": "a"}\n')
+    with pytest.raises(DataError, match="became shorter while it was read"):
+        block.read()
+
+
+TEXT = b"".join(b"line %d of a text that compresses, %d\n" % (i, i * i) for i in range(5_000))
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+def unpacked(suffix: str, content: bytes) -> bytes:
+    return b"".join(decompress(Path(f"x{suffix}"), io.BytesIO(content)))
+
+
+@pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
+def test_streams_back_to_back_are_one_text(suffix: str) -> None:
+    stream = COMPRESS[suffix](TEXT)
+    assert unpacked(suffix, b"") == b""
+    assert unpacked(suffix, stream) == TEXT
+    assert unpacked(suffix, stream + COMPRESS[suffix](b"") + COMPRESS[suffix](b"end")) == TEXT + b"end"
+
+
+def test_padding_is_no_stream() -> None:
+    stream = gzip.compress(TEXT)
+    assert unpacked(".gz", stream + bytes(100)) == TEXT
+    assert unpacked(".gz", stream + bytes(100_000) + stream) == TEXT + TEXT
+
+
+@pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
+def test_a_cut_file_is_told_after_what_it_holds(suffix: str) -> None:
+    stream = COMPRESS[suffix](TEXT)
+    for cut in (4, len(stream) // 2, len(stream) - 1):
+        for before in (b"", stream):
+            pieces = decompress(Path(f"x{suffix}"), io.BytesIO(before + stream[:cut]))
+            held: list[bytes] = []
+            with pytest.raises(DamagedStreamError, match=f"ends in the middle of a {suffix} stream"):
+                held.extend(pieces)
+            seen = b"".join(held)
+            assert ((TEXT if before else b"") + TEXT).startswith(seen)
+            assert len(seen) >= len(TEXT) * bool(before)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
+def test_a_damaged_or_other_file_is_told(suffix: str) -> None:
+    stream = bytearray(COMPRESS[suffix](TEXT))
+    stream[len(stream) // 2] ^= 0xFF
+    for content in (bytes(stream), b"plain text", COMPRESS[suffix](TEXT) + b"plain text"):
+        with pytest.raises(DamagedStreamError, match=f"is not valid {suffix} from here on|middle of a {suffix} stream"):
+            unpacked(suffix, content)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(DataError, match=r"zstandard is needed for \.zst files\n  fix: pip install zstandard"):
+        unpacked(".zst", b"")
+
+
+@pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
+def test_pieces_are_small_however_well_a_text_compresses(suffix: str) -> None:
+    size = 40_000_000
+    pieces = [len(piece) for piece in decompress(Path(f"x{suffix}"), io.BytesIO(COMPRESS[suffix](bytes(size))))]
+    assert sum(pieces) == size
+    assert max(pieces) <= 17_000_000
+
+
+FILE = Path("x.jsonl")
+
+
+@pytest.fixture(params=["orjson", "json"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fast reader of JSON, and a machine without it."""
+    if request.param == "json":
+        monkeypatch.setitem(sys.modules, "orjson", None)
+    corpus._reader.cache_clear()
+    yield
+    corpus._reader.cache_clear()
+
+
+def carefully(content: bytes, keys: tuple[str, ...]) -> list[list[bytes]] | None:
+    try:
+        rows = [parse_line(line, keys, FILE) for line in split_lines(content)]
+    except BadDocumentError:
+        return None
+    return [[row[i].encode() for row in rows] for i in range(len(keys))]
+
+
+odd_characters = st.sampled_from('ab \u00e9\u6771\U0001f469\0\\"\n\r\u2028\ufeff')
+texts = st.text(odd_characters, max_size=20)
+values = texts | st.none() | st.integers() | st.lists(texts, max_size=2) | st.just("\ud800")
+good_line = st.builds(lambda a, b, ascii: json.dumps({"a": a, "b": b}, ensure_ascii=ascii), texts, texts, st.booleans())
+any_line = (
+    good_line
+    | st.builds(lambda value: json.dumps({"a": value, "b": "x"}), values)
+    | st.builds(lambda value: json.dumps(value), values)
+    | st.sampled_from(["", " ", "{", '{"a": "x"}', '{"a": NaN, "b": ""}', '{"a":"1","b":"2"},{"a":"3","b":"4"}', "[]"])
+)
+
+
+@pytest.mark.usefixtures("reader")
+def test_the_fast_way_gives_what_the_careful_way_gives() -> None:
+    @settings(max_examples=50, deadline=None, derandomize=True)
+    @given(st.lists(any_line, max_size=4), st.booleans(), st.sampled_from([("a",), ("b", "a")]))
+    def check(lines: list[str], ended: bool, keys: tuple[str, ...]) -> None:
+        content = "\n".join(lines).encode() + b"\n" * ended
+        fast, careful = parse_valid_lines(content, keys), carefully(content, keys)
+        assert fast in (None, careful)
+
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(st.lists(good_line.filter(lambda line: "\\u0000" not in line), max_size=4))
+    def check_good(lines: list[str]) -> None:
+        content = "\n".join(lines).encode()
+        assert parse_valid_lines(content, ("a",)) == carefully(content, ("a",)) is not None
+
+    check()
+    check_good()
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', " is not JSON"),
+        (b'{"text": "a\0b"}', " is not JSON"),
+        (b'["text"]', " is an array, not an object"),
+        (b"null", " is null, not an object"),
+        (b'{"txt": "a", "id": 1}', " has no key 'text'; its keys: txt, id"),
+        (b'{"text": null}', ": 'text' is null, not a string"),
+        (b'{"text": 7}', ": 'text' is a number, not a string"),
+        (b'{"text": true}', ": 'text' is a boolean, not a string"),
+        (b'{"text": "ab\\u0000"}', ": 'text' is not text: character 2 is NUL"),
+        (b'{"text": "a\\udc00"}', ": 'text' is not Unicode: character 1 is an unpaired surrogate"),
+        (b'{"text": "caf\xe9"}', " is not UTF-8 text"),
+        (b"[" * 100_000, " is nested too deeply"),
+    ],
+)
+def test_a_bad_line_is_named(line: bytes, message: str) -> None:
+    with pytest.raises(BadDocumentError) as caught:
+        parse_line(line, ("text",), FILE)
+    assert caught.value.seen.startswith(message)
+    assert parse_valid_lines(line, ("text",)) is None
+
+
+def test_numbers_that_only_some_readers_take_are_no_obstacle() -> None:
+    line = b'{"n": NaN, "m": 123456789012345678901234567890, "text": "t"}'
+    assert parse_line(line, ("text",), FILE) == ("t",)

@@ -1,4 +1,4 @@
-"""Processes that encode: the order, how much is on the way, and how they end."""
+"""Work in other processes: what comes back, in which order, how much is on the way, and how they end."""
 
 from __future__ import annotations
 
@@ -8,148 +8,176 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from multiprocessing import active_children
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
-from megatron.data.errors import DataError
-from megatron.data.preprocess import encode
+from megatron.data.errors import DataError, StoppedError, stop_on_signals
 from megatron.data.preprocess.corpus import Block, LineBlock
-from megatron.data.preprocess.encode import BLOCKS_PER_WORKER, EncodedBlock, EncodeOptions, EncoderPool
+from megatron.data.preprocess.encode import (
+    BLOCKS_PER_WORKER,
+    EncodedBlock,
+    EncodeOptions,
+    EncoderPool,
+    ProgressSender,
+    run_in_subprocess,
+)
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.processes import wait_until_gone
 
-JOB = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
+BYTES = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
+IDS = replace(
+    BYTES, tokenizer_options=TokenizerOptions("NullTokenizer", vocab_size=10), fingerprint=NullTokenizer(10).fingerprint
+)
 WORKERS = 2
 
 
-@contextmanager
-def encoded(blocks: Iterable[Block], job: EncodeOptions = JOB) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
-    """The blocks as two workers encode them."""
-    with EncoderPool(job, WORKERS) as workers, closing(workers.encoded(blocks, "numpy")) as results:
-        yield results
-
-
-def block(number: int, size: int) -> LineBlock:
+def block(number: int, size: int = 50_000) -> LineBlock:
     content = b'{"text": "%08d%s"}\n' % (number, b"x" * size)
     return LineBlock(Path("x.jsonl"), content, len(content), first=True, last=True)
 
 
-class Counted:
-    """Blocks, and how many were taken."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = sizes
-        self.taken = 0
-
-    def __iter__(self) -> Iterator[LineBlock]:
-        for number, size in enumerate(self._sizes):
-            self.taken += 1
-            yield block(number, size)
+@contextmanager
+def encoded(blocks: Iterable[Block], options: EncodeOptions = BYTES) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
+    """The blocks as two workers encode them."""
+    with closing(EncoderPool(options, WORKERS)) as pool, closing(pool.encoded(blocks, "numpy")) as results:
+        yield results
 
 
-def children() -> set[int]:
-    """Processes that this one started and that still run."""
-    found = set()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == os.getpid() and state != "Z" and "spawn_main" in (status.parent / "cmdline").read_text():
-            found.add(int(status.parent.name))
-    return found
+def test_order_and_back_pressure() -> None:
+    """A slow reader gets the blocks in order, only so many are taken ahead, and signals are not for workers."""
+    taken = []
 
+    def blocks() -> Iterator[LineBlock]:
+        for number in range(60):
+            taken.append(number)
+            yield block(number, 200_000 if number % 3 == 0 else 10)
 
-def test_order_and_back_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reader gets the blocks in order, and no more are taken than may be on the way, whatever they weigh."""
-    monkeypatch.setattr(encode, "MAX_BYTES_PER_WORKER", 10_000)
-    sizes = [200_000 if number % 3 == 0 else 10 for number in range(12)] + [10] * 60
-    blocks = Counted(sizes)
-    before = children()
-    most = 0
-    with encoded(blocks) as results:
-        for number, (given, done) in enumerate(results):
-            assert given == block(number, sizes[number])
+    with encoded(blocks()) as results:
+        for number, (_, done) in enumerate(results):
             assert bytes(done.columns[0].ids[:8].astype("u1")) == b"%08d" % number
-            waiting = sizes[number : blocks.taken]
-            assert sum(waiting[:-1]) <= 10_000 * WORKERS or len(waiting) <= 2
-            most = max(most, blocks.taken - number)
-    assert number == len(sizes) - 1
-    assert most == BLOCKS_PER_WORKER * WORKERS + 1
-    wait_until_gone(children() - before)
+            assert len(taken) - number <= BLOCKS_PER_WORKER * WORKERS + 1
+            for worker in active_children() if number == 5 else ():
+                for signal_number in (signal.SIGINT, signal.SIGTERM):
+                    os.kill(worker.pid or 0, signal_number)
+    assert number == 59
+    assert not active_children()
 
 
-def test_workers_end_when_nobody_listens_any_more() -> None:
-    before = children()
-    with encoded(Counted([50_000] * 100)) as results:
+@pytest.mark.parametrize("moment", [0.0, 0.002, 0.01])
+def test_a_dead_worker_is_told_and_the_others_end(moment: float) -> None:
+    """Also if it dies while it sends a result, of which this process has the beginning only."""
+    with encoded(block(number, 4_000_000) for number in range(1000)) as results:
         next(results)
-        started = children() - before
-        assert 1 <= len(started) <= WORKERS
-    wait_until_gone(started)
-
-
-def test_ctrl_c_is_not_for_workers() -> None:
-    before = children()
-    with encoded(Counted([50_000] * 100)) as results:
-        next(results)
-        for worker in children() - before:
-            os.kill(worker, signal.SIGINT)
-        assert sum(1 for _ in results) == 99
-
-
-def test_a_dead_worker_is_told_and_the_others_end() -> None:
-    before = children()
-    with encoded(Counted([50_000] * 1000)) as results:
-        next(results)
-        started = children() - before
-        os.kill(min(started), signal.SIGKILL)
-        with pytest.raises(
-            DataError, match="a worker process was killed by SIGKILL; it may have run out of memory\n  fix: "
-        ):
+        started = active_children()
+        assert len(started) == WORKERS
+        time.sleep(moment)
+        started[0].kill()
+        sentence = "a worker process was killed by SIGKILL; it may have run out of memory\n  fix: --workers 1"
+        with pytest.raises(DataError, match=sentence):
             for _ in results:
                 pass
-    wait_until_gone(started)
+    assert not active_children()
 
 
 def test_what_a_worker_raises_is_raised_here() -> None:
-    changed = replace(JOB, fingerprint="other")
     with (
-        encoded(Counted([10] * 9), changed) as results,
+        encoded(map(block, range(9)), replace(BYTES, fingerprint="other")) as results,
         pytest.raises(DataError, match="the files of the tokenizer have changed"),
     ):
         next(results)
 
 
-def test_who_is_at_work_is_not_waited_for() -> None:
-    """Leaving takes no longer when a block takes long."""
-    numbers = b'{"text": "%s"}\n' % (b"1 " * 8_000_000)
-    slow = LineBlock(Path("x.jsonl"), numbers, len(numbers), first=True, last=True)
-    job = replace(
-        JOB, tokenizer_options=TokenizerOptions("NullTokenizer", vocab_size=9), fingerprint=NullTokenizer(9).fingerprint
-    )
-    before = children()
-    with encoded([block(0, 10)._replace(content=b'{"text": "1"}\n'), slow, slow], job) as results:
-        next(results)
-        started, left = children() - before, time.monotonic()
-    wait_until_gone(started)
-    assert time.monotonic() - left < 2.0
-
-
 def test_a_check_ends_the_wait_for_a_long_document() -> None:
-    """The worker is busy for many seconds; what the check raises comes at once."""
-    job = EncodeOptions(
-        ("text",), TokenizerOptions("NullTokenizer", vocab_size=10), NullTokenizer(10).fingerprint, False
-    )
+    """The workers are busy for many seconds; what the check raises comes at once, and they end."""
     content = b'{"text": "%s"}' % (b"1 " * 20_000_000)
     long = LineBlock(Path("x.jsonl"), content, len(content), first=True, last=True)
-    began = time.monotonic()
+    began = raised = time.monotonic()
 
     def check() -> None:
-        if time.monotonic() > began + 1:
+        nonlocal raised
+        raised = time.monotonic()
+        if raised > began + 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), EncoderPool(job, 1) as busy:
-        list(busy.encoded([long], "numpy", check))
-    assert time.monotonic() < began + 4
+    with pytest.raises(KeyboardInterrupt), closing(EncoderPool(IDS, 1)) as pool:
+        list(pool.encoded([long], "numpy", check))
+    assert time.monotonic() < raised + 4
+    assert not active_children()
+
+
+# --- one function in a process ---
+
+
+class Listener:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def set_stage(self, stage: str) -> None:
+        self.told.append(("stage", stage))
+
+    def message(self, text: str) -> None:
+        self.told.append(("message", text))
+
+    def tick(self) -> None: ...
+
+
+def work(plan: str, sender: ProgressSender) -> str:
+    """What the other process does."""
+    sender.set_stage("a stage")
+    sender.message("a sentence")
+    if plan == "bad":
+        raise DataError("bad data", "mend them")
+    if plan == "gone":
+        raise FileNotFoundError(2, "No such file", "x")
+    if plan == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if plan.startswith("/"):
+        Path(plan).write_text(str(os.getpid()))
+        time.sleep(60)
+    return f"{plan} done"
+
+
+def test_what_a_process_returns_tells_and_raises() -> None:
+    listener = Listener()
+    assert run_in_subprocess(work, "work", listener) == "work done"
+    assert listener.told == [("stage", "a stage"), ("message", "a sentence")]
+    with pytest.raises(DataError, match="bad data\n  fix: mend them") as bad:
+        run_in_subprocess(work, "bad", Listener())
+    assert (bad.value.seen, bad.value.fixes) == ("bad data", ("mend them",))
+    with pytest.raises(FileNotFoundError) as gone:
+        run_in_subprocess(work, "gone", Listener())
+    assert gone.value.filename == "x"
+    with pytest.raises(DataError, match="a worker process was killed by SIGKILL; it may have run out of memory"):
+        run_in_subprocess(work, "killed", Listener())
+
+
+def test_it_ends_with_the_call_however_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+
+    class Until(Listener):
+        def tick(self) -> None:
+            if path.exists() and path.read_text():
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_subprocess(work, str(path), Until())
+    wait_until_gone([int(path.read_text())])
+
+
+def test_a_signal_during_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SpawnProcess.start
+
+    def interrupted(process: SpawnProcess) -> None:
+        start(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(StoppedError, match="SIGTERM"), stop_on_signals():
+        run_in_subprocess(work, "work", Listener())
+    assert not active_children()

@@ -13,23 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.tokenizers.base import is_hub_name
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.huggingface import resolve_tokenizer_path
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.unit.data.made_tokenizers import hugging_face
 
 ROOT = Path(__file__).parents[4]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-BUILD = (
+CODE = (
     "import sys; from megatron.data.tokenizers.tokenizer import *; "
-    "t = build_tokenizer(TokenizerOptions('HuggingFaceTokenizer', sys.argv[1])); print(t.vocab_size, *sorted(t.files))"
+    "given = TokenizerOptions('HuggingFaceTokenizer', sys.argv[1]); t = build_tokenizer(given); "
+    "local = build_tokenizer(given.local()); "
+    "print(given.local().tokenizer_model, t.fingerprint == local.fingerprint, t.vocab_size, *sorted(t.files))"
 )
 
 
-def build(name: str, cwd: Path, code: str = BUILD, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(name: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build the tokenizer of a name in a new process, which reads the environment anew."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     there = clean | {"PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", code, name]
+    command = [sys.executable, "-c", CODE, name]
     return subprocess.run(command, cwd=cwd, env=there | environment, capture_output=True, text=True, check=False)
 
 
@@ -87,56 +90,41 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
 
 
 def test_a_name_is_downloaded_once_and_then_in_the_cache(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+    """The hub is asked once for a process and its workers, which are given a folder."""
     endpoint, handler = hub
     first = build("org/name", tmp_path, HF_ENDPOINT=endpoint)
-    assert first.stdout.split() == ["400", "tokenizer.json", "tokenizer_config.json"], first.stderr
+    folder, *rest = first.stdout.split()
+    assert rest == ["True", "400", "tokenizer.json", "tokenizer_config.json"], first.stderr
+    assert (Path(folder) / "tokenizer.json").is_file()
     assert not any("safetensors" in path for path in handler.asked)
+    assert sum(path.startswith("/api/models/org/name/revision") for path in handler.asked) == 1, handler.asked
     offline = build("org/name", tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert offline.stdout == first.stdout, offline.stderr
 
 
-def test_what_the_hub_does_not_give_is_told_with_what_to_do(tmp_path: Path) -> None:
-    done = build("org/other", tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-2:]
-    assert "DataError: org/other is not a local folder, and downloading it from the hub failed: " in last[0]
-    assert "fix: where there is a network: hf download org/other --include 'tokenizer.json'" in last[1]
+def test_a_failed_download_is_reported_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **how: object) -> str:
+        raise OSError("no route\nto host")
 
-
-LOCAL = (
-    "import sys; from megatron.data.tokenizers.tokenizer import *; "
-    "told = TokenizerOptions('HuggingFaceTokenizer', sys.argv[1]); t = build_tokenizer(told); "
-    "print(told.local().tokenizer_model, build_tokenizer(told.local()).fingerprint == t.fingerprint)"
-)
-
-
-def test_the_hub_is_asked_once_for_all_processes(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
-    """What workers are given is a folder."""
-    endpoint, handler = hub
-    first = build("org/name", tmp_path, HF_ENDPOINT=endpoint)
-    assert first.returncode == 0, first.stderr
-    handler.asked.clear()
-    build("org/name", tmp_path, HF_ENDPOINT=endpoint)
-    once = len(handler.asked)
-    handler.asked.clear()
-    done = build("org/name", tmp_path, LOCAL, HF_ENDPOINT=endpoint)
-    folder, same = done.stdout.split()
-    assert (same, len(handler.asked)) == ("True", once), done.stderr
-    assert once
-    assert (Path(folder) / "tokenizer.json").is_file()
-
-
-def test_other_choices_are_local() -> None:
-    for printed in (TokenizerOptions("TikTokenizer", "a/b"), TokenizerOptions("ByteTokenizer")):
-        assert printed.local() is printed
-    assert TokenizerOptions("HuggingFaceTokenizer", "./a/b/c").local().tokenizer_model == "a/b/c"
-
-
-def test_what_is_a_name_and_what_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert is_hub_name("org/name")
-    assert is_hub_name("Org-1/name.v2_x")
-    (tmp_path / "org").mkdir()
-    (tmp_path / "org" / "name").mkdir()
-    for path in ("org/name", "name", "./org/other", "../org/other", "/org/other", "a/b/c", "org/"):
-        assert not is_hub_name(path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(DataError) as caught:
+        resolve_tokenizer_path("org/other")
+    assert caught.value.seen == "org/other is not a local folder, and downloading it from the hub failed: no route"
+    assert caught.value.fixes[0].startswith(
+        "where there is a network: hf download org/other --include 'tokenizer.json'"
+    )
+
+
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append(name) or "there")
+    (tmp_path / "org" / "local").mkdir(parents=True)
+    for path in ("org/local", "name", "./org/other", "../org/other", "/org/other", "a/b/c", "org/"):
+        assert resolve_tokenizer_path(path) == Path(path)
+    for name in ("org/unknown", "Org-1/name.v2_x"):
+        assert TokenizerOptions("HuggingFaceTokenizer", name).local().tokenizer_model == "there"
+    assert asked == ["org/unknown", "Org-1/name.v2_x"]
+    for given in (TokenizerOptions("TikTokenizer", "a/b"), TokenizerOptions("ByteTokenizer")):
+        assert given.local() is given

@@ -1,0 +1,660 @@
+"""Checkpoints on the nodes' own disks (``--local-save``), with a copy of every file on another node.
+
+A node has the files of its own ranks, copies of those of the previous node, and the manifest of the whole checkpoint,
+so any single node may be lost. At a save every rank writes its own file and sends it to the next node. At a start the
+nodes compare what they have, verify the copies to be used, and send files to nodes that lack them. Files are sent
+between ranks block by block; an I/O error on one rank does not stop the others, but is raised on all of them at the
+end. Methods are collective unless they return a property of this rank; they raise the error of a disk, or
+SupersededError if a later start holds a node's folder, on every rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.durable_files import NewFile, make_folder, sync_folder
+from megatron.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    StorageError,
+    SupersededError,
+    strip_folder,
+)
+from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, node_folder
+from megatron.checkpoint.format import (
+    MANIFEST,
+    MARKER,
+    BoxIndex,
+    FileRecord,
+    Manifest,
+    marker_content,
+    marker_folder,
+    parse_manifest,
+)
+from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
+from megatron.checkpoint.load import gather_results
+from megatron.checkpoint.location import Location, local_path, parse_location
+from megatron.checkpoint.publish import Attempt, delete_checkpoint
+from megatron.checkpoint.save import (
+    CheckpointExtras,
+    PartsSavePlanner,
+    build_manifest,
+    disk_space_message,
+    local_bytes,
+    storage_errors,
+    write_small_files,
+    write_tensors,
+)
+from megatron.checkpoint.tensor_file import GlobalTensor
+from megatron.checkpoint.verify import chunks_by_file, list_file_damage
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import JobStart, Launch
+from megatron.config.run import CheckpointConfig
+from megatron.distributed import comm
+from megatron.distributed.comm import Channel, Group, Pending
+from megatron.training.callbacks.base import Callback
+from megatron.training.checkpointer import checkpoint_bytes, local_tensors, run_state, tensors_to_load, tensors_to_save
+from megatron.training.resume_source import (
+    ResumeSource,
+    applies_to_own_checkpoints,
+    newest_own_step,
+    passed_over_note,
+    step_of,
+)
+from megatron.training.trainer import Trainer
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a message; a rank holds two."""
+
+FileCopy = tuple[int, str]
+"""A node, and the name of a file that it has or needs."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """A checkpoint on the nodes' disks, as far as it is on one of them or on all."""
+
+    iteration: int  # steps taken when it was saved
+    mark: str  # content of the marker; equal on nodes that took part in the same save
+    run: str | None  # the ``--save`` folder of the run that wrote it
+    # by node, the files that are present with their full size; only nodes that have the manifest
+    files: Mapping[int, frozenset[str]]
+    names: tuple[str, ...] = ()  # of all files of the checkpoint
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that no node has."""
+        present = frozenset().union(*self.files.values())
+        return [name for name in self.names if name not in present]
+
+
+@dataclass
+class NodeCheckpoints:
+    """The nodes' folders of checkpoints, as seen by one rank; `megatron.training.checkpointer.OtherCheckpoints`."""
+
+    folder: Path  # of this rank's node
+    node_of: tuple[int, ...]  # node of every rank, counted from 0; all have equally many ranks
+    group: Group  # all ranks, for collectives
+    file_group: Group  # all ranks with a communicator of its own, for files: point-to-point calls differ between ranks
+    lease: Lease | None = None  # on the node's folder, the same for all ranks of the node
+    options: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # candidates of this start, newest first, by path on this node
+    usable: dict[Location, list[LocalCheckpoint]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank
+        self.node = self.node_of[self.rank]  # of this rank
+        self.count = max(self.node_of) + 1  # of nodes
+        self.is_leader = self.ranks(self.node)[0] == self.rank  # the first rank of its node
+
+    @classmethod
+    def join(cls, options: CheckpointConfig, world: Group) -> Self:
+        """Use the folders of ``local_save``; UserError if the nodes have different numbers of ranks."""
+        numbers = comm.all_gather_objects(Launch.read(os.environ).node, world)  # the launcher's, with gaps
+        known = sorted(set(numbers))
+        if len({numbers.count(number) for number in known}) > 1:
+            counts = ", ".join(str(numbers.count(number)) for number in known)
+            rule = "all need the same number, because they copy in pairs"
+            raise UserError(
+                [Problem("E804", f"--local-save: the nodes have {counts} ranks; {rule}", ("drop --local-save",))]
+            )
+        node_of = tuple(known.index(number) for number in numbers)
+        return cls(node_folder(str(options.local_save), node_of[world.rank]), node_of, world, world, options=options)
+
+    @classmethod
+    @contextmanager
+    def hold(cls, options: CheckpointConfig, world: Group) -> Iterator[Self]:
+        """Create the nodes' folders and hold their leases for this run.
+
+        Raises:
+            CheckpointError: if another run or node holds a lease, or a folder cannot be written.
+            UserError: if the nodes have different numbers of ranks.
+        """
+        nodes = cls.join(options, world)
+        with ExitStack() as stack:
+
+            def acquire() -> Lease | None:
+                if not nodes.is_leader:
+                    return None
+                try:
+                    return stack.enter_context(acquire_lease(nodes.folder, "--local-save", JobStart.read(os.environ)))
+                except (StorageError, SupersededError):
+                    raise
+                except CheckpointError as error:
+                    pattern = str(options.local_save)
+                    if nodes.count == 1 or NODE_PLACEHOLDER in pattern:
+                        raise
+                    shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE_PLACEHOLDER}"
+                    raise CheckpointError(f"{error} | {shared}") from error
+
+            nodes.lease = gather_results(acquire, world)[nodes.ranks(nodes.node)[0]]
+            yield nodes
+
+    @property
+    def staging(self) -> Path | None:
+        """Staging folder of the node's folder; None without a lease."""
+        return self.lease.staging if self.lease else None
+
+    def ranks(self, node: int) -> list[int]:
+        """Return the ranks on a node."""
+        return [rank for rank, number in enumerate(self.node_of) if number == node]
+
+    def neighbour(self, step: int) -> int:
+        """Return the rank at the same position ``step`` nodes further in the ring of nodes."""
+        return self.ranks((self.node + step) % self.count)[self.ranks(self.node).index(self.rank)]
+
+    def path(self, iteration: int) -> Path:
+        """Return this node's folder of a checkpoint."""
+        return local_path(CheckpointFolder(self.folder).path(iteration))
+
+    # ---- A start
+
+    def add_to(self, source: ResumeSource | UserError) -> ResumeSource:
+        """Add the nodes' checkpoints to the ones to try, ordered by step.
+
+        Older local checkpoints stay candidates too, because a durable one may turn out to be damaged.
+
+        Args:
+            source: what the run starts from without local checkpoints, or the error if there is nothing.
+
+        Raises:
+            UserError: if ``source`` is an error and the nodes have no usable checkpoint, or if they have one of another
+                run, or one newer than the requested step.
+            NewerVersionError: if a newer version of this program wrote one.
+            OSError: if a disk cannot be read.
+        """
+        options, folder = self.options, self.options.local_save
+        found, notes = self.find()
+        save = parse_location(str(options.save)).resolve()
+        for checkpoint in found:
+            if checkpoint.run is None or parse_location(checkpoint.run).resolve() != save:
+                sentence = (
+                    f"--local-save {folder} holds the checkpoint of step {checkpoint.iteration} of another "
+                    f"run, which saves to {checkpoint.run}"
+                )
+                raise UserError([Problem("E804", sentence, (f"--local-save {folder}-new",))])
+        own = applies_to_own_checkpoints(options)
+        step, mode = (options.ckpt_step, options.resume_mode) if own else (None, "exact")
+        for checkpoint in found:
+            path = self.path(checkpoint.iteration)
+            if problem := self._problem(checkpoint, step):
+                notes.append(passed_over_note(path, problem))
+            else:
+                self.usable.setdefault(path, []).append(checkpoint)
+        paths = tuple[Location, ...](self.usable)
+        if isinstance(source, UserError):
+            if not paths:
+                raise source
+            reasons = (problem.sentence for problem in source.problems)
+            return ResumeSource(paths, mode=mode, notes=(*reasons, *notes))
+        if not paths:
+            return replace(source, notes=(*source.notes, *notes))
+        durable, newest = newest_own_step(source, options), step_of(paths[0])
+        if newest > durable:
+            other = f"the newest is of step {durable}" if durable >= 0 else "there is none"
+            notes.append(f"the nodes have a checkpoint of step {newest}; {other} in --save")
+        if durable < 0:  # what ``source`` found is not the run's own
+            return ResumeSource(paths, mode=mode, notes=tuple(notes))
+        paths = tuple(sorted((*source.paths, *paths), key=step_of, reverse=True))  # of one step the durable one first
+        return ResumeSource(paths, mode=mode, notes=(*source.notes, *notes))
+
+    def _problem(self, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
+        """Return why a local checkpoint cannot be used, or None.
+
+        Raises:
+            UserError: if it is complete and newer than ``step``, so that the next start would resume from it.
+        """
+        if step is not None and checkpoint.iteration < step:
+            return f"step {step} is requested"
+        if missing := checkpoint.missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            return f"no node has {missing[0]}{more}; {len(checkpoint.files)} of {self.count} nodes have some of it"
+        if step is not None and checkpoint.iteration > step:
+            sentence = (
+                f"the nodes hold a newer checkpoint than step {step}, of step {checkpoint.iteration}: "
+                "the next start would resume from it"
+            )
+            raise UserError([Problem("E813", sentence, (f"--load RUN --ckpt-step {step} --save ANOTHER",))])
+        return None
+
+    def find(self) -> tuple[list[LocalCheckpoint], list[str]]:
+        """Return the checkpoints on the nodes, newest first, and notes on invalid ones."""
+        found = gather_results(
+            lambda: list_node_checkpoints(self.folder, self.node, self.lease) if self.is_leader else ([], []),
+            self.group,
+        )
+        notes = [f"node {self.node_of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
+        return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
+
+    def connect(self, trainer: Trainer) -> list[str]:
+        """Open communicators of the trainer's ranks, to load and save; return notes."""
+        self.group, self.file_group = trainer.mesh.background_group(), trainer.mesh.background_group()
+        notes = [] if self.lease is None else [*self.lease.notes]
+        if self.count == 1:
+            notes.append("--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it")
+        return notes
+
+    def open(self, trainer: Trainer, path: Location) -> tuple[Manifest, list[str]] | None:
+        """Fetch the files of a checkpoint that this node lacks; return its manifest, and notes on damaged copies.
+
+        Returns None if the checkpoint is not one of the nodes'.
+
+        Raises:
+            DamagedCheckpointError: if it cannot be used.
+        """
+        if path not in self.usable:
+            return None
+        checkpoint, *others = self.usable[path]  # of one step, those of another save that some nodes still have
+        try:
+            return self.fetch(checkpoint, tensors_to_load(trainer, local_tensors(trainer)))
+        except (OSError, StorageError, DamagedCheckpointError) as error:
+            if others:
+                self.usable[path] = others
+                return self.open(trainer, path)
+            if isinstance(error, DamagedCheckpointError):
+                raise
+            raise DamagedCheckpointError(f"its files cannot be collected from the nodes: {error}") from error
+
+    def callbacks(self, trainer: Trainer) -> list[Callback]:
+        """Return the callback that saves, if ``local_save_interval`` is set."""
+        interval = self.options.local_save_interval
+        return [] if interval is None else [LocalSave(trainer, self, interval)]
+
+    # ---- Loading
+
+    def fetch(self, checkpoint: LocalCheckpoint, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, list[str]]:
+        """Copy to this node's folder all files of a checkpoint that its ranks need and it lacks.
+
+        Every copy that is used is first verified by its checksums.
+
+        Args:
+            checkpoint: to load.
+            tensors: with the parts that this rank will fill; tensors that the checkpoint lacks are ignored.
+
+        Returns:
+            The manifest, of whose files this node may have only some, and notes on damaged copies.
+
+        Raises:
+            DamagedCheckpointError: if no good copy of a file is left.
+        """
+        final, holder = self.path(checkpoint.iteration), min(checkpoint.files)
+        reader = self.ranks(holder)[0]
+        inside = marker_folder(checkpoint.mark.encode())
+        path = final / inside / MANIFEST
+        content = gather_results(lambda: path.read_bytes() if self.rank == reader else b"", self.group)[reader]
+        if marker_content(content, inside).decode() != checkpoint.mark:
+            raise DamagedCheckpointError(f"{path} on node {holder} has changed")
+        manifest = replace(parse_manifest(final, content), inside=inside)
+        wanted = comm.all_gather_objects(files_needed(manifest, tensors), self.group)
+        needs = {n: frozenset().union(*(wanted[rank] for rank in self.ranks(n))) for n in range(self.count)}
+        chosen, bad = self._choose_verified(checkpoint, manifest, needs)
+        notes = [f"node {node}: {text}: another copy is used" for (node, _), text in sorted(bad.items())]
+        moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
+        is_new = self.node not in checkpoint.files
+        attempt = Attempt(final, self.staging, inside)
+        folder = local_path(attempt.folder if is_new else manifest.folder)
+
+        def prepare() -> None:
+            if self.is_leader and is_new:
+                attempt.start()
+            for name in [name for name, _, node in moves if self.is_leader and node == self.node]:
+                make_folder((folder / name).parent, folder)
+
+        def finish() -> None:
+            if self.is_leader:
+                sync_folder(folder)
+            if self.is_leader and is_new:
+                attempt.write_manifest(content)
+                attempt.publish(content)
+
+        gather_results(prepare, self.group)
+        gather_results(lambda: self._move(manifest, folder, moves), self.group)
+        gather_results(finish, self.group)
+        return manifest, notes
+
+    def _choose_verified(
+        self, checkpoint: LocalCheckpoint, manifest: Manifest, needs: Mapping[int, frozenset[str]]
+    ) -> tuple[dict[FileCopy, int], dict[FileCopy, str]]:
+        """Choose a source for each file that a node needs, until all are verified; return them and damaged copies."""
+        verified: set[FileCopy] = set()
+        bad: dict[FileCopy, str] = {}
+        chunks, ranks = chunks_by_file(manifest), self.ranks(self.node)
+        while True:
+            chosen = choose_sources(checkpoint, needs, bad)
+            unverified = sorted({(source, name) for (_, name), source in chosen.items()} - verified)
+            if not unverified:
+                return chosen, bad
+            on_node = [name for node, name in unverified if node == self.node]
+            found = {}
+            for name in on_node[ranks.index(self.rank) :: len(ranks)]:
+                problem = next(list_file_damage(manifest, name, chunks[name]), None)
+                if problem is not None:
+                    found[self.node, name] = strip_folder(manifest.folder, problem)
+            for problems in comm.all_gather_objects(found, self.group):
+                bad |= problems
+            verified |= set(unverified)
+
+    def _move(self, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
+        """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks."""
+        errors = []
+        for number, (name, source, node) in enumerate(moves):
+            senders, receivers = self.ranks(source), self.ranks(node)
+            sender, receiver = senders[number % len(senders)], receivers[number % len(receivers)]
+            sent, received = (
+                FileTransfer(folder / name, peer, manifest.files[name].bytes) for peer in (receiver, sender)
+            )
+            errors.append(
+                send_and_receive(
+                    sent if self.rank == sender else None,
+                    received if self.rank == receiver else None,
+                    self.file_group,
+                    self.staging,
+                )
+            )
+        for error in filter(None, errors):
+            raise error
+
+    # ---- Saving
+
+    def save(self, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
+        """Write a checkpoint to the nodes' folders; return its folder on this node.
+
+        It is published on a node only when all files and copies are on the disks of all nodes. Older checkpoints are
+        kept: see :meth:`delete_others`.
+
+        Raises:
+            StorageError: if a disk fails; the older checkpoint is then unchanged.
+            ValueError: if the parts of all ranks do not partition the tensors.
+        """
+        final = self.path(iteration)
+        name = gather_results(lambda: Attempt(final).name, self.group)[0]  # the same on all nodes
+        attempt = Attempt(final, self.staging, name)
+        try:
+            self._write(attempt, tensors, extra)
+        except Exception:
+            if self.is_leader:
+                attempt.discard()
+            raise
+        return final
+
+    def _write(self, attempt: Attempt, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
+        folder, planner, leads = local_path(attempt.folder), PartsSavePlanner(tensors), self.is_leader
+
+        def on_all_ranks(action: Callable[[], T]) -> list[T]:
+            def guarded() -> T:
+                with storage_errors(attempt.final, self.rank, self.lease, local=True):
+                    return action()
+
+            return gather_results(guarded, self.group)
+
+        def on_leaders(action: Callable[[], object]) -> None:
+            on_all_ranks(lambda: action() if leads else None)
+
+        sizes = on_all_ranks(lambda: local_bytes(tensors))
+        on_leaders(lambda: self._start(attempt, sizes))
+        plans = on_all_ranks(planner.create_local_plan)
+        on_all_ranks(lambda: planner.create_global_plan(plans) if self.rank == 0 else None)
+        small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})
+        plan = plans[self.rank]
+        results = on_all_ranks(lambda: write_tensors(folder, self.rank, plan, planner) if plan.items else [])
+        on_all_ranks(lambda: self._copy_to_next_node(folder, results))
+        kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
+        flat = [result for of_rank in results for result in of_rank]
+        content = on_all_ranks(lambda: build_manifest(kinds, flat, small[0], extra)[0] if self.rank == 0 else b"")[0]
+        on_leaders(lambda: attempt.write_manifest(content))
+        on_leaders(lambda: attempt.publish(content))
+
+    def _start(self, attempt: Attempt, sizes: list[int]) -> None:
+        """Create the attempt's folder if the disk has space for this node's files and copies of the previous one's."""
+        kept = {self.node, (self.node - 1) % self.count}
+        size = sum(sizes[rank] for node in kept for rank in self.ranks(node))
+        message = disk_space_message(self.folder, size, self.lease)
+        if message is not None:
+            sentence = f"{message} (rank {self.rank}); no local checkpoint was written"
+            raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
+        if self.lease is not None:
+            self.lease.ready()
+        attempt.start()
+
+    def _copy_to_next_node(self, folder: Path, results: list[list[Any]]) -> None:
+        """Send this rank's file to the next node, and receive one from the previous node."""
+        if self.count == 1:
+            return
+        sent = _transfer_of(folder, results[self.rank], self.neighbour(1))
+        received = _transfer_of(folder, results[self.neighbour(-1)], self.neighbour(-1))
+        if error := send_and_receive(sent, received, self.file_group):
+            raise error
+
+    def delete_others(self, iteration: int) -> str | None:
+        """Delete all other checkpoints from the nodes' folders; return the error of a disk, or None."""
+
+        def delete() -> None:
+            for other, path in CheckpointFolder(self.folder).named() if self.is_leader else ():
+                if other != iteration:
+                    delete_checkpoint(path, self.staging)
+
+        try:
+            gather_results(delete, self.group)
+        except OSError as error:
+            raise_if_superseded(self.lease)
+            return f"older local checkpoints are not deleted: {error}"
+        return None
+
+
+def _transfer_of(folder: Path, results: list[Any], peer: int) -> FileTransfer | None:
+    """Return the transfer of the file that a rank has written; None if it had nothing to write."""
+    files = [(r.index.fqn, r.storage_data.bytes) for r in results if isinstance(r.storage_data, FileRecord)]
+    return FileTransfer(folder / files[0][0], peer, files[0][1]) if files else None
+
+
+def list_node_checkpoints(
+    folder: Path, node: int, lease: Lease | None = None
+) -> tuple[list[LocalCheckpoint], list[str]]:
+    """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints."""
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.retain(None, lease=lease)  # deletes leftovers only
+    held, notes = [], []
+    for iteration, path in checkpoints.named():
+        try:
+            manifest = Manifest.read(path)
+        except DamagedCheckpointError as error:
+            notes.append(f"passed over {path}: {strip_folder(path, error)}")
+            continue
+        files = set()
+        for name in manifest.files:
+            with suppress(DamagedCheckpointError):
+                manifest.check_file(name)
+                files.add(name)
+        mark = local_path(path / MARKER).read_text()
+        run = manifest.config.get("checkpoint", {}).get("save")
+        held.append(LocalCheckpoint(iteration, mark, run, {node: frozenset(files)}, tuple(manifest.files)))
+    return held, notes
+
+
+def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckpoint]:
+    """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
+    merged: dict[tuple[int, str], LocalCheckpoint] = {}
+    for part in parts:
+        same_save = merged.get((part.iteration, part.mark), part)
+        merged[part.iteration, part.mark] = replace(same_save, files={**same_save.files, **part.files})
+    return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
+
+
+def files_needed(manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> frozenset[str]:
+    """Return the files that contain the parts of a rank, and the small files of the checkpoint."""
+    found = {name for name, record in manifest.files.items() if record.head == record.bytes}
+    for name, tensor in tensors.items():
+        if name in manifest.tensors:
+            chunks = manifest.tensors[name].chunks
+            index = BoxIndex(chunk.box for chunk in chunks)
+            found |= {chunks[number].file for part in tensor.parts for number, _ in index.shared(part.box)}
+    return frozenset(found)
+
+
+def choose_sources(
+    checkpoint: LocalCheckpoint, needs: Mapping[int, frozenset[str]], bad: Mapping[FileCopy, str]
+) -> dict[FileCopy, int]:
+    """Choose, for each file that a node needs, the node to read it from: itself, else the nearest following one.
+
+    Raises DamagedCheckpointError if all copies of a file are ``bad``, for the reasons given there.
+    """
+    chosen, count = {}, max([*needs, *checkpoint.files]) + 1
+    for node, names in needs.items():
+        for name in sorted(names):
+            holders = [n for n, files in checkpoint.files.items() if name in files and (n, name) not in bad]
+            if not holders:
+                why = "; ".join(f"node {n}: {text}" for (n, other), text in sorted(bad.items()) if other == name)
+                raise DamagedCheckpointError(f"no node has {name}" + (f" as it was written ({why})" if why else ""))
+            chosen[node, name] = min(holders, key=lambda n: (n - node) % count)
+    return chosen
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """A file sent to, or received from, the rank ``peer``."""
+
+    path: Path
+    peer: int
+    bytes: int
+
+    def blocks(self) -> list[int]:
+        """Return the lengths of its blocks."""
+        return [min(BLOCK_BYTES, self.bytes - start) for start in range(0, self.bytes, BLOCK_BYTES)]
+
+
+def send_and_receive(
+    sent: FileTransfer | None, received: FileTransfer | None, group: Group, staging: Path | None = None
+) -> OSError | None:
+    """Send a file to one rank of a group while receiving one from another; the peers must make the matching calls.
+
+    When the call returns, the received file is on disk and has replaced a previous one of that name.
+
+    Args:
+        sent: file to send, if any.
+        received: file to receive, if any.
+        group: the ranks.
+        staging: folder for the file while it is incomplete; by default its own.
+
+    Returns:
+        The first I/O error of this rank; None if there was none.
+    """
+    errors: list[OSError] = []
+    blocks = _exchange_blocks(sent, received, group, errors)
+    if received is not None:
+        part = (staging or received.path.parent) / f"{received.path.name}.part"
+        try:
+            with suppress(OSError):
+                os.unlink(part)
+            with NewFile(part) as file:
+                for block in blocks:
+                    file.write(block.numpy().data)
+            os.rename(part, received.path)
+        except OSError as error:
+            errors.append(error)
+    for _ in blocks:  # the peers expect all messages, even if nothing can be written here
+        pass
+    return errors[0] if errors else None
+
+
+def _exchange_blocks(
+    sent: FileTransfer | None, received: FileTransfer | None, group: Group, errors: list[OSError]
+) -> Iterator[Tensor]:
+    """Send the blocks of a file while receiving those of another, and yield the latter."""
+    me, blocks = group.ranks[group.rank], _read_blocks(sent, errors) if sent is not None else ()
+    for size, block in zip_longest(received.blocks() if received is not None else (), blocks):
+        messages: list[Pending] = []
+        if received is not None and size is not None:
+            incoming = Channel(group.ranks[received.peer], me, group.handle)
+            messages.append(comm.start_receive(torch.empty(size, dtype=torch.uint8), incoming))
+        if sent is not None and block is not None:
+            messages.append(comm.start_send(block, Channel(me, group.ranks[sent.peer], group.handle)))
+        for message in messages:
+            message.wait()
+        if size is not None:
+            yield messages[0].result
+
+
+def _read_blocks(transfer: FileTransfer, errors: list[OSError]) -> Iterator[Tensor]:
+    """Yield the blocks of a file; after an I/O error zeros, because the receiver expects them all."""
+    sizes = transfer.blocks()
+    try:
+        with transfer.path.open("rb") as file:
+            while sizes:
+                block = torch.empty(sizes[0], dtype=torch.uint8)
+                if file.readinto(block.numpy().data) < len(block):
+                    raise OSError(errno.EIO, "is shorter than when it was written", str(transfer.path))
+                yield block
+                del sizes[0]
+    except OSError as error:
+        errors.append(error)
+    for size in sizes:
+        yield torch.zeros(size, dtype=torch.uint8)
+
+
+class LocalSave(Callback):
+    """Write a checkpoint into the nodes' folders every ``--local-save-interval`` steps; delete the previous one.
+
+    The last act of an iteration: a start that finds the final step on the nodes has nothing left to save. If a disk
+    fails there is a warning, and the run continues with the existing checkpoints.
+    """
+
+    def __init__(self, trainer: Trainer, nodes: NodeCheckpoints, interval: int) -> None:
+        """Save to ``nodes`` every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+        self._nodes = nodes
+
+    def on_iteration_end(self) -> None:
+        """Save; collective."""
+        self.log.flush()  # a run that resumes from this checkpoint must still have all records before it
+        try:
+            self._save()
+        except StorageError as error:
+            self.log.warning(f"step {self.trainer.iteration} is not saved on the nodes: {error}")
+
+    def _save(self) -> None:
+        trainer, started = self.trainer, time.monotonic()
+        config = to_dict(trainer.config)
+        save = parse_location(str(trainer.config.checkpoint.save))
+        if isinstance(save, Path):  # absolute, because the next start may have another working directory
+            config["checkpoint"]["save"] = str(save.absolute())
+        extras = CheckpointExtras(run_state(trainer), config, trainer.files)
+        path = self._nodes.save(trainer.iteration, tensors_to_save(trainer), extras)
+        warning = self._nodes.delete_others(trainer.iteration)
+        self.log.checkpoint(path, checkpoint_bytes(trainer), time.monotonic() - started)
+        if warning:
+            self.log.warning(warning)

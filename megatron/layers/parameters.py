@@ -1,0 +1,182 @@
+"""The parameters of every layer, declared once: names, global shapes, shards and initial values, without torch.
+
+A function per layer returns the specs of its parameters by local name, in order. The layers allocate what is declared
+here (:meth:`megatron.layers.context.BuildContext.parameter`), and the planner sums it. To add a parameter, declare it
+in the function of its layer and take it by name in the layer's constructor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
+
+Specs = dict[str, ShardSpec]
+"""Specs by parameter name."""
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""Global name of the word embeddings; with tied embeddings also the weight of the output layer."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What determines a rank's part of every parameter."""
+
+    dense: DenseSharding
+    expert: ExpertSharding
+    # Each TP rank computes a part of the rows, so gradients of replicated parameters are partial.
+    sequence_parallel: bool = False
+
+    @classmethod
+    def of_first_rank(cls, parallel: ParallelConfig) -> Sharding:
+        """Return that of rank 0 of TP, EP and expert-TP; shapes are the same on the others."""
+        experts = ExpertSharding(0, parallel.expert_model_parallel_size, 0, parallel.expert_tp)
+        return cls(DenseSharding(0, parallel.tensor_model_parallel_size), experts, parallel.sequence_parallel)
+
+
+UNSHARDED = Sharding(DenseSharding(0, 1), ExpertSharding(0, 1, 0, 1))
+"""That of a rank that holds the whole of every parameter."""
+
+
+def gpt(
+    config: ModelConfig,
+    sharding: Sharding = UNSHARDED,
+    layers: Iterable[int] | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> Specs:
+    """Declare the model, or the stages of a pipeline rank, by global name.
+
+    Args:
+        config: of the whole model.
+        sharding: the rank.
+        layers: global indices of the rank's blocks, ascending; None for all.
+        first: with the embeddings.
+        last: with the final norm and the output layer.
+
+    Raises:
+        ValueError: when a dimension does not divide, or the vocabulary size is not known.
+    """
+    specs: Specs = {}
+    tied = not config.untie_embeddings_and_output_weights
+    if first or last:
+        init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
+        words = sharding.dense.vocabulary(config.vocab, config.hidden_size, multiple, init)
+        if tied:
+            words = replace(words, tied=True, contributions=first + last, counted_elsewhere=not first)
+    if first:
+        specs[WORD_EMBEDDINGS] = words
+        if config.position_embedding_type == "learned_absolute":
+            shape = config.max_position_embeddings or 0, config.hidden_size
+            positions = sharding.dense.replicate(shape, init, partial=sharding.sequence_parallel)
+            specs["embedding.position_embeddings.weight"] = positions
+    of_block = block(config, sharding)
+    for layer in range(config.num_layers) if layers is None else layers:
+        specs |= {f"layers.{layer}.{name}": spec for name, spec in of_block.items()}
+    if last:
+        specs |= _under(final_layernorm=_hidden_norm(config, sharding))
+        specs |= {WORD_EMBEDDINGS if tied else "output_layer.weight": words}
+    return specs
+
+
+def num_parameters(config: ModelConfig, active: bool = False) -> int:
+    """Return the number of trainable parameters without vocabulary padding.
+
+    Args:
+        config: of the model.
+        active: count only the experts that one token uses.
+    """
+    ends = sum(spec.numel for spec in gpt(config, layers=()).values())
+    return ends + config.num_layers * sum(block_sizes(config, active).values())
+
+
+def block_sizes(config: ModelConfig, active: bool = False) -> dict[str, int]:
+    """Return the number of elements of a block's parameters by local name; ``active`` as in `num_parameters`."""
+    used = (config.moe_router_topk, config.num_experts or 1) if active else (1, 1)
+    return {n: spec.numel * used[0] // used[1] if spec.expert else spec.numel for n, spec in block(config).items()}
+
+
+def block(config: ModelConfig, sharding: Sharding = UNSHARDED) -> Specs:
+    """Declare a transformer block."""
+    return _under(
+        input_layernorm=_hidden_norm(config, sharding),
+        self_attention=self_attention(config, sharding),
+        pre_mlp_layernorm=_hidden_norm(config, sharding),
+        mlp=mlp(config, sharding, config.ffn) if config.num_experts is None else mixture_of_experts(config, sharding),
+    )
+
+
+def norm(config: ModelConfig, sharding: Sharding, width: int, partial: bool) -> Specs:
+    """Declare a norm; ``partial`` if each TP rank normalises only a part, so that gradients are summed over TP."""
+    specs = {"weight": sharding.dense.replicate((width,), Init(value=1.0), partial)}
+    if config.normalization == "LayerNorm":
+        specs["bias"] = sharding.dense.replicate((width,), Init(), partial)
+    return specs
+
+
+def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
+    """Declare the QKV projection, the output projection, and the norms of queries and keys."""
+    heads, d = (config.kv_groups, config.heads_per_group), config.head_dim
+    weight = sharding.dense.qkv(*heads, (d, config.hidden_size), Init(config.init_method_std))
+    bias = sharding.dense.qkv(*heads, (d,), Init()) if config.qkv_bias else None
+    output = _output_projection(config, sharding, config.num_attention_heads * d)
+    specs = _under(linear_qkv=_linear(weight, bias), linear_proj=output)
+    if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
+        of_head = norm(config, sharding, d, partial=True)
+        specs |= _under(q_layernorm=of_head, k_layernorm=of_head)
+    return specs
+
+
+def mlp(config: ModelConfig, sharding: Sharding, width: int) -> Specs:
+    """Declare an MLP of hidden width ``width``; gate and up projection are fused."""
+    view = (2, width) if config.gated else (width,)
+    rows, dim, h = math.prod(view), len(view) - 1, config.hidden_size
+    weight = sharding.dense.split((rows, h), dim, Init(config.init_method_std), (*view, h))
+    bias = sharding.dense.split((rows,), dim, Init(), view) if config.add_bias_linear else None
+    fc1 = _linear(replace(weight, matrices=dim), bias)
+    return _under(linear_fc1=fc1, linear_fc2=_output_projection(config, sharding, width))
+
+
+def mixture_of_experts(config: ModelConfig, sharding: Sharding) -> Specs:
+    """Declare the router, the experts and the shared expert."""
+    experts, h, ffn = config.num_experts or 0, config.hidden_size, config.expert_ffn
+    init = Init(config.init_method_std)
+    view = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
+    fc1 = sharding.expert.split(view, len(view) - 2, init)
+    fc2 = sharding.expert.split((experts, h, ffn), 2, Init(_output_std(config)))
+    specs = _under(
+        router={"weight": sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)},
+        experts={"linear_fc1.weight": fc1, "linear_fc2.weight": fc2},
+    )
+    if config.moe_shared_expert_intermediate_size:
+        specs |= _under(shared_experts=mlp(config, sharding, config.moe_shared_expert_intermediate_size))
+    return specs
+
+
+def _hidden_norm(config: ModelConfig, sharding: Sharding) -> Specs:
+    return norm(config, sharding, config.hidden_size, sharding.sequence_parallel)
+
+
+def _output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:
+    """Declare a row-parallel linear layer that adds to the residual stream."""
+    h = config.hidden_size
+    weight = sharding.dense.split((h, inputs), 1, Init(_output_std(config)))
+    bias = sharding.dense.replicate((h,), Init(), partial=sharding.sequence_parallel)
+    return _linear(weight, bias if config.add_bias_linear else None)
+
+
+def _output_std(config: ModelConfig) -> float:
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+def _linear(weight: ShardSpec, bias: ShardSpec | None) -> Specs:
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _under(**modules: Specs) -> Specs:
+    """Prefix the parameters of submodules with their names."""
+    return {f"{module}.{name}": spec for module, specs in modules.items() for name, spec in specs.items()}

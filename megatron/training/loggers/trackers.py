@@ -1,0 +1,197 @@
+"""TensorBoard and Weights & Biases loggers.
+
+Both show one curve per run, across crashes and restarts: TensorBoard hides the points of repeated steps, and W&B keeps
+what it has of the run and receives the steps after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from megatron.config.run import LoggingConfig
+from megatron.training.loggers.base import LoggerOpenError, Metrics, error_summary, scalar_metrics
+
+TENSORBOARD_FLUSH_SECONDS = 30
+WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")  # the last three are seldom used
+WANDB_TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
+
+
+class TensorBoardLogger:
+    """Writes event files over steps to ``folder``, and over consumed samples to its subfolder ``samples``.
+
+    The latter are named "... vs samples", as in Megatron-LM. They need their own folder because a restart discards the
+    points from a step on (``purge_step``), and a folder has one such step.
+    """
+
+    def __init__(self, folder: Path, resolved_config: str, iteration: int, consumed_samples: int) -> None:
+        """Open the event files; points after ``iteration`` steps and ``consumed_samples`` are discarded."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise LoggerOpenError(missing_package(error, "tensorboard")) from error
+        places = {folder: iteration + 1, folder / "samples": consumed_samples + 1}
+        try:
+            self._by_step, self._by_samples = (
+                SummaryWriter(str(path), purge_step=purge, flush_secs=TENSORBOARD_FLUSH_SECONDS)
+                for path, purge in places.items()
+            )
+        except OSError as error:
+            why = f"{folder} cannot be written ({error.strerror or error})"
+            raise LoggerOpenError(f"{why}: --tensorboard-dir ANOTHER_FOLDER") from error
+        verbatim = "\n".join(f"    {line}" for line in resolved_config.splitlines())  # in Markdown
+        self._by_step.add_text("config", verbatim, iteration)
+        self.flush()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Add a point to the curve of every metric."""
+        samples = int(metrics["consumed-samples"])
+        for name, number in scalar_metrics(metrics).items():
+            if name not in ("consumed-samples", "consumed-tokens", "time"):
+                self._by_step.add_scalar(name, number, step)
+                self._by_samples.add_scalar(f"{name} vs samples", number, samples)
+
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        """Add errors and warnings as text."""
+        if kind in ("warning", "error"):
+            self._by_step.add_text(kind, fields["text"], step)
+
+    def flush(self) -> None:
+        """Write buffered points."""
+        self._by_step.flush()
+        self._by_samples.flush()
+
+    def close(self) -> None:
+        """Close the event files."""
+        self._by_step.close()
+        self._by_samples.close()
+
+
+class WandbLogger:
+    """Logs one row per step, which evaluations and health reports of the step join.
+
+    The run is resumed by its id. Steps that W&B already has, from a start that was killed after its last checkpoint,
+    are not logged again. Online the server names the last one. Offline nothing does, and ``wandb sync`` would append
+    repeated steps to the curve: the step of the last complete row is therefore kept in a file.
+    """
+
+    def __init__(
+        self,
+        options: LoggingConfig,
+        config: Mapping[str, Any],
+        run_id: str,
+        iteration: int,
+        print_line: Callable[[str], None],
+    ) -> None:
+        """Open the run, or continue it.
+
+        Args:
+            options: project, entity and names.
+            config: configuration shown for the run.
+            run_id: as in the checkpoints.
+            iteration: steps taken before this start; ``log`` gets later ones, and late evaluations of this one.
+            print_line: prints where to find the curves.
+
+        Raises:
+            LoggerOpenError: if the package is missing, no user is logged in, or the server does not answer.
+
+        """
+        folder = Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
+        self._run = _open_wandb(options, config, run_id, folder)
+        self._first_step = iteration
+        self._last_step_file = folder / f"last-step-{run_id}"
+        self._last_step = int(self._run.starting_step) - 1
+        if self._run.offline:
+            with suppress(OSError, ValueError):
+                self._last_step = int(self._last_step_file.read_text())
+        self._row_step = self._last_step  # of the row that is being filled
+        self._restarts = 0
+        self._failed = False
+        if iteration:
+            self._run.summary["error"] = ""  # clear the error of the previous start
+        if self._run.disabled:
+            where = "disabled by its settings"
+        elif self._run.offline:  # the client makes a folder per start, named by the time and the run
+            where = f"offline; send all starts with: wandb sync {quote(str(folder))}/offline-run-*-{run_id}"
+        else:
+            where = self._run.url
+        print_line(f"Weights & Biases: {where}")
+        if self._last_step > iteration:
+            last = self._last_step
+            print_line(f"Weights & Biases has this run up to step {last} and continues there from step {last + 1}")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Add metrics to the row of their step; the client sends it when the next row begins."""
+        step = max(step, self._first_step + 1)  # a late evaluation joins the first row: its own step has been sent
+        if step <= self._last_step:
+            return
+        self._complete_row(step)
+        self._restarts = metrics["starts"] - 1 if "starts" in metrics else self._restarts
+        row = {name: value for name, value in scalar_metrics(metrics).items() if name != "time"}
+        samples = {"samples vs steps": row["consumed-samples"]} if "consumed-samples" in row else {}
+        self._run.log({**row, **samples, "restarts": self._restarts}, step=step)
+
+    def _complete_row(self, next_step: int) -> None:
+        """Note the step of the last row if the next one begins."""
+        if next_step > self._row_step:
+            with suppress(OSError):
+                self._last_step_file.write_text(str(self._row_step))
+            self._row_step = next_step
+
+    def event(self, step: int, kind: str, fields: Metrics) -> None:
+        """Write errors to the run's summary."""
+        if kind == "error":
+            self._failed = True
+            self._run.summary["error"] = fields["text"]
+
+    def close(self) -> None:
+        """Send the last row and wait for the server, with a timeout."""
+        self._complete_row(self._row_step + 1)
+        self._run.finish(exit_code=1 if self._failed else 0)
+
+
+def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, folder: Path) -> Any:
+    """Return the client's run. Raise LoggerOpenError with a fix."""
+    mode = os.environ.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES:
+        raise LoggerOpenError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES[:3])}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # the client would use a temporary folder
+        why = f"{folder} cannot be written ({error.strerror})"
+        raise LoggerOpenError(f"{why}: --wandb-save-dir ANOTHER_FOLDER") from error
+    try:
+        import wandb
+
+        return wandb.init(
+            project=options.wandb_project,
+            entity=options.wandb_entity,
+            name=options.wandb_exp_name or (Path(options.run_dir).resolve().name if options.run_dir else None),
+            dir=str(folder.parent),
+            id=run_id,
+            resume="allow",
+            config=dict(config),
+            settings=wandb.Settings(
+                init_timeout=WANDB_TIMEOUT_SECONDS,
+                finish_timeout=WANDB_TIMEOUT_SECONDS,
+                finish_timeout_raises=True,
+                console="off",  # printing must not block on the client's process
+                silent=True,  # no interactive login
+            ),
+        )
+    except ModuleNotFoundError as error:
+        raise LoggerOpenError(missing_package(error, "wandb")) from error
+    except Exception as error:  # the client raises many types
+        why, fix = error_summary(error), "WANDB_MODE=offline writes to this disk"
+        if "wandb login" in why:
+            why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
+        raise LoggerOpenError(f"{why}: {fix}") from error
+
+
+def missing_package(error: ModuleNotFoundError, package: str) -> str:
+    """Return what is missing, and the command that installs it."""
+    return f"it needs a package that is not installed ({error.name}): pip install {package}"

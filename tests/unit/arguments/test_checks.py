@@ -1,0 +1,431 @@
+"""The checks of whole configurations; the messages are in the golden file of bad configurations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.arguments.cli import parse
+from megatron.arguments.compatibility import CHANGE_ERRORS
+from megatron.arguments.sources import build_config
+from megatron.arguments.summary import summary
+from megatron.arguments.validate import find_problems
+from megatron.config.batch import schedule_lengths
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
+from megatron.config.run import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config.settings import SETTINGS
+from megatron.convert.huggingface.config import read_model_values
+from megatron.distributed.sharding import DenseSharding, Init
+from megatron.pipeline import plan
+from megatron.pipeline.actions import PipelineSchedule, ScheduleError
+from megatron.pipeline.partition import AUTO
+from megatron.pipeline.schedules import make_schedule
+from tests.unit.arguments.bad_configs import CASES, GOLDEN
+from tests.unit.arguments.command import RUN, codes, notes, problems, run
+
+ROOT = Path(__file__).parents[3]
+GOOD = build_config({"mock_data": True, "vocab_size": 257, "train_iters": 100, "seq_length": 64})
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def found(config: RunConfig, ranks: int = 1, doubtful: set[str] | None = None) -> list[str]:
+    return [problem.code for problem in find_problems(config, ranks, doubtful or set())]
+
+
+def test_bad_configurations_are_refused_in_these_words() -> None:
+    told = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n"), strict=True))
+    assert {case.title: f"{case.title}\n{case.told()}" for case in CASES} == {t: s.strip("\n") for t, s in told.items()}
+
+
+def test_every_code_of_a_check_is_in_the_golden_file() -> None:
+    files = [*(ROOT / "megatron/config").rglob("*.py"), *(ROOT / "megatron/arguments").rglob("*.py")]
+    files.append(ROOT / "megatron/convert/huggingface/config.py")
+    used = set(re.findall(r'"(E\d{3})"', "".join(path.read_text() for path in files)))
+    of_checkpoints = {code for code, _ in CHANGE_ERRORS.values()} - {"E821"}  # a config.json may only say another model
+    assert used - of_checkpoints - {"E852"} == set(re.findall(r"^(E\d{3}) ", GOLDEN.read_text(), re.MULTILINE))
+
+
+def test_every_fix_solves_its_problem() -> None:
+    for case in CASES:
+        for problem in problems(case.flags, case.ranks, case.base, read_model=read_model_values):
+            if problem.code <= "E009":  # something must be taken out first, or a name filled in
+                continue
+            for fix in problem.fixes:
+                if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):
+                    left = problems(f"{case.flags} {fix}", case.ranks, case.base, read_model=read_model_values)
+                    assert problem.sentence not in [p.sentence for p in left], (case.title, fix)
+
+
+def test_problems_are_found_at_once_and_each_mistake_once() -> None:
+    three_groups = replace(GOOD.model, num_query_groups=3)
+    assert found(GOOD) == []
+    assert found(replace(GOOD, model=three_groups, training=replace(GOOD.training, train_iters=None))) == [
+        "E102",
+        "E304",
+    ]
+    assert found(replace(GOOD, model=replace(three_groups, num_attention_heads=0))) == ["E600"]
+    bad = replace(GOOD, model=three_groups)
+    assert found(bad, 1, {"num_query_groups"}) == found(bad, 1, {"num_attention_heads"}) == []
+    assert found(bad, 1, {"seq_length"}) == ["E102"]
+    resolved = run("--tensor-model-parallel-size 2", ranks=4)
+    assert found(resolved.config, 4) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(mock_data=True),
+        DataConfig(
+            data_path=("0.3", "no/a", "0.7", "no/b"), multiple_validation_sets=True, validation_set_names=("a",)
+        ),
+        DataConfig(data_args_path="tests/golden/data_args/zero_weight.txt", split="1,1,1"),
+        DataConfig(per_split_data_args_path="tests/golden/data_args/no_train.json", eod_id=3),
+    ],
+)
+def test_no_check_fails_on_a_value_that_could_not_be_read(data: DataConfig) -> None:
+    config = replace(GOOD, data=data)
+    printed = {*found(config), "E304"}
+    for name in SETTINGS:
+        assert set(found(config, 1, {name})) <= printed, name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+def test_heads_are_accepted_exactly_where_they_can_be_sharded(tp: int) -> None:
+    def shardable(heads: int, groups: int) -> bool:
+        if heads % groups or heads % tp:
+            return False
+        try:
+            DenseSharding(0, tp).qkv(groups, heads // groups, (2, 8), Init())
+        except ValueError:
+            return False
+        return True
+
+    for heads, groups in product((1, 2, 3, 4, 6, 8, 9, 12), range(1, 13)):
+        shape = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": 2, "ffn_hidden_size": 24}
+        parallel = ParallelConfig(tensor_model_parallel_size=tp)
+        config = replace(GOOD, model=ModelConfig(**shape, vocab_size=9), parallel=parallel)
+        assert (found(config, tp) == []) == shardable(heads, groups), (heads, groups)
+
+
+def test_every_stage_of_a_ramp_is_shared_by_the_ranks() -> None:
+    for start, increment, full, micro, ranks in product((2, 4, 6), (2, 3, 4), (8, 12, 16), (1, 2), (1, 2)):
+        ramp = (start, increment, 100)
+        training = TrainingConfig(
+            micro_batch_size=micro, global_batch_size=full, rampup_batch_size=ramp, train_iters=10
+        )
+        sizes = range(start, full + 1, increment)
+        fits = full in sizes and all(size % (micro * ranks) == 0 for size in sizes) and start < full
+        assert (found(replace(GOOD, training=training), ranks) == []) == fits, (training, ranks)
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {"lr_decay_style": st.sampled_from(["linear", "cosine", "inverse-square-root", "WSD"])},
+    optional={
+        "lr_decay_iters": st.integers(1, 30),
+        "lr_wsd_decay_samples": st.integers(1, 60),
+        "lr_warmup_fraction": st.floats(0, 0.99),
+        "lr_warmup_samples": st.integers(0, 60),
+        "lr_warmup_iters": st.integers(0, 30),
+    },
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SCHEDULES, st.integers(1, 20), st.integers(1, 4))
+def test_schedules_are_accepted_exactly_where_their_parts_fit(given: dict[str, Any], iters: int, batch: int) -> None:
+    training = TrainingConfig(train_iters=iters, global_batch_size=batch)
+    config = replace(GOOD, training=training, optimizer=OptimizerConfig(**given))
+    told = set(found(config))
+    if told & {"E402", "E601"}:
+        return
+    warmup, decay, final, _ = schedule_lengths(config, 1)
+    fits = warmup < decay and (final is None or final <= decay - warmup)
+    complete = given["lr_decay_style"] != "WSD" or final is not None
+    assert (told == set()) == (fits and complete)
+    assert told <= {"E403", "E404"}
+
+
+def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path) -> None:
+    def fixes(**paths: tuple[str, ...]) -> list[tuple[str, ...]]:
+        return [problem.fixes for problem in find_problems(replace(GOOD, data=DataConfig(**paths)), 1)]
+
+    prefix = str(tmp_path / "corpus")
+    for name in ("corpus.idx", "corpus.bin", "7.idx", "7.bin"):
+        assert fixes(data_path=(prefix,)) != [] or name.startswith("7")
+        (tmp_path / name).touch()
+    assert fixes(data_path=(prefix,)) == fixes(data_path=(f"{tmp_path}/7",)) == []
+    assert f"--data-path {prefix}" in fixes(data_path=(str(tmp_path / "korpus"),))[0]
+    for name in ("a", "b", "web_text_document"):
+        (tmp_path / f"{name}.idx").touch()
+    first = fixes(train_data_path=("3", f"{tmp_path}/web", "4", prefix))[0]
+    assert len(first) == 3
+    assert first[0] == f"--train-data-path 3 {tmp_path}/web_text_document 4 {prefix}", "what preprocessing wrote"
+    (tmp_path / "web.jsonl.gz").touch()
+    command = f"python tools/preprocess_data.py --input {tmp_path}/web.jsonl.gz --output-prefix {tmp_path}/web"
+    [told] = fixes(data_path=(f"{tmp_path}/web.jsonl.gz",))
+    assert told == (f"--data-path {tmp_path}/web_text_document", f"{command} --tokenizer-type ByteTokenizer")
+    folder = tmp_path / "of_text"
+    folder.mkdir()
+    (folder / "web.txt").touch()
+    [told] = fixes(data_path=(f"{folder}/web_text_document",))
+    assert f"--input {folder}/web.txt --output-prefix {folder}/web " in told[0]
+
+
+def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("7.bin", "7.idx"):
+        (tmp_path / name).touch()
+    for words, expected in ((("7",), []), (("8",), ["E502"]), (("7", "8"), ["E503"])):
+        assert found(replace(GOOD, data=DataConfig(data_path=words))) == expected
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--load", "--save", "--data-args-path", "--load hf:", "--stop-file"])
+def test_a_name_too_long_for_any_file_is_no_file(flag: str) -> None:
+    long = flag + ("" if flag.endswith(":") else " ") + "x" * 5000
+    told = codes(long, base="--vocab-size 9 --train-iters 1", read_model=read_model_values)
+    assert set(told) <= {"E501", "E503", "E507", "E801", "E850"}
+
+
+def test_patterns_must_match_a_parameter() -> None:
+    for option in ("--lr-factors", "--weight-decay-factors"):
+        assert notes(f"{option} layers.1.*=2 *.bias=0") == ""
+        first, second = problems(f"{option} layers.2.*=2 embeding.word_embeddings.weight=0.5 *.bias=0")
+        assert first.code == second.code == "E407"
+        assert second.fixes == (f"{option} 'embedding.word_embeddings.weight=0.5'",)
+    base = "--mock-data --tokenizer-type ByteTokenizer --train-iters 1 --lr-factors output_layer.*=2"
+    assert codes("--untie-embeddings-and-output-weights", base=base) == []
+    assert codes(base=base) == ["E407"]
+
+
+def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
+    flags = "--set train_iters=null --global-batch-size 64 --train-samples"
+    assert "the last 40 are not used" in notes(f"{flags} 1000")
+    assert "\nlength     15 steps, 960 samples, " in run(f"{flags} 1000").summary()
+    assert notes(f"{flags} 960") == ""
+
+
+def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
+    for name in ("auto", "flash_attn", "cudnn", "torch"):
+        told = codes(f"--cuda-graph step --reset-attention-mask --kernels compiled attention={name}")
+        assert ("E910" in told) is (name in ("auto", "flash_attn"))
+    flags = "--cuda-graph step --hidden-dropout 0 --attention-dropout 0 --run-dir runs/a --log-health-interval"
+    assert "--cuda-graph step has no effect" in notes(f"{flags} 1")
+    assert "--cuda-graph step has no effect" not in notes(f"{flags} 2")
+
+
+def test_a_profile_that_is_kept_in_memory_is_short() -> None:
+    flags = "--run-dir runs/a --profile-step-start 1 --profile-step-end 22"
+    assert codes(f"{flags} --profile") == codes(f"{flags} --profile-memory") == ["E706"]
+    assert codes(f"{flags} --profile-pipeline") == [], "written step by step"
+    assert "no profile, because the run ends" in notes(
+        f"{flags} --profile-pipeline --profile-step-start 21 --train-iters 5"
+    )
+
+
+def test_a_stop_file_needs_a_folder_and_a_name(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    for good in (f"{tmp_path}/stop", f"{tmp_path}/there", "stop"):
+        assert codes(f"--stop-file {good}") == []
+    for bad in ("''", str(tmp_path), f"{tmp_path}/none/stop", f"{tmp_path}/there/stop", "s3://bucket/stop"):
+        assert codes(f"--stop-file {bad}") == ["E311"]
+    assert problems(f"--stop-file {tmp_path}/a/b/stop")[0].fixes == (f"mkdir -p {tmp_path}/a/b",)
+
+
+@pytest.mark.parametrize(
+    ("save", "eval_iters", "count"), [("SAVED", 1, 0), ("SAVED", 0, 1), ("EMPTY", 1, 1), ("EMPTY", 0, 2)]
+)
+def test_an_evaluation_needs_weights_and_batches(tmp_path: Path, save: str, eval_iters: int, count: int) -> None:
+    (tmp_path / "SAVED/iter_0000003").mkdir(parents=True)
+    assert codes(f"--skip-train --save {tmp_path}/{save} --eval-iters {eval_iters}") == ["E312"] * count
+
+
+EXPERTS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --disable-bias-linear --num-experts 4"
+BALANCED = "--moe-aux-loss-coeff 0.01"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (f"--moe-router-topk 2 {BALANCED}", []),
+        (f"--moe-router-topk 1 --moe-router-pre-softmax {BALANCED}", []),
+        (f"--moe-router-topk 1 {BALANCED}", ["every weight is 1"]),
+        ("--moe-router-topk 2", ["no balancing loss"]),
+        (f"--moe-router-load-balancing-type none {BALANCED}", ["no balancing loss"]),
+        (f"--moe-router-load-balancing-type aux_loss {BALANCED}", ["depends on the micro-batches"]),
+    ],
+)
+def test_notes_on_experts(flags: str, told: list[str]) -> None:
+    words = "every weight is 1", "no balancing loss", "depends on the micro-batches"
+    lines = notes(f"{EXPERTS} {flags}")
+    assert [word for word in words if word in lines] == told
+    offered = re.findall(r"no balancing loss \((.*?)\)", lines)
+    assert "no balancing loss" not in notes(f"{EXPERTS} {flags} {' '.join(offered)}")
+
+
+def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
+    def told(flags: str, nodes: int) -> tuple[str, ...]:
+        environ = {"RANK": "0", "WORLD_SIZE": str(nodes * 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+        argv = f"{RUN} --num-layers 8 --num-attention-heads 8 {flags}".split()
+        with pytest.raises(UserError) as refused:
+            parse(argv, environ)
+        (problem,) = refused.value.problems
+        return (problem.code, problem.sentence, *problem.fixes)
+
+    code, sentence, *fixes = told("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3)
+    assert (code, fixes[:2]) == ("E202", ["torchrun --nnodes 2", "torchrun --nnodes 4"])
+    assert sentence.endswith("TP x PP = 8: 3 nodes of 4, and whole models need a multiple of 2")
+    assert told("--pipeline-model-parallel-size 8", nodes=1)[2:4] == (
+        "torchrun --nnodes 2",
+        "--pipeline-model-parallel-size 4",
+    )
+    by_number = told("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1)
+    assert not any("--nnodes" in fix for fix in by_number)
+    heads = "--num-attention-heads 8 --tensor-model-parallel-size"
+    assert problems(f"{heads} 4 --check-config --world-size 6")[0].fixes[0] == "--tensor-model-parallel-size 2"
+
+
+MUON = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --optimizer muon --use-distributed-optimizer"
+
+
+def test_notes_on_matrices_that_are_not_sharded() -> None:
+    assert notes(f"{MUON} --global-batch-size 16", 16) == ""
+    assert notes(MUON, 64, base="--mock-data --train-iters 1 --tokenizer-type ByteTokenizer") == ""
+    for ranks in (32, 64):
+        """Eight blocks of 12 h^2 elements, the largest matrices of 4 h^2: there must be room for one on every rank."""
+        padding = re.search(r"are ([\d.]+) times as large", notes(MUON, ranks))
+        assert padding is not None
+        assert float(padding[1]) == pytest.approx(ranks * 4 / (8 * 12), abs=0.06)
+        assert notes(f"{MUON} --num-distributed-optimizer-instances {ranks // 4}", ranks) == ""
+    assert "compare --data-parallel-sharding-strategy optim" in notes(
+        f"{MUON} --data-parallel-sharding-strategy optim_grads", 4
+    )
+
+
+def test_notes_on_sharded_gradients_and_instances() -> None:
+    """Three micro-batches, all in fp32: three reduce-scatters and a gather, where ZeRO-1 has one of each."""
+    flags = "--num-layers 8 --hidden-size 256 --data-parallel-sharding-strategy optim_grads --global-batch-size"
+    told = notes(f"{flags} 12", 4)
+    assert "each of 3 micro-batches" in told
+    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", told))
+    assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
+    assert notes(f"{flags} 4", 4) == ""
+    sharded = "--use-distributed-optimizer --num-distributed-optimizer-instances"
+    for ranks, instances in ((1, 1), (4, 1), (4, 2), (4, 4)):
+        assert ("shards nothing" in notes(f"{sharded} {instances}", ranks)) is (ranks == instances)
+    for instances in (3, 8):
+        assert problems(f"{sharded} {instances}", 4)[0].fixes == ("--num-distributed-optimizer-instances 2",)
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+def test_every_schedule_takes_every_batch_of_a_ramp(name: str) -> None:
+    for ranks in (1, 4):
+        flags = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {name} --num-layers 12 --eval-iters 1"
+        parallel = run(f"{flags} --global-batch-size 7 --rampup-batch-size 1 2 20", ranks).config.parallel
+        assert parallel.pipeline_schedule == name
+        assert parallel.num_virtual_stages_per_pipeline_rank == (plan.required_virtual_stages(parallel) or 1)
+
+
+def test_a_resolved_pipeline_passes_again_and_groups_need_several_stages_per_rank() -> None:
+    flags = "--pipeline-model-parallel-size 2 --num-layers 8"
+    layers = f"{flags} --num-layers-per-virtual-pipeline-stage 2"
+    parallel = run(layers, 2).config.parallel
+    chosen = (parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_schedule)
+    assert chosen == (2, "interleaved")
+    again = f"--num-virtual-stages-per-pipeline-rank {chosen[0]} --pipeline-schedule {chosen[1]}"
+    assert run(f"{layers} {again}", 2).config.parallel == parallel
+    group = f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4"
+    assert notes(f"{group} --num-virtual-stages-per-pipeline-rank 2", 2) == ""
+    for schedule in ("", "--pipeline-schedule zb-v", "--pipeline-schedule interleaved"):
+        assert codes(f"{group} {schedule}", 2) == ["E601"]
+
+
+def test_the_batch_that_a_schedule_file_cannot_run_is_named_with_its_first_sample(tmp_path: Path) -> None:
+    make_schedule("1f1b", 2, 1, 4).save(tmp_path / "four.csv")
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {tmp_path}/four.csv --global-batch-size"
+    assert codes(f"{flags} 8", 4) == []
+    for batch, start, fixes in (
+        ("4", "global batch 4: ", ("--global-batch-size 8",)),
+        (
+            "12 --rampup-batch-size 8 4 10",
+            "global batch 12 from sample 16 on: ",
+            ("--global-batch-size 8", "drop --rampup-batch-size"),
+        ),
+        ("8 --rampup-batch-size 4 4 10", "global batch 4 from sample 0 on: ", ("drop --rampup-batch-size",)),
+    ):
+        (problem,) = problems(f"{flags} {batch}", 4)
+        assert (problem.code, problem.sentence[: len(start)], problem.fixes) == ("E211", start, fixes)
+
+
+def test_the_schedule_of_an_evaluation_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: PipelineSchedule, evaluation: bool = False) -> None:
+        if evaluation:
+            raise ScheduleError("no way forward")
+
+    monkeypatch.setattr(plan, "validate_program", refuse)
+    plan.validated_program.cache_clear()
+    monkeypatch.setattr(plan, "peak_counts", lambda parallel, count: None)
+    assert codes("--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 3 --eval-iters 1", 2) == ["E211"]
+    plan.validated_program.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--pipeline-model-parallel-size 2 --num-layers 5", "5 layers do not divide over 2 stages"),
+        ("--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout auto", ""),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+            "interleaved with VPP 1 has the same bubble",
+        ),
+        ("--pipeline-schedule gpipe", "--pipeline-schedule gpipe has no effect"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2 has no effect"),
+        ("--account-for-loss-in-pipeline-split", "has no effect without several stages"),
+    ],
+)
+def test_notes_on_pipelines(flags: str, told: str) -> None:
+    lines = notes(f"--seq-length 64 {flags}", 2 if "pipeline-model-parallel-size" in flags else 1)
+    assert told in lines
+    assert lines.count("\n") == 0
+    assert bool(lines) is bool(told)
+
+
+def test_a_layout_by_cost_is_named_where_it_saves_much() -> None:
+    large = "--preset llama3-8b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --global-batch-size 256"
+    large += " --num-virtual-stages-per-pipeline-rank 4 --vocab-size 128256"
+    assert notes(large, 64) == f"{AUTO} reduces the bubble from 17.7% to 4.9%"
+    assert "(17.7% as these stages cost)" in summary(run(large, 64).config, 64)
+    assert "(4.9% as these stages cost)" in summary(run(f"{large} {AUTO}", 64).config, 64)
+    for flags in (AUTO, "--vocab-size 8192", "--account-for-loss-in-pipeline-split --num-layers 31"):
+        assert "reduces the bubble" not in notes(f"{large} {flags}", 64)
+
+
+NUMBER = 10**30 - 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pipeline-model-parallel-size {NUMBER}",
+        f"--num-virtual-stages-per-pipeline-rank {NUMBER}",
+        f"--num-layers {NUMBER} --num-virtual-stages-per-pipeline-rank {NUMBER}",
+        f"--num-layers-per-virtual-pipeline-stage {NUMBER}",
+        f"--decoder-first-pipeline-num-layers {NUMBER}",
+        f"--global-batch-size {NUMBER}",
+        f"--pipeline-model-parallel-layout Et*{NUMBER}L",
+    ],
+)
+def test_a_mistyped_number_of_thirty_digits_is_answered(flags: str) -> None:
+    assert set(codes(flags)) & {"E209", "E210", "E211"}

@@ -1,0 +1,450 @@
+"""``config.json`` of Hugging Face from and to our options, and families that plugins register."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from megatron.arguments.presets import PRESETS
+from megatron.config import plugins
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.convert.huggingface.config import (
+    build_config_json,
+    model_config_values,
+    model_type_for,
+    read_config,
+    read_model_config,
+)
+from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
+from megatron.convert.huggingface.families import MODEL_FAMILIES, ConfigKey, ModelFamily, model_families
+from megatron.convert.saved_model import open_checkpoint
+from megatron.layers.parameters import num_parameters
+from tests.unit.convert.folders import ignore, llama, random_weights, write_folder
+
+FIELDS = {field.name for field in fields(ModelConfig)}
+
+# as published
+GPT2 = json.loads("""{
+  "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+  "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+  "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+  "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+  "summary_type": "cls_index", "summary_use_proj": true, "vocab_size": 50257,
+  "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}
+}""")
+LLAMA2 = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+  "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+  "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+  "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null, "tie_word_embeddings": false,
+  "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": true, "vocab_size": 32000
+}""")
+LLAMA3 = LLAMA2 | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+SIZES_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+LENGTHS_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA31 = LLAMA3 | {
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "rope_scaling": {**LENGTHS_31, "rope_type": "llama3"},
+}
+MISTRAL = json.loads("""{
+  "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+  "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+  "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000
+}""")
+QWEN2 = json.loads("""{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+  "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+  "max_position_embeddings": 131072, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+  "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+  "sliding_window": 131072, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.1", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}""")
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "attention_bias": False}
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_MOE = json.loads("""{
+  "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+  "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+  "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+  "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+  "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+  "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+  "vocab_size": 151936
+}""")
+
+
+def preset(name: str) -> ModelConfig:
+    shape = {field: value for field, value in PRESETS[name].items() if field in FIELDS}
+    return replace(ModelConfig(**shape), vocab_size=shape.get("vocab_size", 300))
+
+
+def model(config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(**model_config_values(config, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gpt2-124m", GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # presets have no dropout
+        ("llama2-7b", LLAMA2),
+        ("llama3-8b", LLAMA3),
+        ("llama3-70b", LLAMA3 | SIZES_70B),
+    ],
+)
+def test_published_config_is_the_preset(name: str, config: dict[str, Any]) -> None:
+    assert model(config) == preset(name)
+
+
+def test_published_dropout_is_kept() -> None:
+    assert model(GPT2) == replace(preset("gpt2-124m"), hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_there_and_back(name: str) -> None:
+    assert model(build_config_json(preset(name))) == preset(name)
+
+
+def test_published_config_of_other_families() -> None:
+    scaled = model(LLAMA31)
+    assert scaled == replace(preset("llama3-8b"), max_position_embeddings=131072, use_rope_scaling=True)
+    assert model(MISTRAL).window_size == 4096
+    assert model(MISTRAL | {"sliding_window": None}).window_size is None
+    qwen2 = model(QWEN2)
+    assert (qwen2.add_bias_linear, qwen2.add_qkv_bias, qwen2.window_size) == (False, True, None)
+    assert not qwen2.untie_embeddings_and_output_weights
+    qwen3 = model(QWEN3)
+    assert (qwen3.qk_layernorm, qwen3.qkv_bias, qwen3.kv_channels, qwen3.head_dim) == (True, False, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"), [(MIXTRAL, 46.7, 12.9), (QWEN3_MOE, 30.5, 3.3)], ids=["8x7B", "30B-A3B"]
+)
+def test_published_mixtures_have_the_published_sizes(
+    config: dict[str, Any], billions: float, active_billions: float
+) -> None:
+    ours = model(config)
+    assert num_parameters(ours) / 1e9 == pytest.approx(billions, abs=0.06)
+    assert num_parameters(ours, active=True) / 1e9 == pytest.approx(active_billions, abs=0.06)
+    assert not ours.moe_router_pre_softmax
+    assert model(build_config_json(ours)) == ours
+    assert (
+        build_config_json(replace(ours, moe_ffn_hidden_size=99))["moe_" * (ours.qk_layernorm) + "intermediate_size"]
+        == 99
+    )
+
+
+def test_experts_of_qwen_are_read_in_both_spellings() -> None:
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
+    assert model(renamed) == model(QWEN3_MOE)
+    assert model(QWEN3_MOE | {"norm_topk_prob": False}).moe_router_pre_softmax
+    with pytest.raises(UserError, match="num_experts 128 and num_local_experts 64 contradict each other"):
+        model(QWEN3_MOE | {"num_local_experts": 64})
+
+
+def test_rope_is_read_in_both_spellings() -> None:
+    old, scaling = LLAMA31, dict(LLAMA31["rope_scaling"])
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    assert model(new | {"rope_parameters": scaling | {"rope_theta": 500000.0}}) == model(old)
+    older = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
+    assert model(old | {"rope_scaling": older}) == model(old)
+
+
+def test_window_of_qwen() -> None:
+    windowed = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
+    assert model(windowed | {"max_window_layers": 24}).window_size is None, "all layers come before the windowed ones"
+    assert model(windowed | {"max_window_layers": 0}).window_size == 64
+    assert model(windowed | {"layer_types": ["sliding_attention"] * 24}).window_size == 64
+    with pytest.raises(UserError, match="several kinds"):
+        model(windowed | {"max_window_layers": 12})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights false is not supported, only true"),
+        (GPT2 | {"embd_pdrop": 0.2}, "embd_pdrop 0.2"),
+        (GPT2 | {"n_embd": "768"}, "n_embd is '768'"),
+        (LLAMA3 | {"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported, only "silu" or "swish"'),
+        (LLAMA3 | {"attention_bias": True}, "attention_bias True with mlp_bias False"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA3 | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor 1.5"),
+        (LLAMA3 | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "mscale"),
+        (LLAMA3 | {"rope_scaling": YARN | {"factor": None}}, "factor is None, not a number of at least 1"),
+        (LLAMA3 | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "contradict"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
+        (LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (LLAMA3 | {"rope_scaling": YARN | {"truncate": False}}, "truncate false"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "default", "low": 1}}, "low"),
+        (LLAMA3 | {"rope_scaling": [1]}, "not an object"),
+        (GPT2 | {"activation_function": "silu"}, "activation_function 'silu'"),
+        (LLAMA3 | {"attention_bias": "yes"}, "attention_bias is 'yes', not true or false"),
+        (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
+        (LLAMA3 | {"residual_multiplier": 0.22}, "residual_multiplier 0.22 is an unknown key"),
+        (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma'"),
+        (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),
+        (QWEN3 | {"layer_types": [{}, 1]}, "layers of several kinds (1, {})"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not supported"),
+    ],
+)
+def test_what_is_not_here_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model(config)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("E851 config.json: ")
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        model(LLAMA3 | {"quantization_config": {}, "logit_scale": 2.0, "rope_scaling": {"rope_type": "su"}})
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"rotary_percent": 0.5}, "rotary_percent 0.5"),
+        ({"activation": "relu2"}, "activation relu2"),
+        ({"normalization": "LayerNorm"}, "normalization LayerNorm"),
+        ({"qk_layernorm": True, "add_bias_linear": True}, "llama has no qk_layernorm True"),
+        ({"position_embedding_type": "none"}, "position_embedding_type none"),
+        ({"window_size": 64, "add_qkv_bias": True, "add_bias_linear": True}, "window_size 64"),
+        ({"vocab_size": None}, "vocab_size is not set"),
+        ({"num_experts": 4, "moe_router_pre_softmax": True}, "mixtral has no moe_router_pre_softmax True"),
+        ({"num_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 64}, "moe_shared_expert"),
+    ],
+)
+def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match="E852") as caught:
+        build_config_json(replace(preset("tiny-llama"), **changes))
+    assert said in str(caught.value)
+
+
+def test_family_is_the_first_that_can() -> None:
+    base = preset("tiny-llama")
+    assert model_type_for(base) == "llama"
+    assert model_type_for(replace(base, add_bias_linear=True)) == "llama"
+    assert model_type_for(replace(base, hidden_size=36, kv_channels=16)) == "mistral"
+    assert model_type_for(replace(base, window_size=8)) == "mistral"
+    assert model_type_for(replace(base, add_qkv_bias=True)) == "qwen2"
+    assert model_type_for(replace(base, qk_layernorm=True, window_size=8)) == "qwen3"
+    assert model_type_for(preset("tiny-gpt2")) == "gpt2"
+    assert model_type_for(replace(base, num_experts=4)) == "mixtral"
+    assert model_type_for(replace(base, num_experts=4, qk_layernorm=True)) == "qwen3_moe"
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Any model that some family has."""
+    heads = draw(st.integers(1, 8))
+    shared: dict[str, Any] = {
+        "num_layers": draw(st.integers(1, 9)),
+        "num_attention_heads": heads,
+        "ffn_hidden_size": draw(st.integers(1, 300)),
+        "vocab_size": draw(st.integers(1, 1000)),
+        "max_position_embeddings": draw(st.integers(1, 4096)),
+        "norm_epsilon": draw(st.floats(1e-8, 1e-2)),
+        "attention_dropout": draw(st.floats(0, 0.5)),
+        "init_method_std": draw(st.floats(0, 1)),
+        "untie_embeddings_and_output_weights": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        activation, dropout = draw(st.sampled_from(["gelu", "gelu_tanh", "relu2"])), draw(st.floats(0, 0.5))
+        shared |= {"hidden_size": heads * draw(st.integers(1, 9)), "hidden_dropout": dropout}
+        return ModelConfig(**shared, activation=activation)
+    hidden = draw(st.integers(1, 64))
+    width = draw(st.integers(1, 9).map(lambda half: 2 * half))
+    groups = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    scaling = draw(st.sampled_from(["rope", "llama3", "yarn"]))
+    shared |= {
+        "hidden_size": hidden,
+        "hidden_dropout": 0.0,
+        "num_query_groups": groups if groups < heads else None,
+        "kv_channels": width if width * heads != hidden else None,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "position_embedding_type": "yarn" if scaling == "yarn" else "rope",
+        "rotary_base": draw(st.floats(2, 1e6)),
+    }
+    if scaling == "llama3":
+        shared |= {"use_rope_scaling": True, "rope_scaling_factor": draw(st.floats(1, 64))}
+    if scaling == "yarn":
+        shared |= {"rotary_scaling_factor": draw(st.floats(1, 64)), "yarn_original_max_position_embeddings": 77}
+    kind = draw(st.sampled_from(["plain", "biases", "window", "qkv_bias", "qk_norm"]))
+    shared |= {"add_bias_linear": kind == "biases" and hidden % heads == 0, "qk_layernorm": kind == "qk_norm"}
+    shared |= {"add_qkv_bias": kind == "qkv_bias", "window_size": 5 if kind == "window" else None}
+    if kind in ("plain", "window", "qk_norm") and draw(st.booleans()):
+        experts = draw(st.integers(2, 9))
+        shared |= {"num_experts": experts, "moe_router_topk": draw(st.integers(1, experts))}
+        if kind == "qk_norm":
+            shared |= {"moe_ffn_hidden_size": draw(st.integers(1, 99)), "moe_router_pre_softmax": draw(st.booleans())}
+    return ModelConfig(**shared)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(models())
+def test_any_model_there_and_back(ours: ModelConfig) -> None:
+    back = model(json.loads(json.dumps(build_config_json(ours))))
+    if back.ffn_hidden_size is None:
+        back = replace(back, ffn_hidden_size=back.ffn)
+    assert back == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt2-124m", {}), ("llama3-8b", {}), ("tiny-llama", {"num_query_groups": 1, "kv_channels": 24})],
+)
+def test_transformers_reads_it_the_same(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ours = replace(preset(name), **changes)
+    (tmp_path / "config.json").write_text(json.dumps(build_config_json(ours, "bfloat16")))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == [MODEL_FAMILIES[model_type_for(ours)].architecture]
+    assert theirs.num_hidden_layers == ours.num_layers
+    assert theirs.hidden_size == ours.hidden_size
+    assert theirs.num_attention_heads == ours.num_attention_heads
+    assert getattr(theirs, "num_key_value_heads", ours.kv_groups) == ours.kv_groups
+    assert getattr(theirs, "head_dim", ours.head_dim) == ours.head_dim
+    assert theirs.vocab_size == ours.vocab
+    assert theirs.tie_word_embeddings is not ours.untie_embeddings_and_output_weights
+    assert str(theirs.dtype) == "torch.bfloat16"
+    assert model(theirs.to_dict()) == ours, "as transformers would write it"
+
+
+@pytest.mark.parametrize(
+    "config", [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"]
+)
+def test_defaults_are_those_of_transformers(config: dict[str, Any]) -> None:
+    kept = {"model_type": config["model_type"]}
+    assert model(AutoConfig.for_model(**kept).to_dict()) == model(kept)
+    assert model(AutoConfig.for_model(**config).to_dict()) == model(config)
+
+
+def test_yarn_factor_of_the_paper_is_accepted() -> None:
+    plain = model(LLAMA3 | {"rope_scaling": YARN})
+    assert model(LLAMA3 | {"rope_scaling": YARN | {"attention_factor": 0.1 * math.log(4.0) + 1.0}}) == plain
+    assert plain.position_embedding_type == "yarn"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"E850 .* holds no config\.json"):
+        read_config(tmp_path)
+    for content, message in (("{", "cannot be read as JSON"), ("[]", "holds list")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=rf"E850 .* {message}"):
+            read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "E600 {0}: --hidden-size 0: must be at least 1"),
+        ({"num_key_value_heads": 3}, "E102 {0}: 4 query heads cannot share 3 key/value heads"),
+        ({"head_dim": 7}, "E106 {0}: 7 of 7 channels per head"),
+    ],
+)
+def test_numbers_that_do_not_fit_together(changes: dict[str, int], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(build_config_json(llama())))
+    assert build_config_json(read_model_config(tmp_path)) == build_config_json(llama())
+    path.write_text(json.dumps(build_config_json(llama()) | changes))
+    with pytest.raises(UserError, match=re.escape(message.format(path))):
+        read_model_config(tmp_path)
+
+
+# --- families of plugins ---
+
+WINDOWED = llama(window_size=5, num_query_groups=2)
+
+
+def cousin() -> ModelFamily:
+    """Mistral under other names, tied unless config.json has another value."""
+    base = MODEL_FAMILIES["mistral"]
+    rows = tuple(
+        (ours, axes, tuple((name.replace("self_attn", "attention"), at) for name, at in theirs))
+        for ours, axes, theirs in base.weights.rows
+    )
+    keys = tuple(replace(key, theirs="depth") if key.ours == "num_layers" else key for key in base.keys)
+    assert ConfigKey("num_layers", "depth", 32) in keys
+    weights = replace(base.weights, rows=rows)
+    return replace(base, architecture="CousinForCausalLM", keys=keys, weights=weights, tied_by_default=True)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plugins._registered, "model_family", {})
+    plugins.register("model_family", "cousin")(cousin())
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(model_families()) == [*MODEL_FAMILIES, "cousin"]
+    monkeypatch.delitem(MODEL_FAMILIES, "mistral")  # which would be the first that can express the model
+    weights = random_weights(WINDOWED, torch.bfloat16)
+    assert "model.layers.0.attention.q_proj.weight" in weights
+    folder = write_folder(tmp_path / "hf", WINDOWED, weights)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"], config["depth"]) == ("cousin", ["CousinForCausalLM"], 2)
+    done = convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False)
+    assert done.model.window_size == 5
+    manifest, _ = open_checkpoint(tmp_path / "save")
+    convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9, checked=False)
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], weights[name]) for name in weights)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["depth"] == 2
+
+
+@pytest.mark.usefixtures("registered")
+def test_built_in_families_come_first_and_the_default_of_tying_is_the_familys() -> None:
+    assert model_type_for(WINDOWED) == "mistral"
+    config = build_config_json(WINDOWED)
+    del config["tie_word_embeddings"]
+    assert model_config_values(config, "here")["untie_embeddings_and_output_weights"]
+    config |= {"model_type": "cousin", "architectures": ["CousinForCausalLM"]}
+    config["depth"] = config.pop("num_hidden_layers")
+    assert not model_config_values(config, "here")["untie_embeddings_and_output_weights"]
+
+
+def test_an_unregistered_family_is_refused() -> None:
+    with pytest.raises(UserError, match="E851"):
+        model_config_values({"model_type": "cousin"}, "here")

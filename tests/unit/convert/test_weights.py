@@ -1,0 +1,318 @@
+"""Weights of Hugging Face folders: the tables against mappings written by hand, boxes, and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format import partition_problem, whole_box
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.run import TrainingConfig
+from megatron.convert.huggingface import weights as weights_module
+from megatron.convert.huggingface.config import build_config_json
+from megatron.convert.huggingface.families import MODEL_FAMILIES
+from megatron.convert.huggingface.weights import (
+    HuggingFaceWeights,
+    TensorMapping,
+    build_on_meta,
+    fill_weights,
+    map_tensors,
+    read_in_blocks,
+)
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.sharding import Box
+from megatron.layers.context import BuildContext
+from megatron.model.gpt import build_gpt
+from tests.parity.families import from_experts, from_gpt2, from_llama
+from tests.solo import Solo, one_rank_mesh, tiny
+from tests.unit.convert.folders import LLAMA, llama, random_weights, write_folder
+
+# --- the tables ---
+
+UNTIED = {"untie_embeddings_and_output_weights": True}
+TIED = {**LLAMA, "untie_embeddings_and_output_weights": False, "num_query_groups": None}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"num_layers": 3}),
+    "gpt2-untied-odd": ("gpt2", {**UNTIED, "hidden_size": 21, "num_attention_heads": 3, "ffn_hidden_size": 13}),
+    "llama": ("llama", LLAMA),
+    "llama-tied-mqa": ("llama", {**TIED, "num_query_groups": 1, "kv_channels": 6}),
+    "llama-biases": ("llama", {**TIED, "add_bias_linear": True}),
+    "qwen2": ("qwen2", {**TIED, "add_qkv_bias": True}),
+    "mixtral": ("mixtral", {**LLAMA, "num_experts": 3}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {**TIED, "num_experts": 5, "moe_ffn_hidden_size": 7, "qk_layernorm": True, "kv_channels": 10},
+    ),
+    "qwen3": ("qwen3", {**LLAMA, "qk_layernorm": True, "kv_channels": 10}),
+}
+
+
+def theirs_like(found: Mapping[str, tuple[TensorMapping, ...]]) -> dict[str, Tensor]:
+    """Random tensors by their names."""
+    generator = torch.Generator().manual_seed(0)
+    return {slot.name: torch.randn(slot.shape, generator=generator) for made in found.values() for slot in made}
+
+
+def assemble(found: tuple[TensorMapping, ...], view: tuple[int, ...], theirs: Mapping[str, Tensor]) -> Tensor:
+    out = torch.full(view, torch.nan)
+    for slot in found:
+        out[slot.box.slices] = slot.arrange(theirs[slot.name])
+    return out
+
+
+def by_hand(kind: str, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    if config.num_experts:
+        return from_experts(theirs, config)
+    return from_gpt2(theirs, config) if kind == "gpt2" else from_llama(theirs, config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_table_is_the_mapping_written_by_hand_and_invertible(name: str) -> None:
+    kind, changes = FAMILIES[name]
+    config = tiny(**changes)
+    specs = build_on_meta(config).specs
+    found = map_tensors(kind, specs)
+    theirs = theirs_like(found)
+    expected = by_hand(kind, theirs, config)
+    assert found.keys() == expected.keys()
+    assert len(theirs) == sum(len(made) for made in found.values()), "a tensor of theirs goes to one place"
+    for ours, made in found.items():
+        whole = assemble(made, specs[ours].view, theirs)
+        assert torch.equal(whole.reshape(specs[ours].shape), expected[ours]), ours
+        assert partition_problem(specs[ours].view, [slot.box for slot in made]) is None
+        for slot in made:
+            assert torch.equal(slot.restore(whole[slot.box.slices]), theirs[slot.name]), slot.name
+            assert slot.arrange(theirs[slot.name]).data_ptr() == theirs[slot.name].data_ptr(), "nothing is copied"
+
+
+def test_rows_of_every_family_are_unambiguous() -> None:
+    for family in MODEL_FAMILIES.values():
+        ours = [name for name, _, _ in family.weights.rows]
+        theirs = [name for _, _, made in family.weights.rows for name, _ in made]
+        assert len(set(ours)) == len(ours)
+        assert len(set(theirs)) == len(theirs)
+
+
+# --- reading ---
+
+MODELS = {"gpt2": tiny(hidden_size=24, num_attention_heads=3), "llama": llama(kv_channels=6)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whole_tensors_and_any_boxes(kind: str, tmp_path: Path) -> None:
+    """Whole tensors are the mapping written by hand, whatever the files; boxes are slices of them."""
+    model = MODELS[kind]
+    weights = random_weights(model, torch.bfloat16)
+    expected = by_hand(kind, weights, model)
+    one = HuggingFaceWeights(write_folder(tmp_path / "one", model, weights), model)
+    prefix = "transformer." if kind == "gpt2" else "model."
+    bare = {name.removeprefix(prefix): value for name, value in weights.items()}
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)} if kind == "gpt2" else {}
+    source = HuggingFaceWeights(write_folder(tmp_path / "bare", model, bare | buffers, shards=4), model)
+    assert set(source.specs) == set(expected)
+    for name, spec in source.specs.items():
+        for files in (one, source):
+            whole = files.read(name, spec.view, whole_box(spec.view))
+            assert torch.equal(whole.reshape(spec.shape), expected[name]), name
+    assert source.dtype == whole.dtype == torch.bfloat16
+
+    @settings(max_examples=50, derandomize=True, deadline=None)
+    @given(data=st.data())
+    def check_box(data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(source.specs)))
+        view = source.specs[name].view
+        edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in view]
+        box = Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
+        part = source.read(name, view, box)
+        assert part.shape == box.size
+        assert torch.equal(part, expected[name].view(view)[box.slices])
+
+    check_box()
+    with pytest.raises(ValueError, match="is viewed"):
+        source.read(name, spec.view[::-1] + (1,), whole_box(spec.view))
+
+
+def test_mixed_types_are_read_as_the_widest(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    weights = random_weights(model, torch.bfloat16)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].float()
+    source = HuggingFaceWeights(write_folder(tmp_path / "m", model, weights), model)
+    view = source.specs["layers.0.self_attention.linear_qkv.weight"].view
+    whole = source.read("layers.0.self_attention.linear_qkv.weight", view, whole_box(view))
+    assert source.dtype == whole.dtype == torch.float32
+
+
+def test_a_box_of_a_huge_tensor_costs_only_its_own_bytes(tmp_path: Path) -> None:
+    model = llama(vocab_size=4_000_000, hidden_size=256, num_layers=1)  # two tables of 4 GB, all holes
+    table: dict[str, Any] = {}
+    end = 0
+    for found in map_tensors("llama", build_on_meta(model).specs).values():
+        for slot in found:
+            size = 4 * torch.Size(slot.shape).numel()
+            table[slot.name] = {"dtype": "F32", "shape": slot.shape, "data_offsets": [end, end + size]}
+            end += size
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    (tmp_path / "config.json").write_text(json.dumps(build_config_json(model)))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+    before = _resident_bytes()
+    source = HuggingFaceWeights(tmp_path, model)
+    view = source.specs["output_layer.weight"].view
+    assert not source.read("output_layer.weight", view, Box((3_999_000, 0), (1000, 256))).any()
+    assert _resident_bytes() - before < 64e6
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Recorded:
+    """Tensors in memory, and the boxes that were read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors, self.boxes = tensors, list[Box]()
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        self.boxes.append(box)
+        return self.tensors[name].view(view)[box.slices].double()
+
+
+@pytest.mark.parametrize("limit", [1, 7, 24, 10**6])
+def test_a_box_is_read_in_blocks_and_converted(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", limit)
+    source, box = Recorded({"x": torch.randn(6, 4, 5).to(torch.bfloat16)}), Box((1, 0, 2), (4, 3, 3))
+    out = read_in_blocks(source, "x", (6, 4, 5), box, torch.float32)
+    assert torch.equal(out, source.tensors["x"][box.slices].float())
+    assert sum(read.numel for read in source.boxes) == box.numel
+    assert max(read.numel for read in source.boxes) <= limit
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"position_embedding_type": "rope", "activation": "swiglu", "num_query_groups": 2},
+        {"untie_embeddings_and_output_weights": True, "num_query_groups": 1},
+    ],
+    ids=["gpt2", "llama-gqa", "untied-mqa"],
+)
+def test_every_rank_gets_its_part(changes: dict[str, Any], tp: int) -> None:
+    """What it would have been initialised with; padding is zero."""
+    config = tiny(**changes)
+    solo = Solo.build(config, torch.float32)
+    whole = {n: p.detach()[: solo.chunk.specs[n].shape[0]] for n, p in solo.params.items()}
+    for rank in range(tp):
+        mesh = one_rank_mesh()
+        mesh._groups[("tp",)] = Group(tuple(range(tp)), rank)
+        chunk = build_gpt(config, TrainingConfig(), BuildContext(mesh, GradAccumulator(), torch.float32))
+        expected = {n: p.detach().clone() for n, p in chunk.params.items()}
+        for parameter in chunk.params.values():
+            torch.nn.init.constant_(parameter, 7.0)
+        fill_weights(chunk.specs, chunk.params, Recorded(whole))
+        for n, parameter in chunk.params.items():
+            assert torch.equal(parameter, expected[n]), n
+
+
+# --- files that do not fit ---
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tensors_that_do_not_fit_are_all_named(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind]
+    weights = random_weights(model)
+    missing, misshapen, mistyped, *_ = sorted(name for name in weights if "0" in name)
+    del weights[missing]
+    weights[misshapen] = weights[misshapen][..., :-1].contiguous()
+    weights[mistyped] = weights[mistyped].to(torch.float64)
+    weights["adapter.weight"] = torch.zeros(2)
+    with pytest.raises(CheckpointError) as caught:
+        HuggingFaceWeights(write_folder(tmp_path / "m", model, weights), model)
+    message = str(caught.value)
+    assert f"lacks: {missing};" in message
+    assert "does not have: adapter.weight;" in message
+    assert f"{misshapen} [" in message
+    assert f"{mistyped} torch.float64" in message
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    with pytest.raises(CheckpointError, match=r"lacks: .*model\.layers\.2\."):
+        HuggingFaceWeights(folder, replace(model, num_layers=3))
+    with pytest.raises(CheckpointError, match=r"is a llama, which has nothing for .*layers\.0\.input_layernorm\.bias"):
+        HuggingFaceWeights(folder, replace(model, normalization="LayerNorm"))
+
+
+def test_known_buffers_and_a_tied_head_are_passed_over(tmp_path: Path) -> None:
+    gpt2, other = MODELS["gpt2"], MODELS["llama"]
+    weights = random_weights(gpt2)
+    buffers = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "transformer.h.1.attn.masked_bias": torch.ones(())}
+    head = weights["transformer.wte.weight"].clone()
+    HuggingFaceWeights(write_folder(tmp_path / "gpt2", gpt2, weights | buffers | {"lm_head.weight": head}), gpt2)
+    head[-1, -1] += 1e-3
+    with pytest.raises(CheckpointError, match=r"stores another: lm_head\.weight"):
+        HuggingFaceWeights(write_folder(tmp_path / "other", gpt2, weights | {"lm_head.weight": head}), gpt2)
+    old = random_weights(other) | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    HuggingFaceWeights(write_folder(tmp_path / "llama", other, old), other)
+    del old["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks: lm_head\.weight"):
+        HuggingFaceWeights(write_folder(tmp_path / "headless", other, old), other)
+
+
+def test_missing_pickled_and_damaged_files(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError, match="is damaged"):
+        HuggingFaceWeights(folder, model)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pickled weights[\s\S]*fix: python -c .*save_pretrained"):
+        HuggingFaceWeights(folder, model)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        HuggingFaceWeights(folder, model)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="E850"):
+        HuggingFaceWeights(folder, model)
+
+
+def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model), shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    places = content["weight_map"]
+    first, second = sorted(set(places.values()))
+    name = next(name for name, file in places.items() if file == first)
+
+    def refused(weight_map: object, message: str) -> None:
+        index.write_text(json.dumps(content | {"weight_map": weight_map}))
+        with pytest.raises(DamagedCheckpointError, match=message):
+            HuggingFaceWeights(folder, model)
+
+    refused(places | {name: second}, f"do not match: {name} in {second}")
+    refused(places | {name: "../x"}, r"outside its folder: \.\./x")
+    for strange in ([], None, {name: 3}):
+        refused(strange, "no index of weights")
+    for outside in ("", "..", "."):
+        refused(places | {name: outside}, r"cannot be read|outside its folder")
+    (folder / second).unlink()
+    refused(places, second)

@@ -1,0 +1,198 @@
+"""Which samples a rank reads, what their masks are, and generated samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import log
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset
+from megatron.data.loader import MaskBuilder, document_boundaries, rank_micro_batches
+
+
+def sequential(total: int, consumed: int, micro: int, rank: int, size: int) -> list[list[int]]:
+    """Megatron-LM's sampler in its own terms: fill a batch of micro x DP indices, hand each rank its slice."""
+    given_out, batch = [], []
+    for index in range(consumed, total):
+        batch.append(index)
+        if len(batch) == micro * size:
+            given_out.append(batch[rank * micro : rank * micro + micro])
+            batch = []
+    return given_out
+
+
+SHAPE = st.tuples(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
+
+
+@settings(max_examples=50, deadline=None)
+@given(SHAPE)
+def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int]) -> None:
+    consumed, micro, size, groups = shape
+    batch = micro * size * groups
+    by_rank = [rank_micro_batches(consumed, batch, micro, rank, size) for rank in range(size)]
+    for rank, mine in enumerate(by_rank):
+        assert [list(m) for m in mine] == sequential(consumed + batch, consumed, micro, rank, size)
+    assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
+
+
+@settings(max_examples=50, deadline=None)
+@given(SHAPE)
+def test_steps_follow_each_other_as_one_stream(shape: tuple[int, int, int, int]) -> None:
+    """Two steps are the two halves of one twice as large: a batch ramp moves no sample."""
+    consumed, micro, size, groups = shape
+    batch = micro * size * groups
+    for rank in range(size):
+        halves = [rank_micro_batches(at, batch, micro, rank, size) for at in (consumed, consumed + batch)]
+        assert halves[0] + halves[1] == rank_micro_batches(consumed, 2 * batch, micro, rank, size)
+
+
+@pytest.mark.parametrize("batch", [7, 5, 0, -6])
+def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
+    with pytest.raises(ValueError, match=f"{batch} is not a multiple of micro-batch 2 x DP 3 = 6"):
+        rank_micro_batches(0, batch, 2, 0, 3)
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} of 3"):
+        rank_micro_batches(0, 6, 2, rank, 3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))
+def test_a_padded_batch_is_a_full_one_cut_off(consumed: int, batch: int, micro: int, size: int) -> None:
+    """Places stay where a full batch has them; ranks have equally many micro-batches, and all places once."""
+    unit = micro * size
+    full = -(-batch // unit) * unit
+    by_rank = [rank_micro_batches(consumed, batch, micro, rank, size, padded=True) for rank in range(size)]
+    for rank, mine in enumerate(by_rank):
+        whole = rank_micro_batches(consumed, full, micro, rank, size)
+        assert [list(m) for m in mine] == [[i for i in m if i < consumed + batch] for m in whole]
+        assert all(m.stop <= consumed + batch and m.step == 1 for m in mine)
+    assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
+
+
+EOD, PAD = 3, 4
+FLAGS = ("reset_positions", "reset_attention", "mask_eod_loss")
+
+
+def columns_by_hand(text: list[int], masks: MaskBuilder) -> dict[str, list[int]]:
+    """What becomes of the ``s + 1`` ids of one sample; ``hidden`` says it of every query and key."""
+    tokens, labels = text[:-1], text[1:]
+    s = len(tokens)
+    mask, positions = [1] * s, list(range(s))
+    hidden = [[key > query for key in range(s)] for query in range(s)]
+    start = 0
+    for i in [i for i in range(s) if tokens[i] == EOD]:
+        after = range(i + 1, s)
+        mask[i] = 0 if masks.mask_eod_loss else 1
+        for j in after if masks.reset_positions else ():
+            positions[j] -= i + 1 - start
+        start = i + 1
+        for query in after if masks.reset_attention else ():
+            hidden[query][: i + 1] = [True] * (i + 1)
+    mask = [0 if label == masks.pad else m for label, m in zip(labels, mask)]
+    tokens, labels = ([0 if t == masks.pad else t for t in ids] for ids in (tokens, labels))
+    seen = [h for row in hidden for h in row]
+    return {"tokens": tokens, "labels": labels, "mask": mask, "positions": positions, "hidden": seen}
+
+
+texts = st.integers(1, 12).flatmap(
+    lambda s: st.lists(st.lists(st.integers(0, 5), min_size=s + 1, max_size=s + 1), min_size=1, max_size=3)
+)
+all_masks = st.builds(
+    MaskBuilder, eod=st.just(EOD), pad=st.sampled_from([None, PAD]), **{flag: st.booleans() for flag in FLAGS}
+)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(texts, all_masks)
+def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilder) -> None:
+    text = np.array(rows, dtype=np.int64)
+    got = masks.build(text[:, :-1], text[:, 1:])
+    s = text.shape[1] - 1
+    assert (got.positions is None, got.documents is None) == (not masks.reset_positions, not masks.reset_attention)
+    positions = np.tile(np.arange(s), (len(rows), 1)) if got.positions is None else got.positions
+    documents = np.zeros_like(got.tokens) if got.documents is None else got.documents
+    for i, row in enumerate(rows):
+        wanted = columns_by_hand(row, masks)
+        assert got.tokens[i].tolist() == wanted["tokens"]
+        assert got.labels[i].tolist() == wanted["labels"]
+        assert got.loss_mask[i].tolist() == wanted["mask"]
+        assert positions[i].tolist() == wanted["positions"]
+        hidden = [k > q or documents[i, k] != documents[i, q] for q in range(s) for k in range(s)]
+        assert hidden == wanted["hidden"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
+    with pytest.raises(ValueError, match="end-of-document id"):
+        MaskBuilder(**{flag: True})
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_boundaries_are_where_documents_begin(rows: list[list[int]]) -> None:
+    flat = [(row, id) for row, ids in enumerate(rows) for id in ids]
+    begins = [i for i in range(len(flat)) if i == 0 or flat[i] != flat[i - 1]]
+    found = document_boundaries(np.array(rows))
+    assert (found.tolist(), found.dtype) == ([*begins, len(flat)], np.int32)
+
+
+def ids(dataset: MockDataset, i: int) -> list[int]:
+    tokens, labels = dataset[i]
+    assert tokens[1:].tolist() == labels[:-1].tolist()
+    return [*tokens.tolist(), int(labels[-1])]
+
+
+def test_a_sample_depends_on_its_key_only() -> None:
+    first, again = MockDataset(1000, 64, 50, 7), MockDataset(1000, 64, 9999, 7)
+    assert ids(first, 49) == ids(again, 49)
+    assert len(ids(first, 0)) == 65
+    assert first[0].tokens.dtype == np.int64
+
+
+def test_a_later_part_of_a_stream() -> None:
+    whole, rest = MockDataset(1000, 64, 50, 7, 1), MockDataset(1000, 64, 10, 7, 1, first=40)
+    assert [ids(rest, i) for i in range(10)] == [ids(whole, 40 + i) for i in range(10)]
+    assert rest.sample_hashes(np.arange(10)).tolist() == list(range(40, 50))
+    assert rest.fingerprint == whole.fingerprint
+    assert rest.seq_length == 64
+
+
+def test_index_seed_and_stream_change_the_sample() -> None:
+    keys = [(7, 0, 0), (7, 0, 1), (7, 1, 0), (8, 0, 0)]
+    samples = {tuple(ids(MockDataset(1000, 64, 5, seed, stream), i)) for seed, stream, i in keys}
+    assert len(samples) == len(keys)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 100, 257, 50257])
+def test_ids_are_of_the_vocabulary(vocab: int) -> None:
+    dataset = MockDataset(vocab, 200, 20, 1)
+    seen = {i for n in range(20) for i in ids(dataset, n)}
+    assert seen <= set(dataset.alphabet.tolist()) <= set(range(vocab))
+    assert len(dataset.alphabet) == min(vocab, MOCK_ALPHABET_SIZE)
+    if vocab == 50257:  # all of an embedding that is cut over ranks is used
+        assert {i * 8 // vocab for i in seen} == set(range(8))
+
+
+def test_a_table_of_successors_predicts_it_as_well_as_documented() -> None:
+    """Cross-entropy of a bigram table, counted on training samples, on validation samples."""
+    train, valid = MockDataset(5000, 512, 400, 3), MockDataset(5000, 512, 40, 3, stream=1)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for i in range(len(train)):
+        text = ids(train, i)
+        pairs.update(zip(text, text[1:]))
+    totals: Counter[int] = Counter()
+    for (a, _), n in pairs.items():
+        totals[a] += n
+    steps = [pair for i in range(len(valid)) for pair in zip(ids(valid, i), ids(valid, i)[1:])]
+    loss = -sum(log((pairs[a, b] + 0.1) / (totals[a] + 0.1 * MOCK_ALPHABET_SIZE)) for a, b in steps) / len(steps)
+    p = MOCK_JUMP_PROBABILITY
+    entropy = -(1 - p) * log(1 - p) - p * log(p / MOCK_ALPHABET_SIZE)
+    assert entropy == pytest.approx(1.07, abs=0.01)
+    assert loss == pytest.approx(entropy, abs=0.15)

@@ -1,0 +1,255 @@
+"""The pictures of runs: what is in them, and the tool that draws them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron.training.loggers import plots
+from megatron.training.loggers.plots import draw_health, draw_runs, running_mean
+from megatron.training.loggers.run_folder import RunHistory
+from tools.plot_run import main, short_names
+
+ROOT = Path(__file__).parents[3]
+NAN = float("nan")
+
+
+def lines(points: int, loss: float | None = None) -> Iterator[dict[str, Any]]:
+    """Log lines of every step, of which step 7 is skipped and step 5 is the first of a larger batch."""
+    for i in range(1, points + 1):
+        tokens = {"iteration": i, "consumed-samples": i, "consumed-tokens": 100 * i}
+        skipped = [i] if i == 7 else []
+        yield {
+            **tokens,
+            "lm loss": 2 + 8 / i if loss is None else loss,
+            "learning-rate": 1e-3,
+            "batch-size": 4 if i < 5 else 8,
+            "skipped-iterations": skipped,
+        }
+    yield {"iteration": points, "consumed-tokens": 100 * points, "lm loss validation": 2.5}
+
+
+def history(points: int = 40, loss: float | None = None, *more: dict[str, Any]) -> RunHistory:
+    made = RunHistory()
+    for line in (*lines(points, loss), *more):
+        made.add(line)
+    return made
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
+    noise = np.random.default_rng(0).normal(size=3000)
+    line = np.linspace(5, 2, 3000)
+    calm = running_mean(line + noise)
+    assert np.abs(running_mean(line) - line)[:2800].max() < 1e-9
+    assert np.abs(calm - line)[1000:].max() < 0.4
+    assert (calm.shape, calm[0]) == ((3000,), line[0] + noise[0])
+    assert running_mean(np.array([7.0])) == [7.0]
+
+
+def test_a_run_is_drawn_with_all_that_happened_to_it(tmp_path: Path, drawn: list[Figure]) -> None:
+    """SVG keeps texts apart, so the legend can be read back."""
+    made = history(40)
+    made.restarts, made.errors = [1500], [2500]
+    with rc_context({"svg.fonttype": "none"}):
+        draw_runs({"my run": made}, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    legend = ("training, smoothed: 2.2", "(last raw value 2.200)", "validation: 2.500")
+    verticals = ("1 skipped update<", "1 restart<", "1 error<")
+    for words in (*legend, *verticals, "my run", "40 steps, 4.00K tokens", "learning rate", "batch size"):
+        assert words in text
+    (figure,) = drawn
+    loss, rate, batch = figure.axes
+    (skipped, restart, error) = (segments[0][0][0] for c in loss.collections if (segments := c.get_segments()))
+    assert (skipped, restart, error) == (700, 1500, 2500)
+    (line,) = batch.lines
+    assert line.get_drawstyle() == "steps-post"
+    assert max(line.get_ydata()) == 8
+    (legend_box,) = figure.legends
+    assert not any(legend_box.get_window_extent().overlaps(axes.get_window_extent()) for axes in (loss, rate))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_the_batch_size_changes_where_its_first_step_begins(tmp_path: Path, drawn: list[Figure]) -> None:
+    def line(step: int, samples: int, size: int) -> dict[str, Any]:
+        progress = {"iteration": step, "consumed-samples": samples, "consumed-tokens": 10 * samples}
+        return {**progress, "lm loss": 2.0, "learning-rate": 0.1, "batch-size": size, "skipped-iterations": []}
+
+    made = history(0, None, line(1, 4, 4), line(2, 8, 4), line(3, 16, 8))
+    draw_runs({"a": made}, tmp_path / "a.png")
+    (steps,) = drawn[0].axes[2].lines
+    assert dict(zip(steps.get_xdata(), steps.get_ydata())) == {0: 4, 40: 4, 80: 8, 160: 8}
+
+
+def test_several_runs_are_told_apart(tmp_path: Path, drawn: list[Figure]) -> None:
+    draw_runs({f"run {n}": history(5, 3.0 + n) for n in range(20)} | {"lost": history(3, NAN)}, tmp_path / "a.png")
+    bold = [line for line in drawn[0].axes[0].lines if "smoothed" in str(line.get_label())]
+    assert [str(line.get_label()).partition(",")[0] for line in bold] == [f"run {n}" for n in range(20)]
+    assert len({(line.get_color(), line.get_linestyle()) for line in bold}) == 20
+    assert str(bold[1].get_label()) == "run 1, smoothed: 4.000 (last raw value 4.000)"
+    assert "lost: 3 log lines without a finite loss" in [line.get_label() for line in drawn[0].axes[0].lines]
+    assert len(drawn[0].axes) == 2  # no batch size
+
+
+def test_every_validation_set_has_a_mark(tmp_path: Path, drawn: list[Figure]) -> None:
+    sets = [
+        {"iteration": at, "consumed-tokens": 100 * at, "lm loss validation": 2.0 + n, "validation-set": str(n)}
+        for n in range(7)
+        for at in (1, 2)
+    ]
+    draw_runs({"a": history(3, 2.0, *sets)}, tmp_path / "a.png")
+    marks = [line for line in drawn[0].axes[0].lines if str(line.get_label()).startswith("validation")]
+    assert [line.get_label() for line in marks][1:] == [f"validation {n}: {2 + n:.3f}" for n in range(7)]
+    assert [list(line.get_xdata()) for line in marks][1:] == [[100, 200]] * 7
+    assert len({(line.get_color(), line.get_marker()) for line in marks}) == 8
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(history(1), "a.svg"), (history(3, NAN), "a.pdf"), (history(0, None, *list(lines(2))[:2]), "a.png")],
+)
+def test_whatever_a_run_may_leave_is_drawn(tmp_path: Path, made: RunHistory, name: str) -> None:
+    draw_runs({"run": made}, tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 2000
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.02, 0.11), (1.9, 5.8), (0.01, 11.0), (1, 5e6)])
+def test_a_logarithmic_axis_has_ticks_over_the_data(low: float, high: float) -> None:
+    axes: Axes = Figure().subplots()
+    plots._scale_loss_axis(axes, [low, high])
+    assert axes.get_yscale() == "log"
+    seen = [tick for tick in axes.get_yticks() if low / 1.05 <= tick <= high * 1.05]
+    assert 3 <= len(seen) <= 12
+    assert f"{seen[0]:g}" in [label.get_text() for label in axes.yaxis.get_majorticklabels()]
+    plots._scale_loss_axis(linear := Figure().subplots(), [2.0, 5.9])
+    assert linear.get_yscale() == "linear"
+
+
+def report(step: int, **norms: float | None) -> dict[str, Any]:
+    named = {f"health/grad-norm/{layer.replace('_', '.')}": x for layer, x in norms.items()}
+    return {"iteration": step, "params-norm": 3.0, "health/grad-norm/total": 9.0, **named}
+
+
+def test_health_is_a_map_of_layers_and_steps_without_discarded_ones(tmp_path: Path, drawn: list[Figure]) -> None:
+    made = history(1)
+    assert not draw_health(made, "a run", tmp_path / "h.png")
+    for step in (2, 4, 6, 8):
+        made.add(report(step, embedding=1.0, layers_0=float(step)))
+    made.add({"event": "start", "iteration": 4, "consumed-tokens": 400})
+    made.add(report(6, embedding=None, layers_0=60.0))
+    assert draw_health(made, "a run", tmp_path / "h.png")
+    panel = drawn[0].axes[0]
+    (mesh,) = panel.collections
+    np.testing.assert_array_equal(mesh.get_array().filled(-1), [[1, 1, -1], [2, 4, 60]])
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["embedding", "layers.0"]
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["2", "4", "6"]
+
+
+@pytest.mark.parametrize("values", [(1e-6, 1e6), (0.0, 0.0), (None, None)])
+def test_health_of_any_range_and_many_layers_is_drawn(
+    tmp_path: Path, drawn: list[Figure], values: tuple[float | None, float | None]
+) -> None:
+    layers = {f"layers_{i}": values[i % 2] for i in range(48)}
+    assert draw_health(history(1, None, report(1, **layers)), "a run", tmp_path / "h.png")
+    assert len(drawn[0].axes[0].get_yticks()) <= 13
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["a/run", "b"], ["run", "b"]),
+        (["a/x/run", "b/x/run", "b/x/other"], ["a/x/run", "b/x/run", "other"]),
+        (["a", "b/a"], ["{}/a", "b/a"]),
+    ],
+)
+def test_names_are_as_short_as_they_tell_apart(tmp_path: Path, folders: list[str], names: list[str]) -> None:
+    expected = [name.format(tmp_path.name) for name in names]
+    assert short_names([tmp_path / folder for folder in folders]) == expected
+
+
+def run_dir(folder: Path, extra: str = "") -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(3)) + extra)
+    return folder
+
+
+def test_the_tool_draws_one_run_into_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_dir(tmp_path / "run", json.dumps(report(3, layers_0=0.5)) + '\n{"iter')
+    assert main([str(folder), "--out", str(tmp_path / "b.png")]) == 0
+    assert ((tmp_path / "b.png").exists(), (folder / "health.png").exists()) == (True, False)
+    assert main([str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[1:] == [str(folder / "loss.png"), str(folder / "health.png")]
+    assert (folder / "health.png").read_bytes().startswith(b"\x89PNG")
+    assert f"skipped unreadable lines of {folder / 'metrics.jsonl'}: 6" in printed.err
+
+
+def test_the_tool_draws_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(run_dir(tmp_path / "a")), str(run_dir(tmp_path / "b"))]) == 0
+    assert capsys.readouterr().out == "runs.png\n"
+    assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["a", "../" + tmp_path.name + "/a"]) == 1
+    assert "is given twice: give each run once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none"], "does not exist"),
+        (["empty"], "1 line could not be read"),
+        (["run", "--out", "none/x.png"], "none/x.png"),
+        (["run", "--out", "file/x.png"], "file/x.png"),
+        (["run", "--out", "folder"], "it is a folder"),
+        (["run", "--out", "x"], "needs an extension"),
+        (["run", "--out", "x.foo"], "Format 'foo' is not supported"),
+    ],
+)
+def test_the_tool_fails_with_a_sentence_and_leaves_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir(Path("run"))
+    for folder in ("folder", "empty"):
+        Path(folder).mkdir()
+    Path("empty/metrics.jsonl").write_text("junk\n")
+    Path("file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(arguments) == 1
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert sentence in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_tool_answers_without_torch() -> None:
+    code = "import sys, tools.plot_run; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
