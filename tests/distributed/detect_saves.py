@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]
         found, _ = tier.find()
         manifest = Manifest.read(folder)
         files = sorted({chunk.file for record in manifest.tensors.values() for chunk in record.chunks})
-        damaged = folder / files[rank]
+        damaged = manifest.folder / files[rank]
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         needs = dict.fromkeys(range(world_size), frozenset(files))
@@ -139,16 +140,15 @@ def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
     trainer = build_trainer(case.config(), rank, world_size)
     with a_node(rank, world_size) as tier:
         folder = saved_on(tier, trainer)
-        before = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        attempt = Manifest.read(folder).folder
+        before = {path.name: path.read_bytes() for path in attempt.iterdir()}
         if rank == world_size - 1:
-            for name in before:
-                (folder / name).unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
         found, _ = tier.find()
         tensors = tensors_to_save(trainer)
         manifest, _ = tier.fetch(found[0], tensors)
         needed = files_needed(manifest, tensors)
-        return all((folder / name).exists() and (folder / name).read_bytes() == before[name] for name in needed)
+        return all((attempt / name).exists() and (attempt / name).read_bytes() == before[name] for name in needed)
 
 
 def _alike(ranks: Any) -> bool:
