@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -187,14 +187,14 @@ def _known(choice: Choice, names: tuple[str, ...]) -> Choice:
     return {name: choice[name] for name in names if name in choice}
 
 
-def _grids(fitting: Callable[[], Iterator[Choice]], known: Choice) -> frozenset[Grid]:
+def _grids(fitting: Callable[[], tuple[Choice, ...]], known: Choice) -> frozenset[Grid]:
     """The grids of what fits together and has these values."""
     return _by_values(fitting, tuple(known)).get(tuple(known.values()), frozenset())
 
 
 @cache
 def _by_values(
-    fitting: Callable[[], Iterator[Choice]], names: tuple[str, ...]
+    fitting: Callable[[], tuple[Choice, ...]], names: tuple[str, ...]
 ) -> Mapping[tuple[Any, ...], frozenset[Grid]]:
     found: dict[tuple[Any, ...], set[Grid]] = defaultdict(set)
     for c in fitting():
@@ -202,8 +202,10 @@ def _by_values(
     return {values: frozenset(grids) for values, grids in found.items()}
 
 
-def layouts() -> Iterator[Choice]:
+@cache
+def layouts() -> tuple[Choice, ...]:
     """Every combination of the values in ``LAYOUT`` that fits together."""
+    found = []
     for values in product(*(FACTORS[name] for name in LAYOUT)):
         c = dict(zip(LAYOUT, values))
         fits = stages_on_a_rank(c["schedule"]) in (None, c["vpp"])
@@ -212,11 +214,14 @@ def layouts() -> Iterator[Choice]:
         small = tp * c["pp"] * c["dp"] <= MAX_RANKS and c["layers"] * micro_batches * tp <= MAX_COLLECTIVES
         in_turn = rest == 0 and (micro_batches > 1 or c["pp"] == 1)  # one alone has no order to get wrong
         if fits and filled and small and in_turn:
-            yield c
+            found.append(c)
+    return tuple(found)
 
 
-def sharings() -> Iterator[Choice]:
+@cache
+def sharings() -> tuple[Choice, ...]:
     """Every combination of the values in ``SHARING`` that fits together, and of more that the full product has."""
+    found = []
     sets = FACTORS | {"zero": tuple(ZERO), "ep": (1, 2, 4)}
     for values in product(*(sets[name] for name in SHARING)):
         c = dict(zip(SHARING, values))
@@ -227,7 +232,8 @@ def sharings() -> Iterator[Choice]:
         halved = c["dp"] % 2 == 0 and (alone or copies % 2 == 0)
         cut = c["dp"] > 1 and (halved or not c["zero"].endswith("twice"))
         if (alone or mixed) and (cut if c["zero"] != "0" else not c["gather"]):
-            yield c
+            found.append(c)
+    return tuple(found)
 
 
 def _has_key_bias(choice: Choice) -> bool:

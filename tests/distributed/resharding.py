@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,11 +67,6 @@ def ranks_of(choice: Choice) -> int:
     return int(choice["tp"][0]) * choice["pp"] * choice["dp"]
 
 
-@cache
-def _all(which: str) -> list[Choice]:
-    return list(layouts() if which == "layouts" else sharings())
-
-
 def draw(
     seed: int,
     ranks: tuple[int, int] | None = None,
@@ -109,14 +103,14 @@ def draw(
 def _draw_side(chance: random.Random, run: Choice, ranks: int, fixed: Choice) -> Choice | None:
     """A layout of the run on so many ranks, and other ways to compute it; None if there is none."""
 
-    def fitting(which: str, wanted: Choice) -> Choice | None:
-        found = [c for c in _all(which) if all(c[name] == wanted[name] for name in c.keys() & wanted.keys())]
-        found = [c for c in found if which == "sharings" or ranks_of(c) == ranks]
+    def fitting(choices: tuple[Choice, ...], wanted: Choice) -> Choice | None:
+        found = [c for c in choices if all(c[name] == wanted[name] for name in c.keys() & wanted.keys())]
+        found = [c for c in found if "pp" not in c or ranks_of(c) == ranks]
         return chance.choice(found) if found else None
 
     wanted = {**run, **{name: chance.choice(FACTORS[name]) for name in OTHERWISE}, **fixed}
-    for which in ("layouts", "sharings"):
-        found = fitting(which, wanted)
+    for choices in (layouts(), sharings()):
+        found = fitting(choices, wanted)
         if found is None:
             return None
         wanted |= found
