@@ -28,7 +28,7 @@ from tests.distributed.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, wo
 
 T = TypeVar("T")
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.distributed.worker"]
+PRELOAD = ["torch._dynamo", "pytest", "tests.runs", "tests.distributed.drive", "tests.distributed.worker"]
 """Imported once by the server that workers are forked from; building an optimizer needs torch._dynamo (2 s)."""
 
 GRACE = 3.0

@@ -36,6 +36,11 @@ BEFORE, AFTER = 2, 10
 """Steps before and after the checkpoint."""
 
 
+def save_at_once(rank: int, world_size: int, config: RunConfig) -> None:
+    """Save a run before its first step."""
+    Checkpointer(build_trainer(config, rank, world_size)).write()
+
+
 def die_within(trainer: Trainer) -> None:
     """Be killed in the middle of the next forward pass, as the operating system does it."""
     kill_now = partial(os.kill, os.getpid(), signal.SIGKILL)

@@ -203,9 +203,8 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in LONG[:3]), LONG[3]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG)
 def test_twenty_steps(pool: Pool, case: Case) -> None:
     steps, expected = run_on(pool, case), reference(case.twin())
     assert [s.loss for s in steps] == pytest.approx([s.loss for s in expected], rel=1e-8, abs=0.0)

@@ -229,9 +229,8 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path, flags: tu
     assert column(tmp_path / "run", "iteration") == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("number", "send"), [pytest.param(signal.SIGTERM, os.kill, marks=pytest.mark.slow), (signal.SIGINT, os.killpg)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
 def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable[[int, int], None]) -> None:
     """As ``kill`` sends it, to torchrun, and as Ctrl-C does, to the ranks as well, which then get it twice."""
     process = torchrun(tmp_path / "run", ROOT / "pretrain_gpt.py", "--train-iters", "1000000")

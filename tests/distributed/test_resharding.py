@@ -13,9 +13,7 @@ import torch
 
 from megatron.arguments.sources import resolve
 from megatron.checkpoint.format import Manifest
-from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.training.build import build_trainer
-from megatron.training.checkpointer import Checkpointer
+from megatron.config.run import CheckpointConfig
 from tests.distributed.grid import FACTORS, ZERO
 from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
@@ -27,7 +25,7 @@ from tests.distributed.resharding import (
     saving,
     times_written,
 )
-from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on
+from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on, save_at_once
 from tests.runs import checkpoint
 
 PLAIN = {"experts": "none", "optimizer": "adam"}
@@ -84,19 +82,18 @@ def test_the_pairs_are_of_all_kinds() -> None:
     assert any(pair.before.optimizer.store_param_remainders for pair in PAIRS)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+LONG = pytest.mark.slow
+
+
+@pytest.mark.parametrize("pair", [pytest.param(p, marks=LONG if i % 2 else (), id=str(p)) for i, p in enumerate(PAIRS)])
 def test_a_run_goes_on_whatever_was_cut(pool: Pool, tmp_path: Path, pair: Reshard) -> None:
     check(pool, tmp_path, pair)
 
 
-@pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("seed", range(1000, 1200))
 def test_a_run_goes_on_whatever_was_cut_long(pool: Pool, tmp_path: Path, seed: int) -> None:
     check(pool, tmp_path, draw(seed))
-
-
-def save_at_once(rank: int, world_size: int, config: RunConfig) -> None:
-    Checkpointer(build_trainer(config, rank, world_size)).write()
 
 
 EVEN = {
@@ -107,7 +104,7 @@ EVEN = {
 }
 
 
-@pytest.mark.parametrize("case", EVEN)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in ("dp4-muon", "dp2-tp2") else LONG) for c in EVEN])
 def test_the_ranks_share_the_writing_evenly(pool: Pool, tmp_path: Path, case: str) -> None:
     config = replace(EVEN[case], checkpoint=CheckpointConfig(save=str(tmp_path)))
     pool.run(4, save_at_once, resolve(config, 4), check_collectives=False)

@@ -52,7 +52,7 @@ WAYS = {
 
 
 LONG = pytest.mark.slow
-SHORT = {("fp32", "tp2-sp"), ("adam", "pp2"), ("lion", "dp2")}
+SHORT = {("adam", "pp2")}
 
 
 @pytest.mark.parametrize(
