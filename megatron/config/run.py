@@ -76,10 +76,8 @@ TOKENIZER_WITH_MODEL = Need(
     "--tokenizer-type HuggingFaceTokenizer",
 )
 WANDB = Need("wandb_project", fix="--wandb-project mine")
-PROFILE = Need(
-    lambda c: c.profiling.profile or c.profiling.profile_memory or c.profiling.profile_pipeline,
-    "--profile, --profile-memory or --profile-pipeline",
-)
+PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
+RUN_DIR = Need("run_dir", fix="--run-dir runs/mine")
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,11 @@ class LoggingConfig:
 class ProfilingConfig:
     """Profiles of selected steps, written to run_dir. docs/operations.md explains how to profile a running job."""
 
-    profile: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile: bool = option(False, role="start", needs=RUN_DIR)
     """Record a PyTorch profile (Chrome trace) of the selected steps."""
-    profile_memory: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile_memory: bool = option(False, role="start", needs=RUN_DIR)
     """Record memory allocations in those steps: a snapshot on GPU, a curve on CPU."""
-    profile_pipeline: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile_pipeline: bool = option(False, role="start", needs=RUN_DIR)
     """Record the time of every pipeline action in those steps, on all ranks."""
     profile_step_start: int = option(10, role="start", at_least=1, needs=PROFILE)
     """First recorded step."""
@@ -135,6 +133,11 @@ class ProfilingConfig:
     """Record the shapes of operator inputs."""
     pytorch_profiler_collect_callstack: bool = option(False, role="start", needs="run_dir")
     """Record Python call stacks."""
+
+    @property
+    def requested(self) -> bool:
+        """True if selected steps are recorded."""
+        return self.profile or self.profile_memory or self.profile_pipeline
 
 
 @dataclass(frozen=True)
