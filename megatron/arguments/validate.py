@@ -87,47 +87,45 @@ def no_gpu_problem(mode: str) -> Problem:
     return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
 
 
-def check_captured_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check what the captured forward and backward passes need."""
-    ranks, words, model = config.parallel.pipeline_model_parallel_size, config.compute.kernels, config.model
-    if config.compute.cuda_graph != "step":
-        return
-    optimizer_only = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
-    if model.hidden_dropout or model.attention_dropout:  # dropout's counter is the number of the step
-        sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
-        yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *optimizer_only))
-    if ranks > 1:
-        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
-        yield Problem("E912", sentence, optimizer_only)
-    if (  # the number of documents is an argument of flash-attn's call, and differs in every step
-        config.data.reset_attention_mask
-        and not any(kernel_problems(words))
-        and kernel_choices(words)["attention"].name in ("auto", "flash_attn")
-    ):
-        selection = f"which --kernels {' '.join(words)} selects where it is installed"
-        others = [word for word in words if not word.startswith("attention=")]
-        sentence = f"--cuda-graph step cannot capture flash-attn on documents, {selection}"
-        yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *optimizer_only))
+OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
 
 
 def check_cuda_graph(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check what both the captured optimizer and the captured step need."""
-    mode, parallel, style = config.compute.cuda_graph, config.parallel, config.optimizer.weight_decay_incr_style
+    """Check what CUDA graphs need: a GPU, and neither constants that change nor communication by the CPU."""
+    mode, model, style = config.compute.cuda_graph, config.model, config.optimizer.weight_decay_incr_style
     if mode == "none":
         return
     if config.training.device == "cpu":
         yield no_gpu_problem(mode)
-    if style != "constant":  # it would be captured as a constant
+    if mode == "step" and (model.hidden_dropout or model.attention_dropout):  # its counter is the step's number
+        sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
+        yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
+    if style != "constant":
         needed = f"--cuda-graph {mode} needs a constant weight decay"
         sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
-    ranks = parallel.model_ranks if mode == "optimizer" else world_size
-    if parallel.distributed_backend == "gloo" and ranks > 1:  # it communicates from the CPU
+    ranks = config.parallel.model_ranks if mode == "optimizer" else world_size
+    if ranks > 1 and config.parallel.distributed_backend == "gloo":
         sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
-    if parallel.zero_stage:
+
+
+def check_untested_graphs(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject flash-attn on documents, whose number is an argument of its call, and layouts that are untested."""
+    mode, words, ranks = config.compute.cuda_graph, config.compute.kernels, config.parallel.pipeline_model_parallel_size
+    if mode != "none" and config.parallel.zero_stage:
         sentence = f"--cuda-graph {mode} is untested with a sharded optimizer"
         yield Problem("E913", sentence, (NO_CUDA_GRAPH, "--data-parallel-sharding-strategy no_shard"))
+    if mode == "step" and ranks > 1:
+        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
+        yield Problem("E912", sentence, OPTIMIZER_ONLY)
+    if mode != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
+        return
+    if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
+        selection = f"which --kernels {' '.join(words)} selects where it is installed"
+        sentence = f"--cuda-graph step cannot capture flash-attn on documents, {selection}"
+        others = [word for word in words if not word.startswith("attention=")]
+        yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
 
 
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
