@@ -61,11 +61,10 @@ def _groups() -> Iterator[str]:
         yield "| flag | default | |"
         yield "|---|---|---|"
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            if setting.scalar is bool:
-                yield _row(f"`{setting.flag}`", "on" if setting.default else "off", setting.describe("`"))
-            else:
-                default = f"`{setting.show(setting.default)}`" if setting.default not in (None, ()) else ""
-                yield _row(f"`{setting.flag} {setting.metavar}`", default, setting.describe("`"))
+            flag, default = f"{setting.flag} {setting.metavar}".rstrip(), setting.default_text
+            if default and setting.scalar is not bool:
+                default = f"`{default}`"
+            yield _row(f"`{flag}`", default, setting.describe("`"))
         yield ""
 
 

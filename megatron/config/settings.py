@@ -98,9 +98,16 @@ class Setting:
         return converted if self.many else converted[0]
 
     @property
+    def default_text(self) -> str:
+        """The default: on, off, a value, or nothing."""
+        if self.scalar is bool:
+            return "on" if self.default else "off"
+        return "" if self.default is None else self.show(self.default)
+
+    @property
     def metavar(self) -> str:
-        """The placeholder for the value in help and documentation."""
-        word = "WORD" if self.choices else {int: "N", float: "X", str: "TEXT"}[self.scalar]
+        """The placeholder for the value in help and documentation; empty for a boolean."""
+        word = "WORD" if self.choices else {bool: "", int: "N", float: "X", str: "TEXT"}[self.scalar]
         return f"{word} ..." if self.open else " ".join([word] * (self.length or 1))
 
     def describe(self, quote: str = "") -> str:
