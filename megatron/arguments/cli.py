@@ -275,10 +275,10 @@ def _from_preset(name: str | None) -> ConfigSource:
 
 def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
     result = ConfigSource()
-    last = dict[str, GivenFlag]()
+    last: dict[str, str] = {}  # spelling by field
     for flag in given:
         setting, spelling, words = flag.setting, flag.spelling, flag.words
-        before, old = last.get(setting.name), result.values.get(setting.name)
+        before, old = last.get(setting.name, spelling), result.values.get(setting.name)
         if spelling in setting.constants:
             if words:
                 result.refuse(setting, spelling, "takes no value")
@@ -287,19 +287,15 @@ def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
         elif not result.read(setting, spelling, None if words == ["null"] else words):
             continue
         new = result.values[setting.name]
-        if before is not None and old != new and _main(before) != _main(flag):
+        main = {setting.flag, setting.negative}  # of these, the later overrides the earlier
+        if old != new and before != spelling and not {before, spelling} <= main:
             result.doubtful.add(setting.name)
-            sentence = f"{before.spelling} and {spelling} contradict each other: both set {setting.flag}"
-            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {spelling}")))
-        last[setting.name] = flag
+            sentence = f"{before} and {spelling} contradict each other: both set {setting.flag}"
+            result.problems.append(Problem("E003", sentence, (f"drop {before}", f"drop {spelling}")))
+        last[setting.name] = spelling
         if setting.option.append:
             result.values[setting.name] = (old or ()) + new
     return result
-
-
-def _main(flag: GivenFlag) -> str:
-    """Return the spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
-    return flag.setting.flag if flag.spelling == flag.setting.negative else flag.spelling
 
 
 def _world_size(

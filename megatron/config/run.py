@@ -23,16 +23,6 @@ DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_
 """Data options that take effect at the end of a document."""
 
 
-def _keeps_moment(kind: str, *optimizers: str) -> Need:
-    """Return the need for an optimizer with a moment: one of ``optimizers``, or a registered one that declares it."""
-
-    def is_kept(config: RunConfig) -> bool:
-        name = config.optimizer.optimizer
-        return name in optimizers or kind in getattr(registered("optimizer").get(name), "state_kinds", ())
-
-    return Need(is_kept, f"--optimizer {' or '.join(optimizers)}", f"--optimizer {optimizers[0]}")
-
-
 FP16 = Need("params_dtype=fp16", "fp16", "--fp16")
 DYNAMIC_LOSS_SCALE = Need(
     lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
@@ -51,8 +41,14 @@ PARAM_REMAINDERS = Need(
     "--bf16 and --optimizer adam, lion or sgd",
     "--bf16",
 )
-FIRST_MOMENT = _keeps_moment("exp_avg", "adam", "lion")
-SECOND_MOMENT = _keeps_moment("exp_avg_sq", "adam")
+FIRST_MOMENT = Need(
+    lambda c: c.optimizer.optimizer != "muon" and "exp_avg" in state_kinds(c.optimizer.optimizer),
+    "--optimizer adam or lion",
+    "--optimizer adam",
+)
+SECOND_MOMENT = Need(
+    lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam", "--optimizer adam"
+)
 SAVE = Need("save", "a folder to save to", "--save checkpoints")
 KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last", "--keep-last 3")
 START_POINT = Need(
@@ -252,7 +248,7 @@ RULE_STATE = {
 
 def state_kinds(rule: str) -> tuple[str, ...]:
     """Return what an update rule, built in or registered by a plugin, keeps of every element."""
-    return RULE_STATE[rule] if rule in RULE_STATE else tuple(registered("optimizer")[rule].state_kinds)
+    return RULE_STATE[rule] if rule in RULE_STATE else getattr(registered("optimizer").get(rule), "state_kinds", ())
 
 
 @dataclass(frozen=True)
