@@ -61,7 +61,7 @@ def _groups() -> Iterator[str]:
         yield "| flag | default | |"
         yield "|---|---|---|"
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            flag, default = f"{setting.flag} {setting.metavar}".rstrip(), setting.default_text
+            flag, default = f"{setting.flag} {setting.metavar}".rstrip(), setting.describe_value(setting.default)
             if default and setting.scalar is not bool:
                 default = f"`{default}`"
             yield _row(f"`{flag}`", default, setting.describe("`"))

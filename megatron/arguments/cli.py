@@ -140,7 +140,7 @@ def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
         add = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0]).add_argument
         for setting in (s for s in SETTINGS.values() if s.group == group):
             shape = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
-            default = f" [{setting.default_text}]" if setting.default_text else ""
+            default = f" [{text}]" if (text := setting.describe_value(setting.default)) else ""
             add(setting.flag, help=(setting.describe() + default).replace("%", "%%"), **shape)
     return parser
 

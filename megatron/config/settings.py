@@ -97,12 +97,11 @@ class Setting:
             raise ValueError(f"takes {self.length} values, not {len(items)}")
         return converted if self.many else converted[0]
 
-    @property
-    def default_text(self) -> str:
-        """The default: on, off, a value, or nothing."""
-        if self.scalar is bool:
-            return "on" if self.default else "off"
-        return "" if self.default is None else self.show(self.default)
+    def describe_value(self, value: Any) -> str:
+        """Return a value as text after a flag; on or off for a boolean, and nothing for None and ()."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return "" if value is None or value == () else self.spell(value).partition(" ")[2]
 
     @property
     def metavar(self) -> str:
