@@ -319,14 +319,10 @@ class _UnknownError(Exception):
     """A check used a value that is already known to be wrong."""
 
 
-class _Unknown:
-    """Placeholder for a wrong value: every use of it raises ``_UnknownError``."""
+def _refuse(*operands: object) -> NoReturn:
+    raise _UnknownError
 
-    def _refuse(self, *others: object) -> NoReturn:
-        raise _UnknownError
 
-    __getattr__ = __call__ = __fspath__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _refuse
-    __hash__ = __format__ = __str__ = __repr__ = __int__ = __float__ = __index__ = __round__ = __abs__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+USES = {"__getattr__", "__call__", "__fspath__"}.union(*map(vars, (int, float, str, tuple)))
+_Unknown = type("_Unknown", (), dict.fromkeys(USES - {"__new__", "__getattribute__", "__doc__"}, _refuse))
+"""Placeholder for a wrong value: every use of it raises ``_UnknownError``."""
