@@ -139,7 +139,7 @@ def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
     for group, cls in GROUPS.items() if of_settings else ():
         add = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0]).add_argument
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            shape = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
+            shape: dict[str, Any] = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
             default = f" [{text}]" if (text := setting.describe_value(setting.default)) else ""
             add(setting.flag, help=(setting.describe() + default).replace("%", "%%"), **shape)
     return parser
