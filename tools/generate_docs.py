@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.arguments.cli import default_text, metavar
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import build_config
-from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import CONSOLE_PREFIX, EVALUATION_METRICS, METRICS, Metric
 
@@ -63,33 +61,11 @@ def _groups() -> Iterator[str]:
         yield "| flag | default | |"
         yield "|---|---|---|"
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            yield _row(_spelling(setting), _default(setting), _meaning(setting))
+            flag, default = f"{setting.flag} {setting.metavar}".rstrip(), setting.describe_value(setting.default)
+            if default and setting.scalar is not bool:
+                default = f"`{default}`"
+            yield _row(f"`{flag}`", default, setting.describe("`"))
         yield ""
-
-
-def _spelling(setting: Setting) -> str:
-    if setting.scalar is bool:
-        return f"`{setting.flag}`"
-    words = re.sub(r"\{.*\}", "WORD", metavar(setting))
-    return f"`{setting.flag} {words}`"
-
-
-def _default(setting: Setting) -> str:
-    if setting.default is None or setting.default == ():
-        return ""
-    return "on" if setting.default is True else f"`{default_text(setting)}`" if setting.default is not False else "off"
-
-
-def _meaning(setting: Setting) -> str:
-    option = setting.option
-    parts = [setting.help]
-    if option.choices:
-        parts.append("One of " + ", ".join(f"`{c}`" for c in option.choices) + ".")
-    if option.limits:
-        parts.append(f"Must be {option.limits}.")
-    parts += [f"Has no effect without {need}." for need in option.needs]
-    aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in option.aliases.items())
-    return " ".join([*parts, *(f"{alias}." for alias in aliases)])
 
 
 def _megatron() -> Iterator[str]:

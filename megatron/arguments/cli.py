@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,6 @@ from megatron.arguments.sources import (
     from_hugging_face,
     from_mapping,
     merge_values,
-    no_model_reader,
     read_yaml,
     resolve,
     to_dict,
@@ -42,8 +40,6 @@ from megatron.config.plugins import load_plugins
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
 from megatron.config.text import did_you_mean
-
-MAX_CHOICES_WIDTH = 70  # characters of choices in a placeholder; longer ones are listed in the help text
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,19 @@ class CommandLine:
     given: list[GivenFlag] = field(default_factory=list)
     # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
-    malformed: ConfigSource = field(default_factory=ConfigSource)  # problems of flags that argparse rejected
+    problems: list[Problem] = field(default_factory=list)  # of flags that argparse rejected
 
 
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
     parser = make_parser(of_settings={"-h", "--help"} & set(argv) != set())
     command_line = CommandLine(parser.parse_args([]))
-    for words in _split_flags(argv):
+    flags: list[list[str]] = []  # each with the words after it; words before the first flag come first
+    for word in argv:
+        if not flags or _is_flag(word):
+            flags.append([])
+        flags[-1].append(word)
+    for words in flags:
         spelling, equals, value = words[0].partition("=")
         setting = SPELLINGS.get(spelling)
         stray = words[1:]
@@ -78,7 +79,7 @@ def parse_flags(argv: Sequence[str]) -> CommandLine:
             try:
                 _, stray = parser.parse_known_args(words, command_line.known)
             except argparse.ArgumentError as error:
-                command_line.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+                command_line.problems.append(Problem("E002", f"{spelling}: {error.message}"))
                 continue
         elif equals or spelling in setting.constants:
             command_line.given.append(GivenFlag(spelling, setting, [value] if equals else []))
@@ -88,18 +89,6 @@ def parse_flags(argv: Sequence[str]) -> CommandLine:
         if stray:
             command_line.foreign.append(stray)
     return command_line
-
-
-def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with the words after it; words before the first flag come first."""
-    words: list[str] = []
-    for word in argv:
-        if words and _is_flag(word):
-            yield words
-            words = []
-        words.append(word)
-    if words:
-        yield words
 
 
 def _is_flag(word: str) -> bool:
@@ -150,41 +139,10 @@ def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
     for group, cls in GROUPS.items() if of_settings else ():
         add = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0]).add_argument
         for setting in (s for s in SETTINGS.values() if s.group == group):
-            text = help_text(setting).replace("%", "%%")
-            if setting.scalar is bool:
-                add(setting.flag, action="store_true", help=text)
-            else:
-                add(setting.flag, metavar=metavar(setting), help=text)
-            for alias, value in setting.option.aliases.items():
-                add(alias, action="store_true", help=f"The same as {setting.spell(value)}.")
+            shape: dict[str, Any] = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
+            default = f" [{text}]" if (text := setting.describe_value(setting.default)) else ""
+            add(setting.flag, help=(setting.describe() + default).replace("%", "%%"), **shape)
     return parser
-
-
-def metavar(setting: Setting) -> str:
-    """Return the placeholder for the value in the help."""
-    word = {int: "N", float: "X", str: "TEXT"}[setting.scalar]
-    if setting.choices:
-        word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.choices) + "}"
-    return f"{word} ..." if setting.open else " ".join([word] * (setting.length or 1))
-
-
-def help_text(setting: Setting) -> str:
-    """Return the help text with the default and long lists of choices."""
-    choices = f" One of {', '.join(setting.choices)}." if _choices_are_long(setting) else ""
-    default = "" if setting.default in (None, ()) else f" [{default_text(setting)}]"
-    return setting.help + choices + default
-
-
-def _choices_are_long(setting: Setting) -> bool:
-    """Return True if the choices are too long for the placeholder."""
-    return sum(map(len, setting.choices)) > MAX_CHOICES_WIDTH
-
-
-def default_text(setting: Setting) -> str:
-    """Return the default as text; for a boolean, the flag that turns it off."""
-    if setting.scalar is bool:
-        return f"on; off: {setting.negative}" if setting.default else "off"
-    return setting.spell(setting.default).partition(" ")[2]
 
 
 SavedConfigReader = Callable[[CheckpointConfig], Mapping[str, Any] | None]
@@ -219,7 +177,7 @@ def parse(
     argv: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     recall: SavedConfigReader = lambda options: None,
-    read_model: ModelReader = no_model_reader,
+    read_model: ModelReader | None = None,
 ) -> ParsedArguments:
     """Parse and check a command line.
 
@@ -227,7 +185,7 @@ def parse(
         argv: without the program's name.
         environ: environment variables, with the number of ranks from torchrun or srun.
         recall: returns the configuration of the checkpoint that the run starts from.
-        read_model: returns the model's fields of the Hugging Face folder that the run starts from.
+        read_model: returns the model's fields of the Hugging Face folder that the run starts from. None refuses one.
 
     Raises:
         UserError: with every problem of flags, files and values.
@@ -236,7 +194,7 @@ def parse(
     options = command_line.known
     unknown_flags, notes = check_unknown_flags(command_line.foreign, [*OWN_FLAGS, "--help"])
     given = _read_sources(command_line)
-    sources = [_from_preset(options.preset), *given, command_line.malformed, unknown_flags]
+    sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems), unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
     saved = None
     unreadable: Sequence[Problem] = ()
@@ -317,36 +275,27 @@ def _from_preset(name: str | None) -> ConfigSource:
 
 def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
     result = ConfigSource()
-    last = dict[str, GivenFlag]()
+    last: dict[str, str] = {}  # spelling by field
     for flag in given:
         setting, spelling, words = flag.setting, flag.spelling, flag.words
-        before, old = last.get(setting.name), result.values.get(setting.name)
+        before, old = last.get(setting.name, spelling), result.values.get(setting.name)
         if spelling in setting.constants:
             if words:
                 result.refuse(setting, spelling, "takes no value")
                 continue
             result.values[setting.name] = setting.constants[spelling]
-        elif len(words) > 1 and setting.scalar is str and not (setting.many or setting.choices):
-            text = ("," if setting.name == "split" else " ").join(words)
-            reason = f"takes one value, not {len(words)}: {' '.join(words)}"
-            result.refuse(setting, spelling, reason, (f"{setting.flag} {shlex.quote(text)}",))
-            continue
-        elif not result.read_words(setting, spelling, words):
+        elif not result.read(setting, spelling, None if words == ["null"] else words):
             continue
         new = result.values[setting.name]
-        if before is not None and old != new and _main(before) != _main(flag):
+        main = {setting.flag, setting.negative}  # of these, the later overrides the earlier
+        if old != new and before != spelling and not {before, spelling} <= main:
             result.doubtful.add(setting.name)
-            sentence = f"{before.spelling} and {spelling} contradict each other: both set {setting.flag}"
-            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {spelling}")))
-        last[setting.name] = flag
+            sentence = f"{before} and {spelling} contradict each other: both set {setting.flag}"
+            result.problems.append(Problem("E003", sentence, (f"drop {before}", f"drop {spelling}")))
+        last[setting.name] = spelling
         if setting.option.append:
             result.values[setting.name] = (old or ()) + new
     return result
-
-
-def _main(flag: GivenFlag) -> str:
-    """Return the spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
-    return flag.setting.flag if flag.spelling == flag.setting.negative else flag.spelling
 
 
 def _world_size(

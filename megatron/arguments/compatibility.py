@@ -26,7 +26,7 @@ from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
-from megatron.config.settings import SETTINGS, Setting
+from megatron.config.settings import SETTINGS
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
@@ -89,7 +89,10 @@ def compare_configs(
         name: name of ``saved`` in messages.
     """
     entries, unknown = _known_and_unknown(saved)
-    then, unreadable = _read(entries, name)
+    readable = from_mapping(entries, name).values
+    unreadable = {field: value for field, value in entries.items() if field not in readable}
+    then = build_config(readable)
+    then = resolve(then, then.parallel.model_ranks)
     before = _values(then) | unreadable
     after = _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
@@ -99,7 +102,7 @@ def compare_configs(
         roles |= dict.fromkeys(same_lengths & roles.keys(), Role.FREE)
     changes = {}
     for field in changed:
-        was, is_ = (_shown(SETTINGS[field], values[field]) for values in (before, after))
+        was, is_ = (SETTINGS[field].describe_value(values[field]) or "not set" for values in (before, after))
         changes[field] = f"{SETTINGS[field].flag}: {name} {was} -> now {is_}"
     problems = []
     unknown_model = [option for option in unknown if option.startswith("model.")]
@@ -116,15 +119,6 @@ def compare_configs(
     lines = [f"the {name} has options unknown to this version: {', '.join(unknown)}"] if unknown else []
     lines += [changes[field] for field in changed if roles[field] in REPORTED_ROLES[mode]]
     return ConfigComparison(tuple(lines), tuple(problems), frozenset(changed))
-
-
-def _shown(setting: Setting, value: Any) -> str:
-    """Return a value as text."""
-    if value is None or value == ():
-        return "not set"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return setting.spell(value).partition(" ")[2]
 
 
 def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> str:
@@ -163,7 +157,7 @@ def role_of(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # no tensor has that length, and no sample is longer
     if name == "add_qkv_bias" and after["add_bias_linear"]:
         return Role.FREE  # the bias exists either way
-    if name == "split" and not (_cuts(before) and _cuts(after)):
+    if name == "split" and not all(values["data_path"] or values["data_args_path"] for values in (before, after)):
         return Role.FREE  # one of them reads whole files; contents are compared
     if name == "eod_id" and not any(values[flag] for values in (before, after) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         return Role.FREE  # ends of documents are not used
@@ -173,11 +167,6 @@ def role_of(name: str, before: Values, after: Values) -> Role:
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION
     return SETTINGS[name].option.role
-
-
-def _cuts(values: Values) -> bool:
-    """Return True if the run's data are cut by ``split``."""
-    return bool(values["data_path"] or values["data_args_path"])
 
 
 def _same(name: str, before: Any, after: Any) -> bool:
@@ -231,10 +220,3 @@ def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:
 def unknown_options(saved: Mapping[str, Any]) -> list[str]:
     """Return ``group.name value`` of every field in a checkpoint's configuration unknown to this version."""
     return _known_and_unknown(saved)[1]
-
-
-def _read(entries: Values, source: str) -> tuple[RunConfig, Values]:
-    """Return the configuration that this version can read, resolved, and the unreadable values."""
-    readable = from_mapping(entries, source).values
-    config = build_config(readable)
-    return resolve(config, config.parallel.model_ranks), {n: v for n, v in entries.items() if n not in readable}

@@ -28,7 +28,7 @@ class ForeignFlag:
 
     reason: str
     instead: tuple[str, ...] = ()  # fixes to paste; without any, the fix is to drop the flag
-    values: tuple[str, ...] | None = None  # that are ignored
+    values: Sequence[str] | None = None  # that are ignored; None: all
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,7 @@ def foreign_flags() -> ForeignFlags:
         if isinstance(entry, str):
             return ForeignFlag(entry)
         instead = entry.get("instead", ())
-        values = entry.get("values")
-        return ForeignFlag(
-            entry["reason"],
-            (instead,) if isinstance(instead, str) else tuple(instead),
-            None if values is None else tuple(values),
-        )
+        return ForeignFlag(**entry | {"instead": (instead,) if isinstance(instead, str) else tuple(instead)})
 
     text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -136,24 +131,20 @@ def refusal(spelling: str) -> ForeignFlag | None:
     return ForeignFlag("it has no counterpart") if spelling in flags.unsupported else None
 
 
-def implied_default_problems(spellings: Collection[str], config: RunConfig) -> list[Problem]:
-    """Return the problems of flags that are ignored only where Megatron-LM's implied default is the same as ours."""
-    found, model = [], config.model
-    if "--group-query-attention" in spellings and model.num_query_groups is None:
-        sentence = (
-            "--group-query-attention without --num-query-groups means one group in Megatron-LM, one per head here"
-        )
-        fixes = ("--num-query-groups 1", f"--num-query-groups {model.num_attention_heads}")
-        found.append(Problem("E004", sentence, fixes))
-    if "--no-position-embedding" in spellings and model.position_embedding_type == "learned_absolute":
+def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of flags that are ignored only where Megatron-LM's implied default is the same as ours."""
+    if "--group-query-attention" in spellings and config.model.num_query_groups is None:
+        meaning = "one group in Megatron-LM, one per head here"
+        sentence = f"--group-query-attention without --num-query-groups means {meaning}"
+        fixes = ("--num-query-groups 1", f"--num-query-groups {config.model.num_attention_heads}")
+        yield Problem("E004", sentence, fixes)
+    if "--no-position-embedding" in spellings and config.model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding contradicts --position-embedding-type learned_absolute"
-        fixes = ("--position-embedding-type none", "--position-embedding-type rope")
-        found.append(Problem("E004", sentence, fixes))
+        yield Problem("E004", sentence, ("--position-embedding-type none", "--position-embedding-type rope"))
     keep = next((flag for flag in KEEP_SCHEDULE_FLAGS if flag in spellings), None)
     if keep and config.checkpoint.resume_mode == "new-schedule":
         sentence = f"{keep} keeps the checkpoint's schedule, but --resume-mode new-schedule replaces it"
-        found.append(Problem("E004", sentence, ("--resume-mode exact", f"drop {keep}")))
-    return found
+        yield Problem("E004", sentence, ("--resume-mode exact", f"drop {keep}"))
 
 
 def implied_default_notes(spellings: Collection[str], given: Collection[str]) -> Iterator[str]:

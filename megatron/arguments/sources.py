@@ -6,6 +6,7 @@ values that could be read and the problems of the others.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -49,22 +50,22 @@ class ConfigSource:
         try:
             self.values[setting.name] = setting.convert(value)
         except ValueError as error:
-            self.refuse(setting, spelling, str(error))
+            self.refuse(setting, spelling, str(error), value if isinstance(value, list) else ())
             return False
         return True
 
-    def read_words(self, setting: Setting, spelling: str, words: Sequence[str]) -> bool:
-        """Set a field to the words after a flag; ``null`` clears it."""
-        return self.read(setting, spelling, None if list(words) == ["null"] else words)
-
-    def refuse(self, setting: Setting, spelling: str, reason: str, fixes: tuple[str, ...] = ()) -> None:
-        """Record that a value cannot be read; ``spelling`` is the flag or key."""
+    def refuse(self, setting: Setting, spelling: str, reason: str, words: Sequence[Any] = ()) -> None:
+        """Record that a value cannot be read; ``spelling`` is the flag or key, ``words`` are those after it."""
+        fixes: tuple[str, ...] = ()
         if setting.choices:
-            fixes = fixes or (f"{setting.flag} {'|'.join(setting.choices)}",)
+            fixes = (f"{setting.flag} {'|'.join(setting.choices)}",)
         elif setting.length:
-            fixes = (f"{setting.flag} {' '.join(['N'] * setting.length)}",)
+            fixes = (f"{setting.flag} {setting.metavar}",)
         elif setting.scalar is bool:
             fixes = (setting.flag, setting.negative)
+        elif len(words) > 1 and setting.scalar is str and not setting.many:
+            text = ("," if setting.name == "split" else " ").join(map(str, words))
+            fixes = (f"{setting.flag} {shlex.quote(text)}",)
         self.doubtful.add(setting.name)
         self.problems.append(Problem("E002", f"{spelling}: {reason}", fixes))
 
@@ -102,7 +103,8 @@ def from_assignments(assignments: Iterable[str]) -> ConfigSource:
         if not equals:
             result.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
         elif setting := find_setting(result, key.strip(), "--set"):
-            result.read_words(setting, f"--set {text}", value.replace(",", " ").split() if setting.many else [value])
+            words = value.replace(",", " ").split() if setting.many else [value]
+            result.read(setting, f"--set {text}", None if words == ["null"] else words)
     return result
 
 
@@ -139,21 +141,18 @@ ModelReader = Callable[[Path], Values]
 """Returns the fields of `ModelConfig` that the config.json in a folder determines. Raises UserError if it cannot."""
 
 
-def no_model_reader(folder: Path) -> Values:
-    """Refuse ``--load hf:DIR``, for programs that need no Hugging Face models."""
-    raise UserError([Problem("E850", f"this program does not read Hugging Face models, such as {folder}")])
-
-
-def from_hugging_face(load: Any, read_model: ModelReader) -> ConfigSource:
+def from_hugging_face(load: Any, read_model: ModelReader | None) -> ConfigSource:
     """Read the model of ``--load hf:DIR``; empty for any other ``--load``."""
     if not isinstance(load, str) or not load.startswith(HUGGING_FACE_PREFIX):
         return ConfigSource()
+    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
     try:
-        values = read_model(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
+        if read_model is None:
+            raise UserError([Problem("E850", f"this program does not read Hugging Face models, such as {folder}")])
+        return ConfigSource(_limit_seq_length(read_model(folder)))
     except UserError as error:
         # The model is unknown: its fields are not checked.
         return ConfigSource(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})
-    return ConfigSource(_limit_seq_length(values))
 
 
 def from_checkpoint(saved: Mapping[str, Any]) -> ConfigSource:

@@ -24,7 +24,7 @@ from megatron.config.batch import final_iteration
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import ProfilingConfig, RunConfig, kernel_choices, kernel_problems
+from megatron.config.run import RunConfig, kernel_choices, kernel_problems
 from megatron.config.settings import SETTINGS, Setting
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
@@ -35,11 +35,10 @@ def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     name = config.training.stop_file
     if name is None:
         return
+    path = parse_location(name)
     if name == "":
         yield Problem("E311", "--stop-file '' names no file", ("--stop-file runs/mine/stop", "drop --stop-file"))
-        return
-    path = parse_location(name)
-    if not isinstance(path, Path):
+    elif not isinstance(path, Path):
         sentence = f"--stop-file {path} must be on a disk, because it is polled after every step"
         yield Problem("E311", sentence, ("--stop-file runs/mine/stop",))
     elif isdir(path):
@@ -88,57 +87,45 @@ def no_gpu_problem(mode: str) -> Problem:
     return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
 
 
-def check_cuda_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that CUDA graphs run on a GPU."""
-    if config.compute.cuda_graph != "none" and config.training.device == "cpu":
-        yield no_gpu_problem(config.compute.cuda_graph)
+OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
 
 
-def check_cuda_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout: its counter is the step number, which a captured step would not update."""
-    if config.compute.cuda_graph == "step" and (config.model.hidden_dropout or config.model.attention_dropout):
+def check_cuda_graph(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check what CUDA graphs need: a GPU, and neither constants that change nor communication by the CPU."""
+    mode, model, style = config.compute.cuda_graph, config.model, config.optimizer.weight_decay_incr_style
+    if mode == "none":
+        return
+    if config.training.device == "cpu":
+        yield no_gpu_problem(mode)
+    if mode == "step" and (model.hidden_dropout or model.attention_dropout):  # its counter is the step's number
         sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
-        fixes = ("--hidden-dropout 0 --attention-dropout 0", "--cuda-graph optimizer", NO_CUDA_GRAPH)
-        yield Problem("E907", sentence, fixes)
-
-
-def check_cuda_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject a changing weight decay: it is captured as a constant."""
-    mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
-    if mode != "none" and style != "constant":
-        sentence = (
-            f"--cuda-graph {mode} needs a constant weight decay, and --weight-decay-incr-style {style} changes it"
-        )
+        yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
+    if style != "constant":
+        needed = f"--cuda-graph {mode} needs a constant weight decay"
+        sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
-
-
-def check_cuda_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
-    mode, parallel = config.compute.cuda_graph, config.parallel
-    communicates = {"none": False, "optimizer": parallel.model_ranks > 1, "step": world_size > 1}[mode]
-    if communicates and parallel.distributed_backend == "gloo":
+    ranks = config.parallel.model_ranks if mode == "optimizer" else world_size
+    if ranks > 1 and config.parallel.distributed_backend == "gloo":
         sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
 
 
-def check_cuda_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject flash-attn with documents: their number is an argument of its call and differs in every step."""
-    words = config.compute.kernels
-    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
+def check_untested_graphs(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject flash-attn on documents, whose number is an argument of its call, and layouts that are untested."""
+    mode, words, ranks = config.compute.cuda_graph, config.compute.kernels, config.parallel.pipeline_model_parallel_size
+    if mode != "none" and config.parallel.zero_stage:
+        sentence = f"--cuda-graph {mode} is untested with a sharded optimizer"
+        yield Problem("E913", sentence, (NO_CUDA_GRAPH, "--data-parallel-sharding-strategy no_shard"))
+    if mode == "step" and ranks > 1:
+        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
+        yield Problem("E912", sentence, OPTIMIZER_ONLY)
+    if mode != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
         return
     if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
         selection = f"which --kernels {' '.join(words)} selects where it is installed"
-        without = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
-        fixes = (f"--kernels {without}", "--cuda-graph optimizer", NO_CUDA_GRAPH)
-        yield Problem("E910", f"--cuda-graph step cannot capture flash-attn on documents, {selection}", fixes)
-
-
-def check_cuda_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with several pipeline ranks, which is untested."""
-    ranks = config.parallel.pipeline_model_parallel_size
-    if config.compute.cuda_graph == "step" and ranks > 1:
-        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
-        yield Problem("E912", sentence, ("--cuda-graph optimizer", NO_CUDA_GRAPH))
+        sentence = f"--cuda-graph step cannot capture flash-attn on documents, {selection}"
+        others = [word for word in words if not word.startswith("attention=")]
+        yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
 
 
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -172,7 +159,7 @@ def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
         limit = f"at most {MAX_PROFILE_STEPS} fit, because all events stay in memory"
         fixes = (f"--profile-step-end {start + MAX_PROFILE_STEPS}",)
         yield Problem("E706", f"a profile of {end - start:,} steps; {limit}", fixes)
-    if _is_requested(profiling) and end <= start:
+    if profiling.requested and end <= start:
         sentence = f"--profile-step-end {end} must be above --profile-step-start {start}"
         yield Problem("E705", sentence, (f"--profile-step-end {start + 2}",))
 
@@ -192,12 +179,8 @@ def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     profiling = config.profiling
     steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
     start = profiling.profile_step_start
-    if _is_requested(profiling) and start > steps:
+    if profiling.requested and start > steps:
         yield f"--profile-step-start {start}: no profile, because the run ends with step {steps:,}"
-
-
-def _is_requested(profiling: ProfilingConfig) -> bool:
-    return profiling.profile or profiling.profile_memory or profiling.profile_pipeline
 
 
 def cuda_graph_notes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -325,12 +308,10 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
 
 def _suggest(setting: Setting, value: Any) -> Any:
     """Return the upper limit for a larger value; else the default, the example or the lower limit."""
-    option = setting.option
+    option, least, most = setting.option, setting.option.bounds.get("at_least"), setting.option.bounds.get("at_most")
     if setting.many:
-        return setting.default or tuple(item if option.allows(item) else option.at_least for item in value)
-    if option.at_most is not None and value > option.at_most:
-        return setting.scalar(option.at_most)
-    suggestions = (setting.default, option.example, option.at_least)
+        return setting.default or tuple(item if option.allows(item) else least for item in value)
+    suggestions = (most if most is not None and value > most else None, setting.default, option.example, least)
     return setting.scalar(next(number for number in suggestions if number is not None))
 
 
@@ -338,14 +319,10 @@ class _UnknownError(Exception):
     """A check used a value that is already known to be wrong."""
 
 
-class _Unknown:
-    """Placeholder for a wrong value: every use of it raises ``_UnknownError``."""
+def _refuse(*operands: object) -> NoReturn:
+    raise _UnknownError
 
-    def _refuse(self, *others: object) -> NoReturn:
-        raise _UnknownError
 
-    __getattr__ = __call__ = __fspath__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _refuse
-    __hash__ = __format__ = __str__ = __repr__ = __int__ = __float__ = __index__ = __round__ = __abs__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+USES = {"__getattr__", "__call__", "__fspath__"}.union(*map(vars, (int, float, str, tuple)))
+_Unknown = type("_Unknown", (), dict.fromkeys(USES - {"__new__", "__getattribute__", "__doc__"}, _refuse))
+"""Placeholder for a wrong value: every use of it raises ``_UnknownError``."""

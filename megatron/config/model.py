@@ -108,11 +108,7 @@ class ModelConfig:
         "gelu_tanh",
         role="shape",
         choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
-        aliases={
-            "--swiglu": "swiglu",
-            "--squared-relu": "relu2",
-            "--openai-gelu": "gelu_tanh",
-        },
+        aliases={"--swiglu": "swiglu", "--squared-relu": "relu2", "--openai-gelu": "gelu_tanh"},
     )
     """Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes."""
     add_bias_linear: bool = option(True, role="shape", aliases={"--disable-bias-linear": False})

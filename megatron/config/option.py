@@ -44,7 +44,8 @@ class Need:
         return self.text or f"{flag(name)} {values.replace('|', ' or ')}".strip()
 
 
-INSIDE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+INSIDE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+"""Limits of a number, or of every number of a tuple, as keywords of :func:`option`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Option:
     """The metadata of a config field besides its name, type, default and help text."""
 
     role: Role
-    needs: tuple[Need, ...] = ()
+    needs: tuple[Need, ...]
+    bounds: Mapping[str, float]  # the limits that are set, by their names in ``INSIDE``
     # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
     choices: tuple[str, ...] = ()
     kind: str | None = None  # of plugins whose names are allowed too
@@ -60,28 +62,17 @@ class Option:
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] = field(default_factory=dict)
-    # the interval that a number, or every number of a tuple, must lie in; None leaves a side open
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
 
-    @property
-    def bounds(self) -> dict[str, float]:
-        """The limits that are set, by their names in words."""
-        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return {words: limit for words, limit in limits.items() if limit is not None}
-
     def allows(self, number: float) -> bool:
         """Return True if ``number`` lies inside the limits."""
-        return all(INSIDE[words](number, bound) for words, bound in self.bounds.items())
+        return all(INSIDE[name](number, bound) for name, bound in self.bounds.items())
 
     @property
     def limits(self) -> str:
         """The limits in words; empty without any."""
-        return " and ".join(f"{words} {format_number(bound)}" for words, bound in self.bounds.items())
+        return " and ".join(f"{name.replace('_', ' ')} {format_number(n)}" for name, n in self.bounds.items())
 
 
 def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] = (), **properties: Any) -> Any:
@@ -91,8 +82,10 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
         default: value when no source sets the field.
         role: value of a :class:`Role`.
         needs: conditions without which the field has no effect; a text is a :class:`Need` whose violation is noted.
-        properties: other attributes of :class:`Option`.
+        properties: limits of a number (``at_least``, ``above``, ``at_most``, ``below``), and other attributes of
+            :class:`Option`.
     """
     conditions = (needs,) if isinstance(needs, (str, Need)) else needs
     needed = tuple(Need(each) if isinstance(each, str) else each for each in conditions)
-    return field(default=default, metadata={"option": Option(Role(role), needed, **properties)})
+    bounds = {name: properties.pop(name) for name in INSIDE if name in properties}
+    return field(default=default, metadata={"option": Option(Role(role), needed, bounds, **properties)})

@@ -23,16 +23,6 @@ DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_
 """Data options that take effect at the end of a document."""
 
 
-def _keeps_moment(kind: str, *optimizers: str) -> Need:
-    """Return the need for an optimizer with a moment: one of ``optimizers``, or a registered one that declares it."""
-
-    def is_kept(config: RunConfig) -> bool:
-        name = config.optimizer.optimizer
-        return name in optimizers or kind in getattr(registered("optimizer").get(name), "state_kinds", ())
-
-    return Need(is_kept, f"--optimizer {' or '.join(optimizers)}", f"--optimizer {optimizers[0]}")
-
-
 FP16 = Need("params_dtype=fp16", "fp16", "--fp16")
 DYNAMIC_LOSS_SCALE = Need(
     lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
@@ -40,7 +30,9 @@ DYNAMIC_LOSS_SCALE = Need(
     "--set precision.loss_scale=null",
 )
 FULL_RECOMPUTE = Need("recompute_granularity=full", fix="--recompute-granularity full")
+EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
+LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD", fix="--lr-decay-style WSD")
 WARMUP = Need(
     lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples),
@@ -51,9 +43,16 @@ PARAM_REMAINDERS = Need(
     "--bf16 and --optimizer adam, lion or sgd",
     "--bf16",
 )
-FIRST_MOMENT = _keeps_moment("exp_avg", "adam", "lion")
-SECOND_MOMENT = _keeps_moment("exp_avg_sq", "adam")
+FIRST_MOMENT = Need(
+    lambda c: c.optimizer.optimizer != "muon" and "exp_avg" in state_kinds(c.optimizer.optimizer),
+    "--optimizer adam or lion",
+    "--optimizer adam",
+)
+SECOND_MOMENT = Need(
+    lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam", "--optimizer adam"
+)
 SAVE = Need("save", "a folder to save to", "--save checkpoints")
+LOCAL_SAVE = Need("local_save", fix="--local-save /dev/shm/checkpoints")
 KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last", "--keep-last 3")
 START_POINT = Need(
     lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
@@ -76,10 +75,9 @@ TOKENIZER_WITH_MODEL = Need(
     "--tokenizer-type HuggingFaceTokenizer",
 )
 WANDB = Need("wandb_project", fix="--wandb-project mine")
-PROFILE = Need(
-    lambda c: c.profiling.profile or c.profiling.profile_memory or c.profiling.profile_pipeline,
-    "--profile, --profile-memory or --profile-pipeline",
-)
+TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
+PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
+RUN_DIR = Need("run_dir", fix="--run-dir runs/mine")
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,7 @@ class LoggingConfig:
     """Weights & Biases user or team. Default: that of the login."""
     timing_log_level: int = option(0, role="start", at_least=0, at_most=2)
     """Timers logged: 0 for the whole step, 1 also its phases, 2 also their parts."""
-    timing_log_option: str = option(
-        "minmax",
-        role="start",
-        choices=("max", "minmax", "all"),
-        needs=Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0"),
-    )
+    timing_log_option: str = option("minmax", role="start", choices=("max", "minmax", "all"), needs=TIMERS)
     """Values logged of each timer over all ranks."""
     log_health_interval: int | None = option(None, role="start", at_least=1)
     """Steps between reports on gradients, updates and activations of every layer. Default: never."""
@@ -119,11 +112,11 @@ class LoggingConfig:
 class ProfilingConfig:
     """Profiles of selected steps, written to run_dir. docs/operations.md explains how to profile a running job."""
 
-    profile: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile: bool = option(False, role="start", needs=RUN_DIR)
     """Record a PyTorch profile (Chrome trace) of the selected steps."""
-    profile_memory: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile_memory: bool = option(False, role="start", needs=RUN_DIR)
     """Record memory allocations in those steps: a snapshot on GPU, a curve on CPU."""
-    profile_pipeline: bool = option(False, role="start", needs=Need("run_dir", fix="--run-dir runs/mine"))
+    profile_pipeline: bool = option(False, role="start", needs=RUN_DIR)
     """Record the time of every pipeline action in those steps, on all ranks."""
     profile_step_start: int = option(10, role="start", at_least=1, needs=PROFILE)
     """First recorded step."""
@@ -135,6 +128,11 @@ class ProfilingConfig:
     """Record the shapes of operator inputs."""
     pytorch_profiler_collect_callstack: bool = option(False, role="start", needs="run_dir")
     """Record Python call stacks."""
+
+    @property
+    def requested(self) -> bool:
+        """True if selected steps are recorded."""
+        return self.profile or self.profile_memory or self.profile_pipeline
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,7 @@ class TrainingConfig:
     """Steps to train for."""
     train_samples: int | None = option(None, role="schedule", at_least=1)
     """Samples to train on, instead of train_iters."""
-    eval_interval: int | None = option(
-        None,
-        role="free",
-        at_least=1,
-        needs=(Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0"), TRAINING_STEPS),
-    )
+    eval_interval: int | None = option(None, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
     """Steps between evaluations. Default: only at the end."""
     eval_iters: int = option(0, role="free", at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
@@ -249,7 +242,7 @@ RULE_STATE = {
 
 def state_kinds(rule: str) -> tuple[str, ...]:
     """Return what an update rule, built in or registered by a plugin, keeps of every element."""
-    return RULE_STATE[rule] if rule in RULE_STATE else tuple(registered("optimizer")[rule].state_kinds)
+    return RULE_STATE[rule] if rule in RULE_STATE else getattr(registered("optimizer").get(rule), "state_kinds", ())
 
 
 @dataclass(frozen=True)
@@ -260,12 +253,7 @@ class OptimizerConfig:
     """Update rule; adam is AdamW."""
     lr: float = option(1e-4, role="schedule", at_least=0)
     """Peak learning rate."""
-    min_lr: float = option(
-        0.0,
-        role="schedule",
-        at_least=0,
-        needs=Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays"),
-    )
+    min_lr: float = option(0.0, role="schedule", at_least=0, needs=LR_DECAY)
     """Learning rate at the end of the decay."""
     lr_decay_style: str = option(
         "linear", role="schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -459,12 +447,7 @@ class CheckpointConfig:
     """Write checkpoints in the background, from a copy in host memory."""
     local_save: str | None = option(None, role="start", needs=TRAINING_STEPS)
     """Folder on each node's disk or memory for checkpoints between those in save; {node} is the node number."""
-    local_save_interval: int | None = option(
-        None,
-        role="start",
-        at_least=1,
-        needs=(Need("local_save", fix="--local-save /dev/shm/checkpoints"), TRAINING_STEPS),
-    )
+    local_save_interval: int | None = option(None, role="start", at_least=1, needs=(LOCAL_SAVE, TRAINING_STEPS))
     """Steps between checkpoints in local_save."""
     load: str | None = option(None, role="start")
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any

@@ -97,6 +97,30 @@ class Setting:
             raise ValueError(f"takes {self.length} values, not {len(items)}")
         return converted if self.many else converted[0]
 
+    def describe_value(self, value: Any) -> str:
+        """Return a value as text after a flag; on or off for a boolean, and nothing for None and ()."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return "" if value is None or value == () else self.spell(value).partition(" ")[2]
+
+    @property
+    def metavar(self) -> str:
+        """The placeholder for the value in help and documentation; empty for a boolean."""
+        word = "WORD" if self.choices else {bool: "", int: "N", float: "X", str: "TEXT"}[self.scalar]
+        return f"{word} ..." if self.open else " ".join([word] * (self.length or 1))
+
+    def describe(self, quote: str = "") -> str:
+        """Return help text, choices, limits, needs and aliases; words to type are put between ``quote``."""
+        parts = [self.help]
+        if self.choices:
+            parts.append(f"One of {', '.join(f'{quote}{choice}{quote}' for choice in self.choices)}.")
+        if self.option.limits:
+            parts.append(f"Must be {self.option.limits}.")
+        parts += [f"Has no effect without {need}." for need in self.option.needs]
+        for alias, value in self.option.aliases.items():
+            parts.append(f"{quote}{alias}{quote} is {quote}{self.spell(value)}{quote}.")
+        return " ".join(parts)
+
     def _convert_item(self, value: Any) -> Any:
         if self.many and self.scalar is str and type(value) in (int, float):
             value = str(value)  # in a list of texts, such as weights and prefixes, numbers need no quotes

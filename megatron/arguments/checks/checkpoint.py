@@ -53,15 +53,14 @@ def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     save = config.checkpoint.save
     if save is None:
         return
-    if save == "":
-        yield Problem("E802", "--save '' is empty", ("--save checkpoints", "drop --save"))
-        return
     folder = parse_location(save)
     if not isinstance(folder, Path):
         yield from _store_problems("E802", "--save", folder, world_size)
         return
     existing = next(path for path in (folder, *folder.parents) if exists(path))
-    if not isdir(existing):
+    if save == "":
+        yield Problem("E802", "--save '' is empty", ("--save checkpoints", "drop --save"))
+    elif not isdir(existing):
         yield Problem("E802", f"--save {folder}: {existing} is not a folder", (f"--save {existing}-checkpoints",))
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Problem("E802", f"--save {folder}: {existing} is not writable")
@@ -96,8 +95,7 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if local == "":
         yield Problem("E804", "--local-save '' is empty", (on_node, drop))
-        return
-    if save is None:
+    elif save is None:
         sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
         yield Problem("E804", sentence, ("--save checkpoints", drop))
     elif Path(local).resolve() == parse_location(save).resolve():

@@ -303,14 +303,6 @@ def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem("E215", sentence, flag_fixes("--num-distributed-optimizer-instances", nearest(count, fit)))
 
 
-def check_captured_update(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing an update that gathers weights, which is untested."""
-    what = config.compute.cuda_graph
-    if what != "none" and config.parallel.zero_stage:
-        sentence = f"--cuda-graph {what} is untested with a sharded optimizer"
-        yield Problem("E913", sentence, ("--cuda-graph none", "--data-parallel-sharding-strategy no_shard"))
-
-
 def check_stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the schedule exists, the options agree on the stages, and every stage has layers."""
     model, parallel = config.model, config.parallel
