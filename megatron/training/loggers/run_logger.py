@@ -28,14 +28,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
-from megatron.training.loggers.base import (
-    CONSOLE_PREFIX,
-    LoggerFailedError,
-    LoggerOpenError,
-    MetricLogger,
-    Metrics,
-    error_summary,
-)
+from megatron.training.loggers.base import CONSOLE_PREFIX, MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import (
@@ -93,14 +86,13 @@ class RunLogger:
 
         Raises:
             UserError: when the folder cannot be created or written.
-
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._check_superseded = check
         self._superseded: SupersededError | None = None
         self._next_check = time.monotonic() + SUPERSEDED_CHECK_SECONDS
-        self._loggers: dict[str, MetricLogger] = {}
+        self._loggers: dict[str, MetricLogger] = {}  # by the name in warnings
         self._seq_length = config.training.seq_length
         self._world_size = world_size
         self._has_loss_curve = False
@@ -159,7 +151,7 @@ class RunLogger:
         try:
             self._loggers[name] = make()
         except Exception as error:  # no logger is worth the run
-            self._remove(name, LoggerOpenError(error_summary(error)))
+            self._turn_off(name, error)
 
     def _call_each(self, method: str, *arguments: object) -> None:
         """Call a method of every logger that has it. Closes the last one first: the first still receives warnings."""
@@ -170,12 +162,11 @@ class RunLogger:
             try:
                 call_method(self._loggers[name], method, *arguments)
             except Exception as error:  # as in add
-                self._remove(name, error)
+                self._turn_off(name, error)
 
-    def _remove(self, name: str, error: Exception) -> None:
+    def _turn_off(self, name: str, error: Exception) -> None:
         self._loggers.pop(name, None)
-        what = "no data" if isinstance(error, LoggerOpenError) else "no further data"
-        self.warning(f"{name} receives {what} from this run: {error_summary(error)}; training continues")
+        self.warning(f"{name} failed and receives no more data: {error_summary(error)}; training continues")
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
         """Update the progress after a step.
@@ -184,21 +175,16 @@ class RunLogger:
             iteration: steps taken.
             consumed_samples: samples used.
             read: returns the metrics since the last log line; called if the run fails before the next.
-
         """
         tokens = consumed_samples * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
 
     def train(self, metrics: Metrics) -> None:
-        """Report the steps since the last log line.
-
-        Args:
-            metrics: as returned by ``MetricsWindow.read``.
+        """Report the steps since the last log line, as returned by ``MetricsWindow.read``.
 
         Raises:
             SupersededError: when a later start has taken over the run.
-
         """
         self._read_pending = None
         self._has_loss_curve = True
@@ -228,15 +214,7 @@ class RunLogger:
             self._call_each(method, step, *kind, public)
 
     def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
-        """Report a saved checkpoint.
-
-        Args:
-            path: where it was saved.
-            size: in bytes.
-            seconds: duration of the save.
-            blocking: seconds of it during which training was blocked; None for all.
-
-        """
+        """Report a checkpoint of ``size`` bytes; training was blocked for ``blocking`` of the seconds (None: all)."""
         times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
         self._event("checkpoint", {"path": str(path), "bytes": size, **times})
 
@@ -258,7 +236,7 @@ class RunLogger:
         self._event("note", {"text": text})
 
     def _owns_run(self, at_once: bool = False) -> bool:
-        """Return False once a later start has taken over the run; its loggers are dropped then.
+        """Return False once a later start has taken over the run.
 
         Asks the file system at most every `SUPERSEDED_CHECK_SECONDS`, unless ``at_once``. Saves check on their own.
         """
@@ -319,7 +297,10 @@ def draw_plots(folder: Path) -> None:
 
 
 class BackgroundLogger:
-    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
+    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training.
+
+    An error in the thread is raised by the next call; so is a queue that has grown too long.
+    """
 
     def __init__(
         self,
@@ -327,14 +308,7 @@ class BackgroundLogger:
         timeout: float = LOGGER_TIMEOUT_SECONDS,
         capacity: int = QUEUE_CAPACITY,
     ) -> None:
-        """Start the thread, which opens the logger.
-
-        Args:
-            make: opens the logger; called in the thread, may raise.
-            timeout: seconds that `close` waits.
-            capacity: maximum number of queued calls.
-
-        """
+        """Start the thread, which opens the logger with ``make``; :meth:`close` waits ``timeout`` seconds for it."""
         self._timeout = timeout
         self._queue: queue.Queue[tuple[str, tuple[object, ...]]] = queue.Queue(capacity)
         self._error: Exception | None = None
@@ -342,25 +316,25 @@ class BackgroundLogger:
         self._thread.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Queue the metrics. Raises the error of an earlier call, or `LoggerFailedError` if the queue is full."""
+        """Queue the metrics."""
         self._put("log", step, metrics)
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Queue the event; raises as `log`."""
+        """Queue the event."""
         self._put("event", step, kind, fields)
 
     def flush(self) -> None:
-        """Queue a flush, without waiting for it; raises as `log`."""
+        """Queue a flush, without waiting for it."""
         self._put("flush")
 
     def close(self) -> None:
-        """Close the logger and wait for it. Raises as `log`, and `LoggerFailedError` after the timeout."""
+        """Close the logger and wait for it."""
         self._put("close")
         self._thread.join(self._timeout)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise LoggerFailedError(f"it did not finish within {self._timeout:.0f} s")
+            raise TimeoutError(f"it did not finish within {self._timeout:.0f} s")
 
     def _put(self, method: str, *arguments: object) -> None:
         if self._error is not None:
@@ -368,19 +342,17 @@ class BackgroundLogger:
         try:
             self._queue.put_nowait((method, arguments))
         except queue.Full:
-            raise LoggerFailedError(f"it is {self._queue.maxsize:,} records behind") from None
+            raise TimeoutError(f"it is {self._queue.maxsize:,} records behind") from None
 
     def _work(self, make: Callable[[], MetricLogger]) -> None:
-        failure: type[Exception] = LoggerOpenError
         method = ""
         try:
             logger = make()
-            failure = LoggerFailedError
             while method != "close":
                 method, arguments = self._queue.get()
                 call_method(logger, method, *arguments)
-        except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
-            self._error = failure(error_summary(error))
+        except BaseException as error:  # a library's sys.exit must not end the run
+            self._error = error if isinstance(error, Exception) else RuntimeError(error_summary(error))
 
 
 def call_method(logger: object, method: str, *arguments: object) -> None:
