@@ -314,16 +314,12 @@ class StopRequest:
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
         ``STOP_FILE_FOUND`` if any rank sees the file.
         """
-        request = NO_REQUEST
-        if self.profiles is not None and time.monotonic() >= self.profiles.next_check:
-            request = self.profiles.take()
-        if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
-            self.profile_request = request
-            return self._local_code()
-        mine = torch.tensor((self._local_code(), *request), device=self.device)
-        code, *requests = comm.all_reduce(mine, self.world, op="max").tolist()
-        self.profile_request = ProfileRequest(*requests)
-        return int(code)
+        requests = [self._local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
+        if self.world.size > 1:  # a single rank needs no tensor, so no synchronisation with the GPU
+            requests = comm.all_reduce(torch.tensor(requests, device=self.device), self.world, op="max").tolist()
+        code, *profiles = requests
+        self.profile_request = ProfileRequest(*profiles)
+        return code
 
     def _local_code(self) -> int:
         if self._signal:
@@ -336,11 +332,9 @@ class StopRequest:
         """Return the human-readable reason for a stop code, on the rank that has the file."""
         if code == STOP_FILE_FOUND:
             return f"--stop-file {self._file}"
-        return (
-            "--exit-duration-in-mins"
-            if code == TIME_LIMIT
-            else f"signal {code - 128} ({signal.Signals(code - 128).name})"
-        )
+        if code == TIME_LIMIT:
+            return "--exit-duration-in-mins"
+        return f"signal {code - 128} ({signal.Signals(code - 128).name})"
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""

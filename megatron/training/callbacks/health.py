@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.text import listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
@@ -232,7 +233,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
         )
     first = min(found)
     ranks = [rank for rank, finding in enumerate(by_rank) if finding == first]
-    return f"{step}; first on {format_ranks(ranks)}: {first.text}"
+    return f"{step}; first on {listed_ranks(ranks)}: {first.text}"
 
 
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFiniteFinding | None:
@@ -275,14 +276,6 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
             stage = len(trainer.mesh.placement) - 1 - stage_of[trainer.params[name]]
             return NonFiniteFinding(microbatch, True, stage, position, f"gradient of {name}, micro-batch {microbatch}")
     return None
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format as ``rank 1``, or as ``ranks 0, 1, 2 and 5 more``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"
 
 
 HASH_BLOCK = 1 << 22
@@ -373,8 +366,8 @@ def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> s
         tied = bool(others) and others[0][1] == count
         odd |= {rank for rank, digest in digests.items() if tied or digest != most}
     majority = sorted({rank for digests in by_place.values() for rank in digests} - odd)
-    minority = format_ranks(sorted(odd))
-    return f"on {minority} differs from {format_ranks(majority)}" if majority else f"is not the same on {minority}"
+    minority = listed_ranks(sorted(odd))
+    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
 
 
 @torch.no_grad()

