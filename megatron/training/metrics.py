@@ -192,7 +192,6 @@ class MetricsWindow:
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
             recorded: ``--cuda-graph``: waits and phases inside a replayed graph cannot be measured and are left out.
-
         """
         self.device = device
         self.seq_length = seq_length
@@ -250,7 +249,6 @@ class MetricsWindow:
 
         Returns:
             Values by the names of ``METRICS``, without those that do not apply, such as communication on one rank.
-
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
@@ -331,7 +329,6 @@ def evaluation_metrics(split: str, loss: float, average: float | None = None) ->
         split: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
         loss: mean loss per token in nats; NaN if all labels are masked.
         average: loss with the moving average of the weights, if one is kept.
-
     """
     name = f"lm loss {SPLIT_LABELS[split_kind(split)]}"
     validation_set = validation_set_name(split)
@@ -415,16 +412,7 @@ class ThroughputModel:
     def from_config(
         cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
     ) -> ThroughputModel:
-        """Create the model of a run.
-
-        Args:
-            config: resolved configuration.
-            world_size: number of ranks.
-            device_name: as returned by :func:`device_name`.
-            iteration: steps taken before this start.
-            consumed_samples: samples used in these steps.
-
-        """
+        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``."""
         data_parallel_size = world_size // config.parallel.model_ranks
         return cls(
             total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),

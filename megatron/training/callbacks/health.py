@@ -175,7 +175,6 @@ def summarize_health(
         chosen: fp64 ``[layers, experts]``.
         metrics: results of the step. The gradient buffers may still contain the loss scale and the clipping factor; the
             ratio to the step's gradient norm removes this common factor.
-
     """
     whole = sums.sum(0)
     buffer_norm = whole[GRADIENT].sqrt()
@@ -299,7 +298,6 @@ def check_weight_copies(trainer: Trainer) -> None:
 
     Raises:
         UserError: on every rank if copies differ, with the step, the first parameter and the ranks.
-
     """
     by_rank = comm.all_gather_objects(find_differing_copies(trainer), trainer.mesh.world)
     names = list(dict.fromkeys(copy.what for copies in by_rank for copy in copies))

@@ -59,13 +59,7 @@ class ProfileRequestListener:
     """Receives profile requests on this rank."""
 
     def __init__(self, run_dir: str | None, rank: int, warn: Callable[[str], None]) -> None:
-        """Install the signal handler.
-
-        Args:
-            run_dir: the run folder; None disables profiles.
-            rank: this rank; only rank 0 checks for the file.
-            warn: prints a warning about a request that cannot be fulfilled.
-        """
+        """Install the signal handler. Rank 0 checks ``run_dir`` for the file; without one, requests are refused."""
         self._has_run_dir = run_dir is not None
         self._warn = warn
         self._signalled = False
@@ -144,16 +138,7 @@ class Profiler:
         models: Sequence[nn.Module],
         say: Callable[[str], None] = print_line,
     ) -> None:
-        """Set up without recording.
-
-        Args:
-            config: which steps and ranks to profile, and what to record.
-            run_dir: the run folder; None disables profiles.
-            rank: this rank.
-            device: of this rank.
-            models: model chunks of this rank; their layers become ranges.
-            say: prints a line.
-        """
+        """Set up without recording. Without ``run_dir`` nothing is recorded; layers of ``models`` become ranges."""
         self.config = config
         self.rank = rank
         self.models = models

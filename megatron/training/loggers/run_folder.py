@@ -56,7 +56,6 @@ def write_run_folder(
 
     Returns:
         New paths of the renamed files.
-
     """
     folder.mkdir(parents=True, exist_ok=True)
     commit, diff = git_state(Path(__file__).parent)

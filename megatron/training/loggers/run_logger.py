@@ -1,9 +1,9 @@
 """Report a run to the console, its run folder, TensorBoard, Weights & Biases and users' own loggers.
 
 `RunLogger` is the only interface that the training loop uses: it forwards metrics and events to a console and to
-`MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Loggers that use a network, and
-those of plugins, run in their own thread (`BackgroundLogger`). After a later start has taken over the run, nothing but
-the console is written.
+`MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Those that use a network, and
+those of plugins, run in a thread of their own. After a later start has taken over the run, nothing but the console is
+written.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RunLogger:
         self._check_superseded = check
         self._superseded: SupersededError | None = None
         self._next_check = time.monotonic() + SUPERSEDED_CHECK_SECONDS
-        self._loggers: dict[str, MetricLogger] = {}  # by the name in warnings
+        self._loggers: dict[str, Callable[..., None]] = {}  # call a method of a logger; by its name in warnings
         self._seq_length = config.training.seq_length
         self._world_size = world_size
         self._has_loss_curve = False
@@ -118,11 +118,11 @@ class RunLogger:
         used_before = metrics.exists()
         try:
             renamed = write_run_folder(folder, resolved_config, device, self._world_size, data)
-            self._loggers[metrics.name] = JsonLinesLogger(metrics, warn=print_warning)
+            self._loggers[metrics.name] = partial(call_method, JsonLinesLogger(metrics, warn=print_warning))
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
-        self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE))
+        self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE), background=False)
         if not used_before:
             return None
         names = ", ".join(path.name for path in renamed)
@@ -130,26 +130,24 @@ class RunLogger:
         return f"{folder} holds an earlier start: {metrics.name} is appended to{changed}"
 
     def _open_trackers(self, config: RunConfig, run_id: str) -> None:
-        """Open TensorBoard, Weights & Biases and the loggers of plugins, each in its own thread."""
+        """Open TensorBoard, Weights & Biases and the loggers of plugins."""
         options = config.logging
         iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
             folder = Path(options.tensorboard_dir)
-            make = partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples)
-            self.add("TensorBoard", partial(BackgroundLogger, make))
+            self.add("TensorBoard", partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples))
         if options.wandb_project is not None and os.environ.get("WANDB_MODE") == "disabled":
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
             before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
-            client = partial(WandbLogger, options, to_dict(config), run_id, before, print_line)
-            self.add("Weights & Biases", partial(BackgroundLogger, client))
+            self.add("Weights & Biases", partial(WandbLogger, options, to_dict(config), run_id, before, print_line))
         for name, make_logger in registered("metric_logger").items():
-            self.add(name, partial(BackgroundLogger, partial(make_logger, config)))
+            self.add(name, partial(make_logger, config))
 
-    def add(self, name: str, make: Callable[[], MetricLogger]) -> None:
-        """Add the logger that ``make`` returns; warn if it raises."""
+    def add(self, name: str, make: Callable[[], MetricLogger], background: bool = True) -> None:
+        """Add the logger that ``make`` returns, in a thread of its own with ``background``; warn if it raises."""
         try:
-            self._loggers[name] = make()
+            self._loggers[name] = BackgroundLogger(make).call if background else partial(call_method, make())
         except Exception as error:  # no logger is worth the run
             self._turn_off(name, error)
 
@@ -160,7 +158,7 @@ class RunLogger:
             if name not in self._loggers:  # the warning about another logger has removed this one
                 continue
             try:
-                call_method(self._loggers[name], method, *arguments)
+                self._loggers[name](method, *arguments)
             except Exception as error:  # as in add
                 self._turn_off(name, error)
 
@@ -169,13 +167,7 @@ class RunLogger:
         self.warning(f"{name} failed and receives no more data: {error_summary(error)}; training continues")
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
-        """Update the progress after a step.
-
-        Args:
-            iteration: steps taken.
-            consumed_samples: samples used.
-            read: returns the metrics since the last log line; called if the run fails before the next.
-        """
+        """Update the progress after a step; ``read`` returns the metrics to log if the run fails before the next line."""
         tokens = consumed_samples * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
@@ -297,10 +289,7 @@ def draw_plots(folder: Path) -> None:
 
 
 class BackgroundLogger:
-    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training.
-
-    An error in the thread is raised by the next call; so is a queue that has grown too long.
-    """
+    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
 
     def __init__(
         self,
@@ -308,41 +297,26 @@ class BackgroundLogger:
         timeout: float = LOGGER_TIMEOUT_SECONDS,
         capacity: int = QUEUE_CAPACITY,
     ) -> None:
-        """Start the thread, which opens the logger with ``make``; :meth:`close` waits ``timeout`` seconds for it."""
+        """Start the thread, which opens the logger with ``make``; closing waits ``timeout`` seconds for it."""
         self._timeout = timeout
         self._queue: queue.Queue[tuple[str, tuple[object, ...]]] = queue.Queue(capacity)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Queue the metrics."""
-        self._put("log", step, metrics)
-
-    def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Queue the event."""
-        self._put("event", step, kind, fields)
-
-    def flush(self) -> None:
-        """Queue a flush, without waiting for it."""
-        self._put("flush")
-
-    def close(self) -> None:
-        """Close the logger and wait for it."""
-        self._put("close")
-        self._thread.join(self._timeout)
+    def call(self, method: str, *arguments: object) -> None:
+        """Queue a call of the logger; ``close`` also waits for it. Raises what an earlier call has raised."""
+        if self._error is None:
+            try:
+                self._queue.put_nowait((method, arguments))
+            except queue.Full:
+                raise TimeoutError(f"it is {self._queue.maxsize:,} records behind") from None
+            if method == "close":
+                self._thread.join(self._timeout)
         if self._error is not None:
             raise self._error
-        if self._thread.is_alive():
+        if method == "close" and self._thread.is_alive():
             raise TimeoutError(f"it did not finish within {self._timeout:.0f} s")
-
-    def _put(self, method: str, *arguments: object) -> None:
-        if self._error is not None:
-            raise self._error
-        try:
-            self._queue.put_nowait((method, arguments))
-        except queue.Full:
-            raise TimeoutError(f"it is {self._queue.maxsize:,} records behind") from None
 
     def _work(self, make: Callable[[], MetricLogger]) -> None:
         method = ""

@@ -78,15 +78,7 @@ class WandbLogger:
         iteration: int,
         print_line: Callable[[str], None],
     ) -> None:
-        """Open the run, or continue it.
-
-        Args:
-            options: project, entity and names.
-            config: configuration shown for the run.
-            run_id: as in the checkpoints.
-            iteration: steps taken before this start; ``log`` gets later ones, and late evaluations of this one.
-            print_line: prints where to find the curves.
-        """
+        """Open or continue the run ``run_id``; ``log`` gets steps after ``iteration``, and late evaluations of it."""
         folder = Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
         self._run = _open_wandb(options, config, run_id, folder)
         self._first_step = iteration

@@ -304,8 +304,8 @@ def test_a_logger_that_fails_costs_one_warning_and_the_others_get_everything(
         return Kept(at)
 
     log = run_log()
-    log.add("good", lambda: good)
-    log.add("bad", (lambda: BackgroundLogger(bad)) if background else bad)
+    log.add("good", lambda: good, background=False)
+    log.add("bad", bad, background)
     use(log)
     assert warnings(capsys) == [f"bad failed and receives no more data: {at} does not work; training continues"]
     assert [call for call in good.calls if call != ("event", "warning")] == EVERYTHING
@@ -317,7 +317,7 @@ def test_a_logger_that_fails_at_the_warning_of_another_costs_one_warning_too(
 ) -> None:
     log = run_log()
     for number, at in enumerate(("event", "log", "event", "close", "event")):
-        log.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
+        log.add(f"{number}:{at}", lambda at=at: Kept(at), background=False)  # type: ignore[misc]
     log.log({})
     log.close()
     printed = [text.split()[0] for text in warnings(capsys)]
@@ -367,15 +367,15 @@ def test_a_logger_that_hangs_delays_the_end_only_and_its_records_do_not_pile_up(
     background = BackgroundLogger(lambda: Kept("log", gate), timeout=0.2, capacity=6)
     began = time.monotonic()
     for _ in range(2):
-        background.log(1, {})
-        background.flush()
+        background.call("log", 1, {})
+        background.call("flush")
     assert time.monotonic() - began < 0.2
     with pytest.raises(TimeoutError, match=r"did not finish within 0 s"):
-        background.close()
-    background.log(1, {})
-    background.log(1, {})
+        background.call("close")
+    background.call("log", 1, {})
+    background.call("log", 1, {})
     with pytest.raises(TimeoutError, match="is 6 records behind"):
-        background.log(1, {})
+        background.call("log", 1, {})
     gate.set()
 
 
