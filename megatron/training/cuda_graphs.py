@@ -140,7 +140,7 @@ class StepRunner:
     """
 
     def __init__(self, trainer: Trainer, recorder: GraphRecorder | None = None) -> None:
-        """Prepare for the configured mode; ``recorder`` None captures CUDA graphs.
+        """Prepare for ``--cuda-graph``; ``recorder`` None captures CUDA graphs.
 
         Raises:
             UserError: if a GPU is needed and this run has none.

@@ -167,7 +167,7 @@ class RunLogger:
         self.warning(f"{name} failed and receives no more data: {error_summary(error)}; training continues")
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
-        """Update the progress after a step; ``read`` returns the metrics to log if the run fails before the next line."""
+        """Update the progress after a step; ``read`` returns the metrics to log if the run fails before its line."""
         tokens = consumed_samples * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read

@@ -25,6 +25,7 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthMonitor
 from megatron.training.callbacks.profiler import NO_REQUEST
 from megatron.training.checkpointer import Checkpointer
+from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
@@ -57,7 +58,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
             builtin = build_callbacks(trainer, log, stop)
-            return train(trainer, None, log, stop, builtin, Checkpointer(trainer)), trainer
+            return train(trainer, StepRunner(trainer), log, stop, builtin, Checkpointer(trainer)), trainer
     finally:
         stop.restore()
 
