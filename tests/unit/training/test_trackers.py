@@ -220,7 +220,9 @@ def warned(folder: Path) -> list[str]:
 def test_missing_packages_and_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     flags = f"--train-iters 1 --wandb-project p --tensorboard-dir {tmp_path}"
-    with patch.dict(sys.modules, {"torch.utils.tensorboard": None, "wandb": None}):
+    with patch.dict(sys.modules, {"tensorboard": None, "wandb": None}):
+        for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+            del sys.modules[name]
         assert start(tiny_run(tmp_path / "run", f"{flags}/board")).status == 0
     assert start(tiny_run(tmp_path / "other", f"{flags}/file --wandb-save-dir {tmp_path}/file")).status == 0
     board, client = warned(tmp_path / "run")
