@@ -73,64 +73,43 @@ class Goodput:
         self.starts = int(state["starts"]) + 1
 
 
-@dataclass(frozen=True)
-class RankStats:
-    """Times, traffic and memory of one rank."""
+RankStats = Mapping[str, float]
+"""Measurements of one rank by the names of their metrics, per step: ``iteration-time``, ``communication-AXES`` (with
+the time blocked in the pipeline as ``communication-bubble``), ``sent-bytes-AXES``, ``TIMER-time``, and memory."""
 
-    seconds: float  # wall-clock time per step
-    waits: Mapping[str, float]  # seconds per step blocked in collectives, by mesh axes; in the pipeline as BUBBLE
-    phases: Mapping[str, float]  # seconds per step, by timer
-    memory_bytes: int  # peak
-    memory_total_bytes: int  # capacity
-    sent: Mapping[str, float] = field(default_factory=dict)  # bytes sent per step, by mesh axes
+BUBBLE_TIME = f"communication-{BUBBLE}"
 
 
 def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
-    """Return the statistics of all ranks, in rank order. One collective over ``world``.
-
-    All ranks must have the same axes and phases.
-    """
+    """Return the measurements of all ranks, which have the same names, in rank order. One collective over ``world``."""
     if world.size == 1:
         return [mine]
-    numbers = [
-        mine.seconds,
-        float(mine.memory_bytes),
-        float(mine.memory_total_bytes),
-        *mine.waits.values(),
-        *mine.phases.values(),
-        *mine.sent.values(),
-    ]
-    gathered = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
-    ranks = []
-    for seconds, used, total, *rest in gathered.view(world.size, -1).tolist():
-        remaining = iter(rest)
-        waits, phases, sent = (dict(zip(names, remaining)) for names in (mine.waits, mine.phases, mine.sent))
-        ranks.append(RankStats(seconds, waits, phases, int(used), int(total), sent))
-    return ranks
+    values = torch.tensor([*mine.values()], dtype=torch.float64, device=device)
+    gathered = comm.all_gather(values, world).view(world.size, -1).tolist()
+    return [dict(zip(mine, of_rank)) for of_rank in gathered]
 
 
 def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
-    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
+    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0]}
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["mem-max-allocated-bytes"])
     metrics: dict[str, Any] = {
-        "data-wait": max(rank.phases.get("batch-generator", 0.0) for rank in ranks),
-        "mem-max-allocated-bytes": ranks[fullest].memory_bytes,
-        MEMORY_CAPACITY: ranks[fullest].memory_total_bytes,
+        "data-wait": max(rank.get("batch-generator-time", 0.0) for rank in ranks),
+        "mem-max-allocated-bytes": int(ranks[fullest]["mem-max-allocated-bytes"]),
+        MEMORY_CAPACITY: int(ranks[fullest][MEMORY_CAPACITY]),
     }
     if len(ranks) > 1:
         metrics["mem-max-rank"] = fullest
-    for axes in ranks[0].sent:
-        metrics[f"sent-bytes-{axes}"] = statistics.fmean(rank.sent[axes] for rank in ranks)
-    if not ranks[0].waits:
+    metrics |= {name: sent for name, sent in mean.items() if name.startswith("sent-bytes-")}
+    waits = {name: seconds for name, seconds in mean.items() if name.startswith("communication-")}
+    if not waits:
         return metrics
-    step = statistics.fmean(rank.seconds for rank in ranks)
-    waits = {axes: statistics.fmean(rank.waits[axes] for rank in ranks) for axes in ranks[0].waits}
-    if BUBBLE in waits:
-        metrics["bubble"] = waits.pop(BUBBLE) / step
-    metrics |= {f"communication-{axes}": seconds for axes, seconds in waits.items()}
-    metrics["communication-share"] = sum(waits.values()) / step
+    own = [rank["iteration-time"] - sum(rank[name] for name in waits) for rank in ranks]
+    if BUBBLE_TIME in waits:
+        metrics["bubble"] = waits.pop(BUBBLE_TIME) / mean["iteration-time"]
+    metrics |= waits
+    metrics["communication-share"] = sum(waits.values()) / mean["iteration-time"]
     if len(ranks) > 1:
-        own = [rank.seconds - sum(rank.waits.values()) for rank in ranks]
         median = statistics.median(own)
         metrics["slowest-rank"] = own.index(max(own))
         metrics["slowest-rank-excess"] = max(own) / median - 1.0 if median > 0 else 0.0
@@ -140,14 +119,14 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
 def timer_metrics(ranks: Sequence[RankStats], option: str) -> dict[str, Any]:
     """Return the timers that ran; ``option`` is ``--timing-log-option``: ``max``, ``minmax`` or ``all``."""
     metrics: dict[str, Any] = {}
-    for name in ranks[0].phases:
-        by_rank = [rank.phases[name] for rank in ranks]
-        if max(by_rank) > 0:
-            metrics[f"{name}-time"] = max(by_rank)
+    for name in ranks[0]:
+        by_rank = [rank[name] for rank in ranks]
+        if name.endswith("-time") and name != "iteration-time" and max(by_rank) > 0:
+            metrics[name] = max(by_rank)
             if len(ranks) > 1 and option == "minmax":
-                metrics[f"{name}-time-min"] = min(by_rank)
+                metrics[f"{name}-min"] = min(by_rank)
             if len(ranks) > 1 and option == "all":
-                metrics[f"{name}-time-by-rank"] = by_rank
+                metrics[f"{name}-by-rank"] = by_rank
     return metrics
 
 
@@ -292,7 +271,7 @@ class MetricsWindow:
         return {name: value for name, value in metrics.items() if value is not None}
 
     def _rank_stats(self, seconds_per_step: float) -> RankStats:
-        """Return the statistics of this rank since the last call."""
+        """Return the measurements of this rank since the last call."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
@@ -301,8 +280,15 @@ class MetricsWindow:
         if self.world.size == 1 or self._cuda_graph == "step":  # waits inside a replayed graph cannot be measured
             waits, sent = {}, {}
         replayed = CUDA_GRAPH_PHASES[self._cuda_graph]
-        phases = {name: seconds for name, seconds in self.timers.read(steps).items() if name not in replayed}
-        return RankStats(seconds_per_step, waits, phases, *peak_memory(self.device), sent)
+        used, capacity = peak_memory(self.device)
+        return {
+            "iteration-time": seconds_per_step,
+            **{f"communication-{axes}": seconds for axes, seconds in waits.items()},
+            **{f"sent-bytes-{axes}": count for axes, count in sent.items()},
+            **{f"{name}-time": seconds for name, seconds in self.timers.read(steps).items() if name not in replayed},
+            "mem-max-allocated-bytes": used,
+            MEMORY_CAPACITY: capacity,
+        }
 
     def _add_goodput(self) -> float:
         """Account the time since the last call as spent in steps, and return the current time."""
