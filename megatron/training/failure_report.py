@@ -20,6 +20,7 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -51,7 +52,7 @@ from megatron.distributed.launch import (
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
-MAX_CAUSE_CHARS = 60
+MAX_CAUSE_CHARS = 120
 """Characters quoted from a library's error message."""
 
 
@@ -115,11 +116,7 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}{notes}"
     if published := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY):
         return published
-    # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
-    line = next(iter(str(error).strip().splitlines()), "no reason is given")
-    cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
-    if len(cause) > MAX_CAUSE_CHARS:
-        cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
+    cause = textwrap.shorten(str(error), MAX_CAUSE_CHARS, placeholder=" ...") or "no reason is given"
     return f"{LOST_CONTACT} ({cause}){notes}"
 
 

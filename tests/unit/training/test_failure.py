@@ -111,27 +111,10 @@ def test_an_error_is_reported_once_and_the_rest_is_left_to_the_end_of_the_proces
     assert "error: " not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        (GLOO, "Connection reset by peer"),
-        (
-            "[x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
-            "Timed out waiting 1800000ms for recv operation to complete",
-        ),
-        ("Application timeout caused pair closure", "Application timeout caused pair closure"),
-        (f"{GLOO}. This is typically caused by a remote worker hanging. Check the logs.", "Connection reset by peer"),
-    ],
-)
-def test_lost_contact_takes_one_line_in_the_records(text: str, cause: str) -> None:
-    assert describe_error(RuntimeError(text)) == f"{LOST_CONTACT} ({cause})"
-
-
-def test_a_quoted_cause_is_short() -> None:
+def test_lost_contact_takes_one_short_line_in_the_records() -> None:
+    assert describe_error(RuntimeError(GLOO)) == f"{LOST_CONTACT} ({GLOO})"
     printed = describe_error(dist.DistBackendError("NCCL error in: x.cpp:1, unhandled " + 100 * "y" + "\nLast error"))
-    assert printed.startswith(f"{LOST_CONTACT} (")
-    assert len(printed) < len(LOST_CONTACT) + 70
-    assert "\n" not in printed
+    assert printed == f"{LOST_CONTACT} (NCCL error in: x.cpp:1, unhandled ...)"
 
 
 def test_records_name_the_pipeline_action_that_failed() -> None:
@@ -140,7 +123,7 @@ def test_records_name_the_pipeline_action_that_failed() -> None:
         one.add_note("in the pipeline at 3F2")
     assert describe_error(error) == "ValueError: too hot, in the pipeline at 3F2"
     assert explain_error(error).endswith("ValueError: too hot\nin the pipeline at 3F2")
-    assert describe_error(lost).endswith(" (Connection reset by peer), in the pipeline at 3F2")
+    assert describe_error(lost).endswith("Connection reset by peer), in the pipeline at 3F2")
 
 
 def test_sigterm_is_ignored_while_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
