@@ -91,7 +91,6 @@ def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> li
 
 def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
-    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0]}
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["mem-max-allocated-bytes"])
     metrics: dict[str, Any] = {
         "data-wait": max(rank.get("batch-generator-time", 0.0) for rank in ranks),
@@ -100,6 +99,8 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     }
     if len(ranks) > 1:
         metrics["mem-max-rank"] = fullest
+    prefixes = ("iteration-time", "sent-bytes-", "communication-")
+    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0] if name.startswith(prefixes)}
     metrics |= {name: sent for name, sent in mean.items() if name.startswith("sent-bytes-")}
     waits = {name: seconds for name, seconds in mean.items() if name.startswith("communication-")}
     if not waits:
@@ -120,8 +121,10 @@ def timer_metrics(ranks: Sequence[RankStats], option: str) -> dict[str, Any]:
     """Return the timers that ran; ``option`` is ``--timing-log-option``: ``max``, ``minmax`` or ``all``."""
     metrics: dict[str, Any] = {}
     for name in ranks[0]:
+        if not name.endswith("-time") or name == "iteration-time":
+            continue
         by_rank = [rank[name] for rank in ranks]
-        if name.endswith("-time") and name != "iteration-time" and max(by_rank) > 0:
+        if max(by_rank) > 0:
             metrics[name] = max(by_rank)
             if len(ranks) > 1 and option == "minmax":
                 metrics[f"{name}-min"] = min(by_rank)
