@@ -48,7 +48,7 @@ from megatron.training.startup import StartFacts
 SUPERSEDED_CHECK_SECONDS = 5.0
 """Interval between checks whether a later start has taken over the run; each is a call to the file system."""
 
-LOGGER_TIMEOUT_SECONDS = 30.0  # that flush and close wait for a logger
+LOGGER_TIMEOUT_SECONDS = 30.0  # that closing waits for a logger
 QUEUE_CAPACITY = 10_000  # queued calls per logger, a few megabytes
 
 
