@@ -99,17 +99,18 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     }
     if len(ranks) > 1:
         metrics["mem-max-rank"] = fullest
-    prefixes = ("iteration-time", "sent-bytes-", "communication-")
-    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0] if name.startswith(prefixes)}
+    averaged = [name for name in ranks[0] if name.startswith(("sent-bytes-", "communication-"))]
+    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in averaged}
     metrics |= {name: sent for name, sent in mean.items() if name.startswith("sent-bytes-")}
     waits = {name: seconds for name, seconds in mean.items() if name.startswith("communication-")}
     if not waits:
         return metrics
+    step = statistics.fmean(rank["iteration-time"] for rank in ranks)
     own = [rank["iteration-time"] - sum(rank[name] for name in waits) for rank in ranks]
     if BUBBLE_TIME in waits:
-        metrics["bubble"] = waits.pop(BUBBLE_TIME) / mean["iteration-time"]
+        metrics["bubble"] = waits.pop(BUBBLE_TIME) / step
     metrics |= waits
-    metrics["communication-share"] = sum(waits.values()) / mean["iteration-time"]
+    metrics["communication-share"] = sum(waits.values()) / step
     if len(ranks) > 1:
         median = statistics.median(own)
         metrics["slowest-rank"] = own.index(max(own))
@@ -124,8 +125,9 @@ def timer_metrics(ranks: Sequence[RankStats], option: str) -> dict[str, Any]:
         if not name.endswith("-time") or name == "iteration-time":
             continue
         by_rank = [rank[name] for rank in ranks]
-        if max(by_rank) > 0:
-            metrics[name] = max(by_rank)
+        longest = max(by_rank)
+        if longest > 0:
+            metrics[name] = longest
             if len(ranks) > 1 and option == "minmax":
                 metrics[f"{name}-min"] = min(by_rank)
             if len(ranks) > 1 and option == "all":
