@@ -11,7 +11,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -69,50 +69,42 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: pass the folders given to the runs as --run-dir")
     run = RunFolder(folder)
-    run.options = _options(run)
-    run.facts = {name: value for file in FACT_FILES for name, value in _flat(_json(run, file))}
+    groups = _parsed(run, CONFIG_FILE, yaml.safe_load)
+    if groups is not None:
+        values = {
+            name: value for group in groups.values() if isinstance(group, Mapping) for name, value in group.items()
+        }
+        run.options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    elif not (folder / CONFIG_FILE).exists():
+        run.missing.append(f"{folder} has no {CONFIG_FILE}")
+    run.facts = {name: value for file in FACT_FILES for name, value in _flat(_parsed(run, file, json.loads) or {})}
     if (folder / DIFF_FILE).is_file():
         run.facts["uncommitted changes"] = (folder / DIFF_FILE).read_text(errors="replace")
-    _read_lines(run)
+    try:
+        history = read_history(folder / METRICS_FILE)
+        run.lines = {point.iteration: point.line for point in history.train}
+        if count := len(history.unreadable):
+            run.missing.append(f"{folder / METRICS_FILE}: {count} {'line' if count == 1 else 'lines'} cannot be read")
+    except (OSError, ValueError) as error:
+        run.missing.append(str(error))
     if run.options is None and not run.lines:
         raise ValueError(f"{folder} is not a run folder: {'; '.join(run.missing)}")
     return run
 
 
-def _options(run: RunFolder) -> dict[str, Any] | None:
-    try:
-        tree = yaml.safe_load((run.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        groups = [values for values in tree.values() if isinstance(values, Mapping)]
-    except FileNotFoundError:
-        run.missing.append(f"{run.folder} has no {CONFIG_FILE}")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        run.missing.append(f"{run.folder / CONFIG_FILE} cannot be read: {' '.join(str(error).split())}")
-    else:
-        return {name: tuple(v) if isinstance(v, list) else v for values in groups for name, v in values.items()}
-    return None
-
-
-def _json(run: RunFolder, name: str) -> Mapping[str, Any]:
+def _parsed(run: RunFolder, name: str, parse: Callable[[str], Any]) -> Mapping[str, Any] | None:
+    """Return the content of a file; None if it does not exist or, with a message, if it cannot be read."""
     path = run.folder / name
-    if not path.is_file():
-        return {}
+    if not path.exists():
+        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        run.missing.append(f"{path} cannot be read: {error}")
-        return {}
-    return content if isinstance(content, Mapping) else {name: content}
-
-
-def _read_lines(run: RunFolder) -> None:
-    try:
-        history = read_history(run.folder / METRICS_FILE)
-    except (OSError, ValueError) as error:
-        run.missing.append(str(error))
-        return
-    run.lines = {point.iteration: point.line for point in history.train}
-    if count := len(history.unreadable):
-        run.missing.append(f"{run.folder / METRICS_FILE}: {count} {'line' if count == 1 else 'lines'} cannot be read")
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = " ".join(str(error).split())
+    if isinstance(content, Mapping):
+        return content
+    run.missing.append(f"{path} cannot be read: {content}")
+    return None
 
 
 @dataclass(frozen=True)

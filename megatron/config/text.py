@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -65,3 +65,14 @@ def format_bytes(count: float) -> str:
         if count >= unit:
             return f"{count / unit:,.2f} {name}"
     return f"{round(count)} byte{'' if round(count) == 1 else 's'}"
+
+
+def listed(items: Sequence[object], most: int = 4) -> str:
+    """Return the first items: ``a, b, c, d and 5 more``."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
+def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:
+    """Return the first ranks with their noun: ``rank 1``, or ``ranks 0, 1, 2, 3 and 5 more``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, most)}"

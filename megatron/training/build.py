@@ -42,21 +42,13 @@ from megatron.training.trainer import Trainer, describe_versions
 
 
 def check_same_kernels(chosen: str, world: Group) -> None:
-    """Check that all ranks have chosen the same kernels; otherwise copies of a weight would differ. Collective.
-
-    Raises:
-        UserError: on every rank, if they differ.
-    """
+    """Raise a UserError on every rank if they chose different kernels: copies of a weight would differ. Collective."""
     if differences := _differences(chosen, world):
         raise UserError([Problem("E904", f"ranks would compute differently: {differences}", ("--kernels torch",))])
 
 
 def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
-    """Check that all ranks have read the same pipeline schedule; otherwise they would deadlock. Collective.
-
-    Raises:
-        UserError: on every rank, if they differ.
-    """
+    """Raise a UserError on every rank if they read different pipeline schedules: they would deadlock. Collective."""
     digest = hashlib.blake2b(repr(schedule.ranks).encode(), digest_size=8).hexdigest()
     if differences := _differences(digest, world):
         sentence = f"{schedule.name} is not the same on all ranks: {differences}"
@@ -141,7 +133,13 @@ def build_trainer(
         chunks = build_chunks(model, training, context, own_layers)
     specs, params = context.specs, context.params
     with clock("optimizer"):
-        buckets, optimizer = _optimizer(config, context)
+        dtypes = {name: param.dtype for name, param in params.items()}
+        uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
+        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut)
+        overlap = parallel.overlap_param_gather
+        optimizer = DistributedOptimizer(
+            params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap
+        )
     for chunk in chunks.values():
         optimizer.weights.gather_before_forward(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
@@ -155,20 +153,6 @@ def build_trainer(
         with clock("data"):
             trainer.start_at(0, 0)
     return trainer
-
-
-def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuffer, DistributedOptimizer]:
-    """Build the gradient buckets and the optimizer of the parameters in ``context``."""
-    parallel, mesh = config.parallel, context.mesh
-    specs, params = context.specs, context.params
-    dtypes = {name: p.dtype for name, p in params.items()}
-    uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-    buckets = GradBuffer(specs, dtypes, mesh, context.grad_accumulator, context.device, parallel, uncut)
-    overlap = parallel.overlap_param_gather
-    optimizer = DistributedOptimizer(
-        params, specs, buckets, mesh, config.optimizer, context.seed, context.kernels.adam, overlap
-    )
-    return buckets, optimizer
 
 
 def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:

@@ -8,9 +8,9 @@ their state in place. The first steps of every shape run eagerly and are normal 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,16 +37,6 @@ Inputs = Sequence[Any]
 T = TypeVar("T")
 
 
-class GraphRecorder(Protocol):
-    """Captures the kernels that a function launches."""
-
-    def on_stream(self) -> AbstractContextManager[Any]:
-        """Run the work inside on the stream of the capture."""
-
-    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture ``work``; return its result, with tensors not computed yet, and a function that computes them."""
-
-
 class CudaGraphRecorder:
     """Capture CUDA graphs on a stream of their own."""
 
@@ -63,13 +53,14 @@ class CudaGraphRecorder:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture ``work``; thread-local, because NCCL's watchdog thread queries events at any time.
+        """Capture ``work``; return its result, with tensors not computed yet, and a function that computes them.
 
         Raises:
             UserError: if part of it cannot be captured, or memory runs out.
         """
         graph = torch.cuda.CUDAGraph()
         try:
+            # thread-local, because NCCL's watchdog thread queries events at any time
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         except RuntimeError as error:
@@ -84,7 +75,7 @@ class GraphedCallable(Generic[T]):
     Only the latest graph is kept. Results are copied after every replay, so that the next one does not change them.
     """
 
-    def __init__(self, work: Callable[[Any, Inputs], T], recorder: GraphRecorder) -> None:
+    def __init__(self, work: Callable[[Any, Inputs], T], recorder: CudaGraphRecorder) -> None:
         """Wrap a function of constants and tensors that returns a dataclass; its tensor fields are the results."""
         self._work = work
         self._recorder = recorder
@@ -122,15 +113,13 @@ class GraphedCallable(Generic[T]):
         return _clone_tensors(self._result)
 
 
-def _clone_tensors(result: Any) -> Any:
+def _clone_tensors(value: Any) -> Any:
     """Return a copy of a dataclass with cloned tensors, also in its dicts of tensors."""
-
-    def clone(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: tensor.clone() for name, tensor in value.items()}
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return replace(result, **{f.name: clone(getattr(result, f.name)) for f in fields(result)})
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _clone_tensors(item) for name, item in value.items()}
+    return replace(value, **{f.name: _clone_tensors(getattr(value, f.name)) for f in fields(value)})
 
 
 class StepRunner:
@@ -139,8 +128,8 @@ class StepRunner:
     On GPUs learning rates are always fp32 scalars in GPU memory, so captured steps equal eager ones to the bit.
     """
 
-    def __init__(self, trainer: Trainer, recorder: GraphRecorder | None = None) -> None:
-        """Prepare for the configured mode; ``recorder`` None captures CUDA graphs.
+    def __init__(self, trainer: Trainer, recorder: CudaGraphRecorder | None = None) -> None:
+        """Prepare for ``--cuda-graph``; ``recorder`` None captures CUDA graphs.
 
         Raises:
             UserError: if a GPU is needed and this run has none.

@@ -20,6 +20,7 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -35,6 +36,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
+from megatron.config.text import listed_ranks
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
@@ -50,7 +52,7 @@ from megatron.distributed.launch import (
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
-MAX_CAUSE_CHARS = 60
+MAX_CAUSE_CHARS = 120
 """Characters quoted from a library's error message."""
 
 
@@ -114,22 +116,14 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}{notes}"
     if published := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY):
         return published
-    # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
-    line = next(iter(str(error).strip().splitlines()), "no reason is given")
-    cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
-    if len(cause) > MAX_CAUSE_CHARS:
-        cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
+    cause = textwrap.shorten(str(error), MAX_CAUSE_CHARS, placeholder=" ...") or "no reason is given"
     return f"{LOST_CONTACT} ({cause}){notes}"
 
 
 FAILURES_FILE = "failures.jsonl"
 
-RECORD_TIMEOUT_SECONDS = 5.0
-"""Seconds after which a hanging write is abandoned."""
-
-NONFINITE, MEMORY, DEVICE, CONTACT = "nonfinite", "out-of-memory", "device", "lost-contact"
-DATA, DISK, OTHER = "data", "disk", "other"
-FAILURE_KINDS = (NONFINITE, MEMORY, DEVICE, CONTACT, DATA, DISK, OTHER)
+FAILURE_KINDS = ("nonfinite", "out-of-memory", "device", "lost-contact", "data", "disk", "other")
+NONFINITE, MEMORY, DEVICE, CONTACT, DATA, DISK, OTHER = FAILURE_KINDS
 
 DEVICE_CODES, DISK_CODES = {"E207"}, {"E701", "E816"}
 """Errors at the start caused by the machine, not by flags: missing GPU; unwritable folder, full disk."""
@@ -189,7 +183,7 @@ def rank_label(launch: Launch, environ: Mapping[str, str]) -> str:
 def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[str, str]) -> None:
     """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
 
-    Never raises and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
+    Never raises. Writes nothing if the folder does not exist or a later start owns it.
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
@@ -207,16 +201,10 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
         "kind": kind,
         "sentence": " ".join(describe_error(error).split()),
     }
-
-    def write() -> None:
-        with suppress(Exception):
-            file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
-            file.write(line)
-            file.close()
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(RECORD_TIMEOUT_SECONDS)
+    with suppress(OSError):
+        file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
+        file.write(line)
+        file.close()
 
 
 POLL_SECONDS = 1.0
@@ -337,9 +325,5 @@ def rank_positions(rank: int, world_size: int) -> str:
         ranks_at[found.get(key, "no answer")].append(r)
     if [*ranks_at] == [OTHER_WORK]:
         return ""
-    phrases = []
-    for place, ranks in ranks_at.items():
-        more = f" and {len(ranks) - MAX_RANKS_LISTED} more" if len(ranks) > MAX_RANKS_LISTED else ""
-        listed = " ".join(map(str, ranks[:MAX_RANKS_LISTED]))
-        phrases.append(f"{place} (rank{'s' if len(ranks) > 1 else ''} {listed}{more})")
+    phrases = [f"{place} ({listed_ranks(ranks, MAX_RANKS_LISTED)})" for place, ranks in ranks_at.items()]
     return "the ranks were at: " + ", ".join(phrases)

@@ -28,24 +28,13 @@ from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow, StepMetrics, evaluation_metrics
-from megatron.training.step import evaluate, train_step
+from megatron.training.step import evaluate
 from megatron.training.trainer import Trainer
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-TIME_LIMIT = 124
-"""Exit status after ``exit_duration_in_mins``, the same as that of timeout(1)."""
-
-STOP_FILE_FOUND = 1
-"""Stop code if only the stop file stops the run; the exit status is 0, because launchers restart on any other."""
-
-ECHO_SECONDS = 2.0
-"""A second signal within this time is the same Ctrl-C: it reaches every process, and torchrun forwards it again."""
 
 
 def train(
     trainer: Trainer,
-    graphs: StepRunner | None,
+    run_step: StepRunner,
     log: RunLogger,
     stop: StopRequest,
     builtin: Sequence[Callback],
@@ -55,7 +44,7 @@ def train(
 
     Args:
         trainer: at the position to start from.
-        graphs: takes the steps on GPUs; None takes them without CUDA graphs.
+        run_step: takes a step, eagerly or by replaying a CUDA graph.
         log: reports metrics and events.
         stop: requests to stop.
         builtin: callbacks that are called before those of plugins.
@@ -84,7 +73,7 @@ def train(
             if trainer.iteration < trainer.total_steps:
                 checkpointer.mark_finished(False)
             with checkpointer.saving(log, callbacks.on_save):
-                status = take_steps(trainer, graphs, log, stop, callbacks, checkpointer)
+                status = take_steps(trainer, run_step, log, stop, callbacks, checkpointer)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
         callbacks.on_stop(error)
@@ -97,7 +86,7 @@ def train(
 
 def take_steps(
     trainer: Trainer,
-    graphs: StepRunner | None,
+    run_step: StepRunner,
     log: RunLogger,
     stop: StopRequest,
     callbacks: CallbackList,
@@ -110,15 +99,15 @@ def take_steps(
     training, log_interval = trainer.config.training, trainer.config.logging.log_interval
     window = start_window(trainer)
     trainer.startup.enter("first step")
-    while True:
+    leave = False
+    while not leave:
         callbacks.on_step_start(window)
         samples, rates = trainer.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
-        metrics = take_step(trainer, graphs, samples, rates, eager=callbacks.observes_modules)
-        iteration = trainer.iteration
-
+        metrics = take_step(trainer, run_step, samples, rates, eager=callbacks.observes_modules)
         window.add(metrics, samples)
-        read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
-        log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
+        iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
+        read = partial(window.read, iteration=iteration, consumed_samples=consumed_samples, rates=rates)
+        log.stepped(iteration, consumed_samples, partial(read, alone=True))  # read if the run fails early
         callbacks.on_step_end(window, metrics)
         if trainer.startup.running:
             log_startup(trainer, log)
@@ -136,15 +125,14 @@ def take_steps(
                     evaluate_and_log(trainer, split, log, callbacks)
         checkpointer.maybe_save(window, leave)
         callbacks.on_iteration_end(window)
-        if last:
-            return 0
-        if leave:
-            cause = stop.reason(stop_code) if stop_code else f"--exit-interval {training.exit_interval}"
-            log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
-            return exit_status(stop_code)
+    if last:
+        return 0
+    cause = stop.reason(stop_code) if stop_code else f"--exit-interval {training.exit_interval}"
+    log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
+    return exit_status(stop_code)
 
 
-def take_step(trainer: Trainer, graphs: StepRunner | None, samples: int, rates: Rates, eager: bool) -> StepMetrics:
+def take_step(trainer: Trainer, run_step: StepRunner, samples: int, rates: Rates, eager: bool) -> StepMetrics:
     """Take the next step, of ``samples`` samples, and count it; ``eager`` without CUDA graphs.
 
     Raises:
@@ -152,10 +140,7 @@ def take_step(trainer: Trainer, graphs: StepRunner | None, samples: int, rates: 
     """
     with trainer.timers("batch-generator"):
         batches = trainer.next_batches()
-    if graphs is None:
-        metrics = train_step(trainer, batches, rates)
-    else:
-        metrics = graphs(batches, rates, eager)
+    metrics = run_step(batches, rates, eager)
     if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
         trainer.prefetch()
     nonfinite = trainer.config.training.on_nonfinite == "stop" and metrics.nonfinite.item()
@@ -264,6 +249,23 @@ def log_startup(trainer: Trainer, log: RunLogger) -> None:
     log.start_up(mine, dict(zip(mine, longest)))
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+TIME_LIMIT = 124
+"""Exit status after ``exit_duration_in_mins``, the same as that of timeout(1)."""
+
+STOP_FILE_FOUND = 1
+"""Stop code if only the stop file stops the run; the exit status is 0, because launchers restart on any other."""
+
+ECHO_SECONDS = 2.0
+"""A second signal within this time is the same Ctrl-C: it reaches every process, and torchrun forwards it again."""
+
+
+def exit_status(stop_code: int) -> int:
+    """Return the exit status for a stop code."""
+    return 0 if stop_code == STOP_FILE_FOUND else stop_code
+
+
 class StopRequest:
     """Record the first signal to this process, watch the time limit and the stop file; :meth:`poll` combines ranks.
 
@@ -314,16 +316,12 @@ class StopRequest:
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
         ``STOP_FILE_FOUND`` if any rank sees the file.
         """
-        request = NO_REQUEST
-        if self.profiles is not None and time.monotonic() >= self.profiles.next_check:
-            request = self.profiles.take()
-        if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
-            self.profile_request = request
-            return self._local_code()
-        mine = torch.tensor((self._local_code(), *request), device=self.device)
-        code, *requests = comm.all_reduce(mine, self.world, op="max").tolist()
-        self.profile_request = ProfileRequest(*requests)
-        return int(code)
+        requests = [self._local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
+        if self.world.size > 1:  # a single rank needs no tensor, so no synchronisation with the GPU
+            requests = comm.all_reduce(torch.tensor(requests, device=self.device), self.world, op="max").tolist()
+        code, *profiles = requests
+        self.profile_request = ProfileRequest(*profiles)
+        return code
 
     def _local_code(self) -> int:
         if self._signal:
@@ -336,11 +334,9 @@ class StopRequest:
         """Return the human-readable reason for a stop code, on the rank that has the file."""
         if code == STOP_FILE_FOUND:
             return f"--stop-file {self._file}"
-        return (
-            "--exit-duration-in-mins"
-            if code == TIME_LIMIT
-            else f"signal {code - 128} ({signal.Signals(code - 128).name})"
-        )
+        if code == TIME_LIMIT:
+            return "--exit-duration-in-mins"
+        return f"signal {code - 128} ({signal.Signals(code - 128).name})"
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -348,8 +344,3 @@ class StopRequest:
             signal.signal(number, handler)
         if self.profiles is not None:
             self.profiles.restore()
-
-
-def exit_status(stop_code: int) -> int:
-    """Return the exit status for a stop code."""
-    return 0 if stop_code == STOP_FILE_FOUND else stop_code

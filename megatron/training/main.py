@@ -103,8 +103,7 @@ def build_and_train(
         trainer.goodput = Goodput(startup.began)
         trainer.startup = startup
         stop.world = trainer.mesh.world
-        on_gpu = trainer.device.type == "cuda"
-        graphs = StepRunner(trainer) if on_gpu or config.compute.cuda_graph != "none" else None
+        run_step = StepRunner(trainer)
         checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
             held = () if lease is None else lease.notes
@@ -131,7 +130,7 @@ def build_and_train(
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        return train(trainer, graphs, log, stop, build_callbacks(trainer, log, stop, others), checkpointer)
+        return train(trainer, run_step, log, stop, build_callbacks(trainer, log, stop, others), checkpointer)
 
 
 @contextmanager

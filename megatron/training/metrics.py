@@ -73,64 +73,45 @@ class Goodput:
         self.starts = int(state["starts"]) + 1
 
 
-@dataclass(frozen=True)
-class RankStats:
-    """Times, traffic and memory of one rank."""
+RankStats = Mapping[str, float]
+"""Measurements of one rank by the names of their metrics, per step: ``iteration-time``, ``communication-AXES`` (with
+the time blocked in the pipeline as ``communication-bubble``), ``sent-bytes-AXES``, ``TIMER-time``, and memory."""
 
-    seconds: float  # wall-clock time per step
-    waits: Mapping[str, float]  # seconds per step blocked in collectives, by mesh axes; in the pipeline as BUBBLE
-    phases: Mapping[str, float]  # seconds per step, by timer
-    memory_bytes: int  # peak
-    memory_total_bytes: int  # capacity
-    sent: Mapping[str, float] = field(default_factory=dict)  # bytes sent per step, by mesh axes
+BUBBLE_TIME = f"communication-{BUBBLE}"
 
 
 def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
-    """Return the statistics of all ranks, in rank order. One collective over ``world``.
-
-    All ranks must have the same axes and phases.
-    """
+    """Return the measurements of all ranks, which have the same names, in rank order. One collective over ``world``."""
     if world.size == 1:
         return [mine]
-    numbers = [
-        mine.seconds,
-        float(mine.memory_bytes),
-        float(mine.memory_total_bytes),
-        *mine.waits.values(),
-        *mine.phases.values(),
-        *mine.sent.values(),
-    ]
-    gathered = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
-    ranks = []
-    for seconds, used, total, *rest in gathered.view(world.size, -1).tolist():
-        remaining = iter(rest)
-        waits, phases, sent = (dict(zip(names, remaining)) for names in (mine.waits, mine.phases, mine.sent))
-        ranks.append(RankStats(seconds, waits, phases, int(used), int(total), sent))
-    return ranks
+    values = torch.tensor([*mine.values()], dtype=torch.float64, device=device)
+    gathered = comm.all_gather(values, world).view(world.size, -1).tolist()
+    return [dict(zip(mine, of_rank)) for of_rank in gathered]
 
 
 def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
-    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["mem-max-allocated-bytes"])
     metrics: dict[str, Any] = {
-        "data-wait": max(rank.phases.get("batch-generator", 0.0) for rank in ranks),
-        "mem-max-allocated-bytes": ranks[fullest].memory_bytes,
-        MEMORY_CAPACITY: ranks[fullest].memory_total_bytes,
+        "data-wait": max(rank.get("batch-generator-time", 0.0) for rank in ranks),
+        "mem-max-allocated-bytes": int(ranks[fullest]["mem-max-allocated-bytes"]),
+        MEMORY_CAPACITY: int(ranks[fullest][MEMORY_CAPACITY]),
     }
     if len(ranks) > 1:
         metrics["mem-max-rank"] = fullest
-    for axes in ranks[0].sent:
-        metrics[f"sent-bytes-{axes}"] = statistics.fmean(rank.sent[axes] for rank in ranks)
-    if not ranks[0].waits:
+    averaged = [name for name in ranks[0] if name.startswith(("sent-bytes-", "communication-"))]
+    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in averaged}
+    metrics |= {name: sent for name, sent in mean.items() if name.startswith("sent-bytes-")}
+    waits = {name: seconds for name, seconds in mean.items() if name.startswith("communication-")}
+    if not waits:
         return metrics
-    step = statistics.fmean(rank.seconds for rank in ranks)
-    waits = {axes: statistics.fmean(rank.waits[axes] for rank in ranks) for axes in ranks[0].waits}
-    if BUBBLE in waits:
-        metrics["bubble"] = waits.pop(BUBBLE) / step
-    metrics |= {f"communication-{axes}": seconds for axes, seconds in waits.items()}
+    step = statistics.fmean(rank["iteration-time"] for rank in ranks)
+    own = [rank["iteration-time"] - sum(rank[name] for name in waits) for rank in ranks]
+    if BUBBLE_TIME in waits:
+        metrics["bubble"] = waits.pop(BUBBLE_TIME) / step
+    metrics |= waits
     metrics["communication-share"] = sum(waits.values()) / step
     if len(ranks) > 1:
-        own = [rank.seconds - sum(rank.waits.values()) for rank in ranks]
         median = statistics.median(own)
         metrics["slowest-rank"] = own.index(max(own))
         metrics["slowest-rank-excess"] = max(own) / median - 1.0 if median > 0 else 0.0
@@ -140,14 +121,17 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
 def timer_metrics(ranks: Sequence[RankStats], option: str) -> dict[str, Any]:
     """Return the timers that ran; ``option`` is ``--timing-log-option``: ``max``, ``minmax`` or ``all``."""
     metrics: dict[str, Any] = {}
-    for name in ranks[0].phases:
-        by_rank = [rank.phases[name] for rank in ranks]
-        if max(by_rank) > 0:
-            metrics[f"{name}-time"] = max(by_rank)
+    for name in ranks[0]:
+        if not name.endswith("-time") or name == "iteration-time":
+            continue
+        by_rank = [rank[name] for rank in ranks]
+        longest = max(by_rank)
+        if longest > 0:
+            metrics[name] = longest
             if len(ranks) > 1 and option == "minmax":
-                metrics[f"{name}-time-min"] = min(by_rank)
+                metrics[f"{name}-min"] = min(by_rank)
             if len(ranks) > 1 and option == "all":
-                metrics[f"{name}-time-by-rank"] = by_rank
+                metrics[f"{name}-by-rank"] = by_rank
     return metrics
 
 
@@ -192,7 +176,6 @@ class MetricsWindow:
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
             recorded: ``--cuda-graph``: waits and phases inside a replayed graph cannot be measured and are left out.
-
         """
         self.device = device
         self.seq_length = seq_length
@@ -250,7 +233,6 @@ class MetricsWindow:
 
         Returns:
             Values by the names of ``METRICS``, without those that do not apply, such as communication on one rank.
-
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
@@ -294,7 +276,7 @@ class MetricsWindow:
         return {name: value for name, value in metrics.items() if value is not None}
 
     def _rank_stats(self, seconds_per_step: float) -> RankStats:
-        """Return the statistics of this rank since the last call."""
+        """Return the measurements of this rank since the last call."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
@@ -303,8 +285,15 @@ class MetricsWindow:
         if self.world.size == 1 or self._cuda_graph == "step":  # waits inside a replayed graph cannot be measured
             waits, sent = {}, {}
         replayed = CUDA_GRAPH_PHASES[self._cuda_graph]
-        phases = {name: seconds for name, seconds in self.timers.read(steps).items() if name not in replayed}
-        return RankStats(seconds_per_step, waits, phases, *peak_memory(self.device), sent)
+        used, capacity = peak_memory(self.device)
+        return {
+            "iteration-time": seconds_per_step,
+            **{f"communication-{axes}": seconds for axes, seconds in waits.items()},
+            **{f"sent-bytes-{axes}": count for axes, count in sent.items()},
+            **{f"{name}-time": seconds for name, seconds in self.timers.read(steps).items() if name not in replayed},
+            "mem-max-allocated-bytes": used,
+            MEMORY_CAPACITY: capacity,
+        }
 
     def _add_goodput(self) -> float:
         """Account the time since the last call as spent in steps, and return the current time."""
@@ -331,7 +320,6 @@ def evaluation_metrics(split: str, loss: float, average: float | None = None) ->
         split: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
         loss: mean loss per token in nats; NaN if all labels are masked.
         average: loss with the moving average of the weights, if one is kept.
-
     """
     name = f"lm loss {SPLIT_LABELS[split_kind(split)]}"
     validation_set = validation_set_name(split)
@@ -415,16 +403,7 @@ class ThroughputModel:
     def from_config(
         cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
     ) -> ThroughputModel:
-        """Create the model of a run.
-
-        Args:
-            config: resolved configuration.
-            world_size: number of ranks.
-            device_name: as returned by :func:`device_name`.
-            iteration: steps taken before this start.
-            consumed_samples: samples used in these steps.
-
-        """
+        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``."""
         data_parallel_size = world_size // config.parallel.model_ranks
         return cls(
             total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),

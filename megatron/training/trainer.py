@@ -19,6 +19,7 @@ from megatron.arguments.checks.training import schedule_problems
 from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.config.text import listed, listed_ranks
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
@@ -39,9 +40,6 @@ from megatron.pipeline.plan import build_program
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.metrics import Goodput
 from megatron.training.startup import StartupTimer
-
-MAX_RANKS_SHOWN = 4
-"""Ranks listed in an error, of those with the same version."""
 
 MAX_PROGRAMS = 4
 """Schedules kept: a large one takes 16 MiB, and every stage of a batch ramp has its own."""
@@ -235,10 +233,5 @@ def describe_versions(versions: Sequence[str], hosts: Sequence[str]) -> str:
     for version in dict.fromkeys(versions):
         ranks = [rank for rank, other in enumerate(versions) if other == version]
         machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
-        described.append(f"rank{'s' if len(ranks) > 1 else ''} {_shorten(ranks)} ({_shorten(machines)}): {version}")
+        described.append(f"{listed_ranks(ranks)} ({listed(machines)}): {version}")
     return "; ".join(described)
-
-
-def _shorten(items: Sequence[object]) -> str:
-    more = f" and {len(items) - MAX_RANKS_SHOWN:,} more" if len(items) > MAX_RANKS_SHOWN else ""
-    return ", ".join(map(str, items[:MAX_RANKS_SHOWN])) + more

@@ -184,7 +184,7 @@ def tell_of_ranks(rank: int, world_size: int) -> list[RankStats]:
 
 
 def _times_of(rank: int) -> RankStats:
-    return RankStats(1.0 + rank, {"dp": 0.5 + rank}, {"optimizer": 0.25}, 10 + rank, 20)
+    return {"iteration-time": 1.0 + rank, "communication-dp": 0.5 + rank, "mem-max-allocated-bytes": 10 + rank}
 
 
 def begin_a_window(rank: int, world_size: int) -> float:

@@ -19,7 +19,7 @@ from megatron.distributed.sharding import ShardSpec
 from megatron.layers.attention import largest_logit
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.callbacks.health import HealthMonitor, layer_name
+from megatron.training.callbacks.health import HealthReport, layer_name
 from megatron.training.step import train_step
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
@@ -189,7 +189,8 @@ def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
 def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     case = Case(training=TrainingConfig(micro_batch_size=2, **RECOMPUTE[recompute]))
     trainer = build_trainer(case.config(), 0, 1)
-    vitals = HealthMonitor(trainer)
+    vitals = HealthReport(trainer)
+    vitals.on_step_start()
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
     rows = GLOBAL_BATCH * SEQ_LENGTH * MODEL.hidden_size
@@ -203,7 +204,8 @@ def test_logits_are_those_of_the_window_and_the_documents() -> None:
     case = Case(GQA, documents=DOCUMENTS["attention"])
     trainer = build_trainer(case.config(), 0, 1)
     batches = batches_of(trainer, case, 0)
-    vitals = HealthMonitor(trainer)
+    vitals = HealthReport(trainer)
+    vitals.on_step_start()
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         vitals.report(train_step(trainer, batches, RATES))
     for at, ((q_SBND, k_SBGD, window, documents), _) in enumerate(looked.call_args_list):
@@ -238,7 +240,8 @@ def test_a_copy_counted_twice_is_noticed(pool: Pool, layout: str) -> None:
 def a_bad_query(rank: int, world_size: int, at: int) -> dict[str, float]:
     """What every rank reports when the first layer of one has seen a NaN among its logits."""
     trainer = build_trainer(CASES["tp2"].config(), rank, world_size)
-    vitals = HealthMonitor(trainer)
+    vitals = HealthReport(trainer)
+    vitals.on_step_start()
     metrics = train_step(trainer, batches_of(trainer, CASES["tp2"], 0), RATES)
     if rank == at:
         vitals.logits[vitals.rows["layers.0"]] = math.nan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -106,16 +105,16 @@ def test_groups_are_named_by_the_axes_that_have_ranks(pool: Pool) -> None:
     assert pool.run(4, axes_of, 2)[3] == (("tp", "dp", "world"), ["tp", "dp", "tp", "world"])
 
 
+def measured(rank: int) -> RankStats:
+    return {"iteration-time": 1.0 + rank, "communication-tp": 0.1 * rank, "mem-max-allocated-bytes": 2**40 + rank}
+
+
 def gathered(rank: int, world_size: int) -> list[RankStats]:
-    mine = RankStats(1.0 + rank, {"tp": 0.1 * rank, "dp": 0.5}, {"optimizer": 2.0 + rank}, 10 + rank, 2**40 + 1)
-    mine = replace(mine, sent={"dp": 4.0 * rank, "world": 8.0})
-    return gather_rank_stats(mine, mesh_of(rank, world_size).world, CPU)
+    return gather_rank_stats(measured(rank), mesh_of(rank, world_size).world, CPU)
 
 
 def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
-    each = [RankStats(1.0 + r, {"tp": 0.1 * r, "dp": 0.5}, {"optimizer": 2.0 + r}, 10 + r, 2**40 + 1) for r in range(3)]
-    each = [replace(account, sent={"dp": 4.0 * r, "world": 8.0}) for r, account in enumerate(each)]
-    assert pool.run(3, gathered) == 3 * [each]
+    assert pool.run(3, gathered) == 3 * [[measured(rank) for rank in range(3)]]
 
 
 def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[Metrics, float]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron.training.build import build_trainer
-from megatron.training.callbacks.health import HealthMonitor
+from megatron.training.callbacks.health import HealthReport
 from megatron.training.step import train_step
 from tests.distributed.drive import RATES, Case, batches_of
 
@@ -19,7 +19,8 @@ def report(
     """The records of all steps of a case."""
     trainer, records = build_trainer(case.config(), rank, world_size), []
     for step in range(case.steps):
-        vitals = HealthMonitor(trainer)
+        vitals = HealthReport(trainer)
+        vitals.on_step_start()
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         trainer.iteration, trainer.consumed_samples = step + 1, (step + 1) * 4
         with fault():

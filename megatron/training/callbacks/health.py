@@ -1,6 +1,6 @@
 """Checks of a run's health: per-layer metrics, the first non-finite value, and equality of all copies of the weights.
 
-`HealthMonitor` observes one step with forward hooks and reports gradient norms, updates, activations, attention logits
+`HealthReport` observes a step with forward hooks and reports gradient norms, updates, activations, attention logits
 and expert load per layer; the numbers are the same in every parallel layout. `explain_nonfinite` runs a failed step
 again and names the first NaN or infinity. `check_weight_copies` compares weights and main parameters bitwise between
 ranks.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.text import listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
@@ -41,14 +42,21 @@ before it, and of its change; squares and elements of the layer's output. An out
 tensor-parallel ranks is counted on each of them, which leaves the mean unchanged; parameters are counted once."""
 
 
-class HealthMonitor:
-    """Observes one step with forward hooks. Create it before the step, and call :meth:`report` after it."""
+class HealthReport(Callback):
+    """Log per-layer metrics every ``--log-health-interval`` steps, from forward hooks and the gradient buffers."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    observes_modules = True
+
+    def __init__(self, trainer: Trainer, interval: int = 1) -> None:
+        """Report every ``interval`` steps."""
+        super().__init__(trainer)
+        self.interval = interval
+
+    def on_step_start(self) -> None:
         """Register the hooks, and copy the weights to host memory, which is the only wait for the device."""
+        trainer = self.trainer
         model = trainer.config.model
         layers = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
-        self.trainer = trainer
         self.rows = {layer: row for row, layer in enumerate(layers)}  # of the tensors below, which are of this rank
         self.sums = torch.zeros(len(layers), COLUMNS, dtype=torch.float64, device=trainer.device)
         self.logits = self.sums.new_full((len(layers),), -torch.inf)  # largest attention logit
@@ -56,9 +64,9 @@ class HealthMonitor:
         main_params = trainer.optimizer.main_params
         self._before = {name: param.detach().to("cpu", copy=True) for name, param in main_params.items()}
         self._seen: dict[tuple[nn.Module, int], MicroBatch] = {}
-        self._handles = []
+        self._hooks = ExitStack()
         for chunk in trainer.chunks.values():
-            self._handles.append(chunk.register_forward_pre_hook(self._enter_chunk))
+            self._hooks.enter_context(chunk.register_forward_pre_hook(self._enter_chunk))
             for name, module in chunk.named_modules():
                 if isinstance(module, CoreAttention):
                     hook = partial(self._see_attention, layer_name(name))
@@ -68,7 +76,11 @@ class HealthMonitor:
                     hook = partial(self._see_output, name)
                 else:
                     continue
-                self._handles.append(module.register_forward_hook(hook))
+                self._hooks.enter_context(module.register_forward_hook(hook))
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Log the report; collective."""
+        self.log.log(self.report(metrics))
 
     def _enter_chunk(self, chunk: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Keep the micro-batch for the embedding's hook; the embedding receives only its tokens."""
@@ -107,8 +119,7 @@ class HealthMonitor:
     @torch.no_grad()
     def report(self, metrics: StepMetrics) -> dict[str, float]:
         """Remove the hooks and return the metrics of the step, as :func:`summarize_health`. Collective."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
         trainer = self.trainer
         world = trainer.mesh.world
         for name, share in trainer.buckets.counted_shards().items():
@@ -174,7 +185,6 @@ def summarize_health(
         chosen: fp64 ``[layers, experts]``.
         metrics: results of the step. The gradient buffers may still contain the loss scale and the clipping factor; the
             ratio to the step's gradient norm removes this common factor.
-
     """
     whole = sums.sum(0)
     buffer_norm = whole[GRADIENT].sqrt()
@@ -232,7 +242,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
         )
     first = min(found)
     ranks = [rank for rank, finding in enumerate(by_rank) if finding == first]
-    return f"{step}; first on {format_ranks(ranks)}: {first.text}"
+    return f"{step}; first on {listed_ranks(ranks)}: {first.text}"
 
 
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFiniteFinding | None:
@@ -277,14 +287,6 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
     return None
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format as ``rank 1``, or as ``ranks 0, 1, 2 and 5 more``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"
-
-
 HASH_BLOCK = 1 << 22
 """Elements that are hashed at a time, to limit memory."""
 
@@ -306,7 +308,6 @@ def check_weight_copies(trainer: Trainer) -> None:
 
     Raises:
         UserError: on every rank if copies differ, with the step, the first parameter and the ranks.
-
     """
     by_rank = comm.all_gather_objects(find_differing_copies(trainer), trainer.mesh.world)
     names = list(dict.fromkeys(copy.what for copies in by_rank for copy in copies))
@@ -373,8 +374,8 @@ def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> s
         tied = bool(others) and others[0][1] == count
         odd |= {rank for rank, digest in digests.items() if tied or digest != most}
     majority = sorted({rank for digests in by_place.values() for rank in digests} - odd)
-    minority = format_ranks(sorted(odd))
-    return f"on {minority} differs from {format_ranks(majority)}" if majority else f"is not the same on {minority}"
+    minority = listed_ranks(sorted(odd))
+    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
 
 
 @torch.no_grad()
@@ -391,25 +392,6 @@ def bit_hash(x: Tensor) -> Tensor:
         position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
         total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
     return total
-
-
-class HealthReport(Callback):
-    """Log per-layer metrics every ``--log-health-interval`` steps."""
-
-    observes_modules = True
-
-    def __init__(self, trainer: Trainer, interval: int) -> None:
-        """Report every ``interval`` steps."""
-        super().__init__(trainer)
-        self.interval = interval
-
-    def on_step_start(self) -> None:
-        """Register the hooks."""
-        self._monitor = HealthMonitor(self.trainer)
-
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        """Log the report; collective."""
-        self.log.log(self._monitor.report(metrics))
 
 
 class ReplicaCheck(Callback):

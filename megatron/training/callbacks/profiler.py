@@ -9,7 +9,6 @@ run.
 from __future__ import annotations
 
 import gzip
-import math
 import re
 import signal
 import time
@@ -27,7 +26,6 @@ from megatron.arguments.validate import MAX_PROFILE_STEPS
 from megatron.config.run import ProfilingConfig
 from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
-from megatron.pipeline.simulate import Timeline
 from megatron.planner.timeline import write_trace
 from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.console import print_line, print_warning
@@ -61,55 +59,45 @@ class ProfileRequestListener:
     """Receives profile requests on this rank."""
 
     def __init__(self, run_dir: str | None, rank: int, warn: Callable[[str], None]) -> None:
-        """Install the signal handler.
-
-        Args:
-            run_dir: the run folder; None disables profiles.
-            rank: this rank; only rank 0 checks for the file.
-            warn: prints a warning about a request that cannot be fulfilled.
-
-        """
+        """Install the signal handler. Rank 0 checks ``run_dir`` for the file; without one, requests are refused."""
         self._has_run_dir = run_dir is not None
         self._warn = warn
         self._signalled = False
         self._file = Path(run_dir) / REQUEST_FILE if run_dir is not None and rank == 0 else None
-        self.next_check = 0.0  # time from which :meth:`take` may find a request, on the clock of ``time.monotonic()``
+        self._next_check = 0.0  # for the file, on the clock of ``time.monotonic()``
         self._previous = signal.signal(REQUEST_SIGNAL, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        self.next_check = 0.0
 
     def take(self) -> ProfileRequest:
-        """Return the requests since the last call; cheap before :attr:`next_check`."""
-        now = time.monotonic()
-        if now < self.next_check:
-            return NO_REQUEST
-        self.next_check = math.inf if self._file is None else now + FILE_CHECK_SECONDS
-        signalled, self._signalled = self._signalled, False
-        if signalled and not self._has_run_dir:
+        """Return the requests since the last call, those of one kind merged into one with the most steps."""
+        request = NO_REQUEST
+        if self._file is not None and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + FILE_CHECK_SECONDS
+            request = self._read_file(self._file)
+        if self._signalled:
+            self._signalled = False
+            if self._has_run_dir:
+                return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile))
             self._warn(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
-            return NO_REQUEST
-        request = self._check_file()
-        return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile)) if signalled else request
+        return request
 
-    def _check_file(self) -> ProfileRequest:
-        """Read and remove the request file."""
-        if self._file is None or not self._file.exists():
-            return NO_REQUEST
+    def _read_file(self, file: Path) -> ProfileRequest:
+        """Read and remove the request file, if it exists."""
         try:
-            text = self._file.read_text(errors="replace").strip()
-            self._file.unlink()
+            text = file.read_text(errors="replace").strip()
+            file.unlink()
+        except FileNotFoundError:
+            return NO_REQUEST
         except OSError as error:
-            self._warn(f"{self._file} is ignored from now on, because it cannot be removed: {error}")
+            self._warn(f"{file} is ignored from now on, because it cannot be removed: {error}")
             self._file = None
             return NO_REQUEST
-        number = text.removeprefix(PIPELINE_REQUEST).strip()
-        if not number or (number.isdecimal() and len(number) < 10 and 0 < int(number) <= MAX_PROFILE_STEPS):
-            steps = int(number or DEFAULT_PROFILE_STEPS)
-            return (
-                ProfileRequest(pipeline=steps) if text.startswith(PIPELINE_REQUEST) else ProfileRequest(profile=steps)
-            )
+        number = text.removeprefix(PIPELINE_REQUEST).strip() or str(DEFAULT_PROFILE_STEPS)
+        if number.isdecimal() and len(number) < 10 and 0 < int(number) <= MAX_PROFILE_STEPS:
+            kind = "pipeline" if text.startswith(PIPELINE_REQUEST) else "profile"
+            return NO_REQUEST._replace(**{kind: int(number)})
         rule = (
             f"{REQUEST_FILE} may be empty, for {DEFAULT_PROFILE_STEPS} steps, "
             f"or contain a number of steps up to {MAX_PROFILE_STEPS}"
@@ -135,7 +123,11 @@ MEMORY_TRACK = b"allocated since the recording began"
 
 
 class Profiler:
-    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run."""
+    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run.
+
+    It starts and stops torch's profiler itself: with a ``schedule``, ``torch.profiler.profile.step`` costs 90 us in
+    every step of a run that records none, and a recording would end in the next step, after evaluations and saves.
+    """
 
     def __init__(
         self,
@@ -146,17 +138,7 @@ class Profiler:
         models: Sequence[nn.Module],
         say: Callable[[str], None] = print_line,
     ) -> None:
-        """Set up without recording.
-
-        Args:
-            config: which steps and ranks to profile, and what to record.
-            run_dir: the run folder; None disables profiles.
-            rank: this rank.
-            device: of this rank.
-            models: model chunks of this rank; their layers become ranges.
-            say: prints a line.
-
-        """
+        """Set up without recording. Without ``run_dir`` nothing is recorded; layers of ``models`` become ranges."""
         self.config = config
         self.rank = rank
         self.models = models
@@ -187,14 +169,13 @@ class Profiler:
                 self._start(number)
             except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
                 self._give_up(error)
-        complete = False
+        ends = True
         try:
             with profiler_range(f"step {number}"):
                 yield
-            complete = True
+            ends = number + 1 not in self._steps or number + 1 - self._first >= MAX_PROFILE_STEPS
         finally:
-            full = number + 1 - self._first >= MAX_PROFILE_STEPS
-            if not complete or full or number + 1 not in self._steps:
+            if ends:
                 self.close(number)
 
     def _start(self, first: int) -> None:
@@ -229,13 +210,12 @@ class Profiler:
                 torch.cuda.synchronize(self._device)  # wait for the kernels of the last step
             self._folder.mkdir(parents=True, exist_ok=True)
             written = self._write(trace, self._folder / stem)
+            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
         except Exception as error:
             with suppress(OSError):  # remove an incomplete profile
                 for path in self._folder.glob(f"{stem}[._]*"):
                     path.unlink()
             self._give_up(error)
-        else:
-            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
 
     def _write(self, trace: profile, stem: Path) -> list[Path]:
         """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
@@ -251,14 +231,14 @@ class Profiler:
         finally:
             raw.unlink(missing_ok=True)
         averages = trace.key_averages()
-        device = "device" if self._cuda else "cpu"
+        tables = {
+            "Ranges and operations, by time including nested ones:": "cpu_time_total",
+            "Ranges and operations, by own time:": f"self_{'device' if self._cuda else 'cpu'}_time_total",
+        }
         table.write_text(
             "\n".join(
                 f"{title}\n{averages.table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=70)}"
-                for title, key in (
-                    ("Ranges and operations, by time including nested ones:", "cpu_time_total"),
-                    ("Ranges and operations, by own time:", f"self_{device}_time_total"),
-                )
+                for title, key in tables.items()
             )
         )
         return [packed, table, *([snapshot] if self._snapshot else [])]
@@ -307,58 +287,8 @@ def is_layer(name: str) -> bool:
     return name.rpartition(".")[2].isdecimal()
 
 
-class PipelineProfiler:
-    """Records timelines of the pipeline's actions in selected steps. Errors of writing are warnings."""
-
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
-        """Set up without recording. Without a run folder nothing is recorded; ``say`` prints a line."""
-        config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir
-        self._pipeline = trainer.pipeline
-        self._group = trainer.mesh.pipeline
-        self._device = trainer.device
-        self._schedule = str(trainer.config.parallel.pipeline_schedule)
-        self._say = say
-        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None and 0 in self._group.ranks else None
-        self._windows: list[range] = []
-        if config.profile_pipeline:
-            self._windows.append(range(config.profile_step_start, config.profile_step_end))
-
-    def ask(self, after: int, steps: int) -> None:
-        """Also record the ``steps`` steps after step ``after``."""
-        if steps:
-            self._windows.append(range(after + 1, after + 1 + steps))
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Wrap step ``number``, counted from 1. A step that raises has no timeline: gathering is collective."""
-        if self._folder is None or not any(number in window for window in self._windows):
-            yield
-            return
-        with record_timeline(self._pipeline, self._group, self._device) as recorder:
-            yield
-        timeline = recorder.timeline(self._schedule)
-        if self._group.rank == 0:
-            self._write(timeline, self._folder / f"step_{number:06d}_pipeline.json", number)
-
-    def _write(self, timeline: Timeline, path: Path, number: int) -> None:
-        if not any(timeline.intervals):
-            print_warning(
-                f"no timeline of step {number}: it was replayed as a CUDA graph, which has no separate actions"
-            )
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_trace(timeline, path)
-        except OSError as error:
-            with suppress(OSError):  # remove an incomplete file
-                path.unlink(missing_ok=True)
-            print_warning(f"no timeline of step {number}, training continues: {error}")
-        else:
-            self._say(f"timeline of the pipeline in step {number}: {path}")
-
-
 class StepProfiler(Callback):
-    """Profile steps and the pipeline's actions as selected by flags or requested from outside."""
+    """Profile steps and record pipeline timelines, as selected by flags or requested from outside."""
 
     pauses = False  # a barrier would change what is profiled
 
@@ -366,10 +296,13 @@ class StepProfiler(Callback):
         """Set up without recording; ``request`` returns what the ranks have agreed on since the last step."""
         super().__init__(trainer)
         config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir
-        say = log.note if log.enabled else print_line  # each rank reports the files that it writes
+        self._say = log.note if log.enabled else print_line  # each rank reports the files that it writes
         models = [*trainer.chunks.values()]
-        self._profiler = Profiler(config, run_dir, trainer.mesh.rank, trainer.device, models, say)
-        self._timelines = PipelineProfiler(trainer, say)
+        self._profiler = Profiler(config, run_dir, trainer.mesh.rank, trainer.device, models, self._say)
+        self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None else None
+        self._timeline_steps: set[int] = set()
+        if config.profile_pipeline:
+            self._timeline_steps.update(range(config.profile_step_start, config.profile_step_end))
         self._request = request
         self._step = ExitStack()
 
@@ -378,9 +311,11 @@ class StepProfiler(Callback):
         taken = self.trainer.iteration
         request = self._request()
         self._profiler.ask(taken, request.profile)
-        self._timelines.ask(taken, request.pipeline)
+        self._timeline_steps.update(range(taken + 1, taken + 1 + request.pipeline))
         self._step.enter_context(self._profiler.step(taken + 1))
-        self._step.enter_context(self._timelines.step(taken + 1))
+        pipeline = self.trainer.mesh.pipeline
+        if taken + 1 in self._timeline_steps and self._folder is not None and 0 in pipeline.ranks:
+            self._step.enter_context(self._timeline(self._folder / f"step_{taken + 1:06d}_pipeline.json", taken + 1))
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Write a recording that is complete; collective over the pipeline if its actions were recorded."""
@@ -391,3 +326,23 @@ class StepProfiler(Callback):
         if error is not None:  # in the middle of a step
             self._step.__exit__(type(error), error, error.__traceback__)
         self._profiler.close(self.trainer.iteration)
+
+    @contextmanager
+    def _timeline(self, path: Path, number: int) -> Iterator[None]:
+        """Record the pipeline's actions in a step. A step that raises has no timeline: gathering is collective."""
+        trainer, group = self.trainer, self.trainer.mesh.pipeline
+        with record_timeline(trainer.pipeline, group, trainer.device) as recorder:
+            yield
+        timeline = recorder.timeline(str(trainer.config.parallel.pipeline_schedule))
+        if group.rank != 0:
+            return
+        if not any(timeline.intervals):
+            replayed = "it was replayed as a CUDA graph, which has no separate actions"
+            print_warning(f"no timeline of step {number}: {replayed}")
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(timeline, path)
+            self._say(f"timeline of the pipeline in step {number}: {path}")
+        except OSError as error:
+            print_warning(f"no timeline of step {number}, training continues: {error}")

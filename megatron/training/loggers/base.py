@@ -84,12 +84,8 @@ def _waits(metrics: Metrics) -> str:
     return f"({' '.join(shown)})" if shown else ""
 
 
-def _data_share(metrics: Metrics) -> float:
-    return float(metrics["data-wait"] / metrics["iteration-time"])
-
-
 def _data(metrics: Metrics, long: bool) -> str:
-    share = _data_share(metrics)
+    share = float(metrics["data-wait"] / metrics["iteration-time"])
     return f"data {share:.0%}" if (share >= MIN_SHOWN_SHARE) is long else ""
 
 
@@ -263,14 +259,8 @@ def metrics_under(prefix: str, metrics: Metrics) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
-class LoggerOpenError(Exception):
-    """A logger could not be opened."""
-
-
-class LoggerFailedError(Exception):
-    """A logger raised in its thread, cannot keep up, or did not finish in time."""
-
-
 def error_summary(error: BaseException) -> str:
     """Return the error's message in one line, or its type if there is none."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install {error.name}"
     return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"

@@ -54,7 +54,6 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
     Raises:
         ValueError: if matplotlib is missing, or does not support the file type of ``out``.
         OSError: if ``out`` cannot be written.
-
     """
     try:
         from matplotlib import rc_context
@@ -64,10 +63,6 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
     with rc_context({**STYLE, "axes.grid": grid}):
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         yield figure
-        if out.is_dir():
-            raise OSError(f"{out} cannot be written: it is a folder")
-        if not out.suffix:  # matplotlib would append one
-            raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
         image = BytesIO()
         figure.savefig(image, format=out.suffix.removeprefix("."))
         try:
@@ -163,17 +158,11 @@ def _scale_loss_axis(axes: Axes, losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite or not max(finite) > 3 * min(finite) > 0:
         return
-    from matplotlib.ticker import LogLocator, NullLocator
-
     axes.set_yscale("log")
-    low, high = min(finite) / 1.05, max(finite) * 1.05
-    axes.set_ylim(low, high)
-    for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-        axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=99))
-        if sum(low <= tick <= high for tick in axes.get_yticks()) >= 4:
-            break
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(min(finite) / 1.05, max(finite) * 1.05)
+    ticks = [float(f"{tick:.2g}") for tick in np.geomspace(min(finite), max(finite), 6)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def _draw_batch_size(rate: Axes, points: Sequence[HistoryPoint]) -> None:
@@ -243,7 +232,6 @@ def draw_health(history: RunHistory, title: str, out: Path) -> bool:
 def _draw_heat_map(figure: Figure, axes: Axes, values: np.ndarray, layers: list[str], steps: list[int]) -> None:
     """Draw ``values`` ``[layers, steps]``, NaN if missing, with the first layer at the bottom."""
     from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.ticker import MaxNLocator
 
     masked = np.ma.masked_invalid(values)
     known = masked.compressed() if masked.count() else np.zeros(1)
@@ -255,8 +243,7 @@ def _draw_heat_map(figure: Figure, axes: Axes, values: np.ndarray, layers: list[
     ticks = [float(tick) for tick in norm.inverse(np.linspace(0, 1, 4))]
     bar.set_ticks(ticks, labels=[format_plain(tick) for tick in ticks])
     bar.ax.minorticks_off()
-    for axis, names in ((axes.yaxis, layers), (axes.xaxis, [f"{step:,}" for step in steps])):
-        shown = [int(i) for i in MaxNLocator(12 if names is layers else 6, integer=True).tick_values(0, len(names) - 1)]
-        shown = [i for i in shown if 0 <= i < len(names)]
+    for axis, names, most in ((axes.yaxis, layers, 12), (axes.xaxis, [f"{step:,}" for step in steps], 6)):
+        shown = range(0, len(names), math.ceil(len(names) / most))
         axis.set_ticks([i + 0.5 for i in shown], [names[i] for i in shown], fontsize=8)
     axes.set_xlabel("step", fontsize=9)

@@ -56,7 +56,6 @@ def write_run_folder(
 
     Returns:
         New paths of the renamed files.
-
     """
     folder.mkdir(parents=True, exist_ok=True)
     commit, diff = git_state(Path(__file__).parent)
@@ -144,7 +143,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 class JsonLinesLogger:
-    """Appends one JSON object per line. A failing disk causes one warning and never stops the run."""
+    """Appends one JSON object per line. A full disk costs one warning, and the lines until it has space again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         """Open ``path`` for appending."""
@@ -170,18 +169,13 @@ class JsonLinesLogger:
         finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in values.items()}
         data = b"\n" * self._incomplete_line + json.dumps(finite, allow_nan=False).encode() + b"\n"
         try:
-            written = self._file.write(data)
+            self._incomplete_line = self._file.write(data) != len(data)
+            problem = "no space left" if self._incomplete_line else ""
         except OSError as error:
-            self._warn_once(error.strerror or str(error))
-            return
-        self._incomplete_line = written != len(data)
-        if self._incomplete_line:
-            self._warn_once("no space left")
-
-    def _warn_once(self, reason: str) -> None:
-        if not self._warned:
-            self._warn(f"{self.path} cannot be written ({reason}): training continues, metrics are lost until it can")
-        self._warned = True
+            problem = str(error.strerror)
+        if problem and not self._warned:
+            self._warned = True
+            self._warn(f"{self.path} cannot be written ({problem}): training continues, metrics are lost until it can")
 
     def close(self) -> None:
         """Close the file."""

@@ -1,9 +1,9 @@
 """Report a run to the console, its run folder, TensorBoard, Weights & Biases and users' own loggers.
 
 `RunLogger` is the only interface that the training loop uses: it forwards metrics and events to a console and to
-`MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Loggers that use a network, and
-those of plugins, run in their own thread (`BackgroundLogger`). After a later start has taken over the run, nothing but
-the console is written.
+`MetricLogger`s. A logger that raises is removed with a warning and never stops the run. Those that use a network, and
+those of plugins, run in a thread of their own. After a later start has taken over the run, nothing but the console is
+written.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
-from megatron.training.loggers.base import (
-    CONSOLE_PREFIX,
-    LoggerFailedError,
-    LoggerOpenError,
-    MetricLogger,
-    Metrics,
-    error_summary,
-)
+from megatron.training.loggers.base import CONSOLE_PREFIX, MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import (
@@ -55,7 +48,7 @@ from megatron.training.startup import StartFacts
 SUPERSEDED_CHECK_SECONDS = 5.0
 """Interval between checks whether a later start has taken over the run; each is a call to the file system."""
 
-LOGGER_TIMEOUT_SECONDS = 30.0  # that flush and close wait for a logger
+LOGGER_TIMEOUT_SECONDS = 30.0  # that closing waits for a logger
 QUEUE_CAPACITY = 10_000  # queued calls per logger, a few megabytes
 
 
@@ -93,14 +86,13 @@ class RunLogger:
 
         Raises:
             UserError: when the folder cannot be created or written.
-
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._check_superseded = check
         self._superseded: SupersededError | None = None
         self._next_check = time.monotonic() + SUPERSEDED_CHECK_SECONDS
-        self._loggers: dict[str, MetricLogger] = {}
+        self._loggers: dict[str, Callable[..., None]] = {}  # call a method of a logger; by its name in warnings
         self._seq_length = config.training.seq_length
         self._world_size = world_size
         self._has_loss_curve = False
@@ -126,11 +118,11 @@ class RunLogger:
         used_before = metrics.exists()
         try:
             renamed = write_run_folder(folder, resolved_config, device, self._world_size, data)
-            self._loggers[metrics.name] = JsonLinesLogger(metrics, warn=print_warning)
+            self._loggers[metrics.name] = partial(call_method, JsonLinesLogger(metrics, warn=print_warning))
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
-        self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE))
+        self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE), background=False)
         if not used_before:
             return None
         names = ", ".join(path.name for path in renamed)
@@ -138,28 +130,26 @@ class RunLogger:
         return f"{folder} holds an earlier start: {metrics.name} is appended to{changed}"
 
     def _open_trackers(self, config: RunConfig, run_id: str) -> None:
-        """Open TensorBoard, Weights & Biases and the loggers of plugins, each in its own thread."""
+        """Open TensorBoard, Weights & Biases and the loggers of plugins."""
         options = config.logging
         iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
             folder = Path(options.tensorboard_dir)
-            make = partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples)
-            self.add("TensorBoard", partial(BackgroundLogger, make))
+            self.add("TensorBoard", partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples))
         if options.wandb_project is not None and os.environ.get("WANDB_MODE") == "disabled":
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
             before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
-            client = partial(WandbLogger, options, to_dict(config), run_id, before, print_line)
-            self.add("Weights & Biases", partial(BackgroundLogger, client))
+            self.add("Weights & Biases", partial(WandbLogger, options, to_dict(config), run_id, before, print_line))
         for name, make_logger in registered("metric_logger").items():
-            self.add(name, partial(BackgroundLogger, partial(make_logger, config)))
+            self.add(name, partial(make_logger, config))
 
-    def add(self, name: str, make: Callable[[], MetricLogger]) -> None:
-        """Add the logger that ``make`` returns; warn if it raises."""
+    def add(self, name: str, make: Callable[[], MetricLogger], background: bool = True) -> None:
+        """Add the logger that ``make`` returns, in a thread of its own with ``background``; warn if it raises."""
         try:
-            self._loggers[name] = make()
+            self._loggers[name] = BackgroundLogger(make).call if background else partial(call_method, make())
         except Exception as error:  # no logger is worth the run
-            self._remove(name, LoggerOpenError(error_summary(error)))
+            self._turn_off(name, error)
 
     def _call_each(self, method: str, *arguments: object) -> None:
         """Call a method of every logger that has it. Closes the last one first: the first still receives warnings."""
@@ -168,37 +158,25 @@ class RunLogger:
             if name not in self._loggers:  # the warning about another logger has removed this one
                 continue
             try:
-                call_method(self._loggers[name], method, *arguments)
+                self._loggers[name](method, *arguments)
             except Exception as error:  # as in add
-                self._remove(name, error)
+                self._turn_off(name, error)
 
-    def _remove(self, name: str, error: Exception) -> None:
+    def _turn_off(self, name: str, error: Exception) -> None:
         self._loggers.pop(name, None)
-        what = "no data" if isinstance(error, LoggerOpenError) else "no further data"
-        self.warning(f"{name} receives {what} from this run: {error_summary(error)}; training continues")
+        self.warning(f"{name} failed and receives no more data: {error_summary(error)}; training continues")
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
-        """Update the progress after a step.
-
-        Args:
-            iteration: steps taken.
-            consumed_samples: samples used.
-            read: returns the metrics since the last log line; called if the run fails before the next.
-
-        """
+        """Update the progress after a step; ``read`` returns the metrics to log if the run fails before its line."""
         tokens = consumed_samples * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
 
     def train(self, metrics: Metrics) -> None:
-        """Report the steps since the last log line.
-
-        Args:
-            metrics: as returned by ``MetricsWindow.read``.
+        """Report the steps since the last log line, as returned by ``MetricsWindow.read``.
 
         Raises:
             SupersededError: when a later start has taken over the run.
-
         """
         self._read_pending = None
         self._has_loss_curve = True
@@ -228,15 +206,7 @@ class RunLogger:
             self._call_each(method, step, *kind, public)
 
     def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
-        """Report a saved checkpoint.
-
-        Args:
-            path: where it was saved.
-            size: in bytes.
-            seconds: duration of the save.
-            blocking: seconds of it during which training was blocked; None for all.
-
-        """
+        """Report a checkpoint of ``size`` bytes; training was blocked for ``blocking`` of the seconds (None: all)."""
         times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
         self._event("checkpoint", {"path": str(path), "bytes": size, **times})
 
@@ -258,7 +228,7 @@ class RunLogger:
         self._event("note", {"text": text})
 
     def _owns_run(self, at_once: bool = False) -> bool:
-        """Return False once a later start has taken over the run; its loggers are dropped then.
+        """Return False once a later start has taken over the run.
 
         Asks the file system at most every `SUPERSEDED_CHECK_SECONDS`, unless ``at_once``. Saves check on their own.
         """
@@ -327,60 +297,36 @@ class BackgroundLogger:
         timeout: float = LOGGER_TIMEOUT_SECONDS,
         capacity: int = QUEUE_CAPACITY,
     ) -> None:
-        """Start the thread, which opens the logger.
-
-        Args:
-            make: opens the logger; called in the thread, may raise.
-            timeout: seconds that `close` waits.
-            capacity: maximum number of queued calls.
-
-        """
+        """Start the thread, which opens the logger with ``make``; closing waits ``timeout`` seconds for it."""
         self._timeout = timeout
         self._queue: queue.Queue[tuple[str, tuple[object, ...]]] = queue.Queue(capacity)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Queue the metrics. Raises the error of an earlier call, or `LoggerFailedError` if the queue is full."""
-        self._put("log", step, metrics)
-
-    def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Queue the event; raises as `log`."""
-        self._put("event", step, kind, fields)
-
-    def flush(self) -> None:
-        """Queue a flush, without waiting for it; raises as `log`."""
-        self._put("flush")
-
-    def close(self) -> None:
-        """Close the logger and wait for it. Raises as `log`, and `LoggerFailedError` after the timeout."""
-        self._put("close")
-        self._thread.join(self._timeout)
+    def call(self, method: str, *arguments: object) -> None:
+        """Queue a call of the logger; ``close`` also waits for it. Raises what an earlier call has raised."""
+        if self._error is None:
+            try:
+                self._queue.put_nowait((method, arguments))
+            except queue.Full:
+                raise TimeoutError(f"it is {self._queue.maxsize:,} records behind") from None
+            if method == "close":
+                self._thread.join(self._timeout)
         if self._error is not None:
             raise self._error
-        if self._thread.is_alive():
-            raise LoggerFailedError(f"it did not finish within {self._timeout:.0f} s")
-
-    def _put(self, method: str, *arguments: object) -> None:
-        if self._error is not None:
-            raise self._error
-        try:
-            self._queue.put_nowait((method, arguments))
-        except queue.Full:
-            raise LoggerFailedError(f"it is {self._queue.maxsize:,} records behind") from None
+        if method == "close" and self._thread.is_alive():
+            raise TimeoutError(f"it did not finish within {self._timeout:.0f} s")
 
     def _work(self, make: Callable[[], MetricLogger]) -> None:
-        failure: type[Exception] = LoggerOpenError
         method = ""
         try:
             logger = make()
-            failure = LoggerFailedError
             while method != "close":
                 method, arguments = self._queue.get()
                 call_method(logger, method, *arguments)
-        except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
-            self._error = failure(error_summary(error))
+        except BaseException as error:  # a library's sys.exit must not end the run
+            self._error = error if isinstance(error, Exception) else RuntimeError(error_summary(error))
 
 
 def call_method(logger: object, method: str, *arguments: object) -> None:

@@ -25,7 +25,6 @@ from megatron.training.loggers import console, run_logger
 from megatron.training.loggers.base import (
     MEMORY_CAPACITY,
     METRICS,
-    LoggerFailedError,
     Metrics,
     error_summary,
     scalar_metrics,
@@ -305,11 +304,10 @@ def test_a_logger_that_fails_costs_one_warning_and_the_others_get_everything(
         return Kept(at)
 
     log = run_log()
-    log.add("good", lambda: good)
-    log.add("bad", (lambda: BackgroundLogger(bad)) if background else bad)
+    log.add("good", lambda: good, background=False)
+    log.add("bad", bad, background)
     use(log)
-    what = "no data" if at == "make" else "no further data"
-    assert warnings(capsys) == [f"bad receives {what} from this run: {at} does not work; training continues"]
+    assert warnings(capsys) == [f"bad failed and receives no more data: {at} does not work; training continues"]
     assert [call for call in good.calls if call != ("event", "warning")] == EVERYTHING
     assert len(good.calls) == len(EVERYTHING) + 1  # the warning goes to the loggers that are left
 
@@ -319,7 +317,7 @@ def test_a_logger_that_fails_at_the_warning_of_another_costs_one_warning_too(
 ) -> None:
     log = run_log()
     for number, at in enumerate(("event", "log", "event", "close", "event")):
-        log.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
+        log.add(f"{number}:{at}", lambda at=at: Kept(at), background=False)  # type: ignore[misc]
     log.log({})
     log.close()
     printed = [text.split()[0] for text in warnings(capsys)]
@@ -361,7 +359,7 @@ def test_loggers_of_plugins_get_the_metrics_and_cost_at_most_a_warning(
         log.note("nothing to it")
     assert (made[0].config.training.train_iters, made[0].seen) == (100, [(10, 2.5), (0, 5.0)])
     assert made[0].closed
-    assert warnings(capsys) == ["broken receives no data from this run: it raised SystemExit; training continues"]
+    assert warnings(capsys) == ["broken failed and receives no more data: it raised SystemExit; training continues"]
 
 
 def test_a_logger_that_hangs_delays_the_end_only_and_its_records_do_not_pile_up() -> None:
@@ -369,15 +367,15 @@ def test_a_logger_that_hangs_delays_the_end_only_and_its_records_do_not_pile_up(
     background = BackgroundLogger(lambda: Kept("log", gate), timeout=0.2, capacity=6)
     began = time.monotonic()
     for _ in range(2):
-        background.log(1, {})
-        background.flush()
+        background.call("log", 1, {})
+        background.call("flush")
     assert time.monotonic() - began < 0.2
-    with pytest.raises(LoggerFailedError, match=r"did not finish within 0 s"):
-        background.close()
-    background.log(1, {})
-    background.log(1, {})
-    with pytest.raises(LoggerFailedError, match="is 6 records behind"):
-        background.log(1, {})
+    with pytest.raises(TimeoutError, match=r"did not finish within 0 s"):
+        background.call("close")
+    background.call("log", 1, {})
+    background.call("log", 1, {})
+    with pytest.raises(TimeoutError, match="is 6 records behind"):
+        background.call("log", 1, {})
     gate.set()
 
 
@@ -395,6 +393,8 @@ def test_numbers_are_told_from_texts_and_lists_and_validation_sets_are_named() -
 def test_an_error_fits_into_a_sentence() -> None:
     assert error_summary(ValueError("two\n  lines.\n")) == "two lines"
     assert error_summary(KeyboardInterrupt()) == "it raised KeyboardInterrupt"
+    missing = ModuleNotFoundError("No module named 'wandb'", name="wandb")
+    assert error_summary(missing) == "wandb is not installed: pip install wandb"
 
 
 def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

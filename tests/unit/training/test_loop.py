@@ -22,9 +22,10 @@ from megatron.data.loader import BatchArrays, MaskBuilder
 from megatron.distributed.comm import Group
 from megatron.training import loop
 from megatron.training.build import build_trainer
-from megatron.training.callbacks.health import HealthMonitor
+from megatron.training.callbacks.health import HealthReport
 from megatron.training.callbacks.profiler import NO_REQUEST
 from megatron.training.checkpointer import Checkpointer
+from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
@@ -57,7 +58,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
             builtin = build_callbacks(trainer, log, stop)
-            return train(trainer, None, log, stop, builtin, Checkpointer(trainer)), trainer
+            return train(trainer, StepRunner(trainer), log, stop, builtin, Checkpointer(trainer)), trainer
     finally:
         stop.restore()
 
@@ -109,14 +110,14 @@ def test_health_reports_do_not_change_the_run_and_do_not_count_as_training(
 ) -> None:
     """A report and a check of copies take a thousand seconds of the window's clock here."""
     trained(tmp_path / "plain")
-    late, now, report = [0.0], time.perf_counter, HealthMonitor.report
+    late, now, report = [0.0], time.perf_counter, HealthReport.report
 
     def slow(result: Any) -> Any:
         late[0] += 1000.0
         return result
 
     monkeypatch.setattr("megatron.training.metrics.time.perf_counter", lambda: now() + late[0])
-    monkeypatch.setattr(HealthMonitor, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
+    monkeypatch.setattr(HealthReport, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
     monkeypatch.setattr("megatron.training.callbacks.health.check_weight_copies", slow)
     trained(tmp_path, "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3")
     assert late[0] == 5 * 1000.0

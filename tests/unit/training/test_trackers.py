@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.run import LoggingConfig
-from megatron.training.loggers.base import LoggerOpenError
 from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger
 from tests.killed import run_in_process
 from tests.runs import column, records, start, steps, tiny_run
@@ -204,28 +203,14 @@ def test_the_error_of_a_start_is_not_that_of_the_next_and_a_rollback_is_noted(tm
     assert told[2].endswith(f"send all starts with: wandb sync '{tmp_path}/a b/wandb'/offline-run-*-run12345")
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (
-            RuntimeError("No API key configured. Use `wandb login`."),
-            "no user is logged in: wandb login, or WANDB_MODE=",
-        ),
-        (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline writes to this disk"),
-        (TimeoutError(), "it raised TimeoutError: WANDB_MODE=offline"),
-    ],
-)
-def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path, error: Exception, told: str) -> None:
+def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path) -> None:
     client = Client(offline=False)
-    with patch.object(client, "init", side_effect=error), pytest.raises(LoggerOpenError) as raised:
+    error = TimeoutError("It took\n  too long.")
+    with (
+        patch.object(client, "init", side_effect=error),
+        pytest.raises(RuntimeError, match="It took too long; WANDB_MODE=offline writes to this disk"),
+    ):
         logger(client, tmp_path)
-    assert str(raised.value).startswith(told)
-
-
-def test_an_unknown_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "foo")
-    with pytest.raises(LoggerOpenError, match="the modes are online, offline, disabled"):
-        logger(Client(offline=False), tmp_path)
 
 
 def warned(folder: Path) -> list[str]:
@@ -235,15 +220,18 @@ def warned(folder: Path) -> list[str]:
 def test_missing_packages_and_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     flags = f"--train-iters 1 --wandb-project p --tensorboard-dir {tmp_path}"
-    with patch.dict(sys.modules, {"torch.utils.tensorboard": None, "wandb": None}):
+    with patch.dict(sys.modules, {"tensorboard": None, "wandb": None}):
+        for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+            del sys.modules[name]
         assert start(tiny_run(tmp_path / "run", f"{flags}/board")).status == 0
     assert start(tiny_run(tmp_path / "other", f"{flags}/file --wandb-save-dir {tmp_path}/file")).status == 0
     board, client = warned(tmp_path / "run")
     assert "pip install tensorboard; training continues" in board
     assert "pip install wandb; training continues" in client
     board, client = warned(tmp_path / "other")
-    assert "--tensorboard-dir ANOTHER_FOLDER; training continues" in board
-    assert "--wandb-save-dir ANOTHER_FOLDER; training continues" in client
+    for warning in (board, client):
+        assert f"{tmp_path}/file" in warning
+        assert warning.endswith("; training continues")
 
 
 def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +341,5 @@ def test_a_server_that_is_silent_costs_a_warning_and_less_than_a_minute(tmp_path
         assert run_in_process(tmp_path / "run", FLAGS.format(tmp_path), **variables) == 0
     assert time.monotonic() - began < 75
     (warning,) = warned(tmp_path / "run")
-    what = "no further data" if at else "no data"
-    assert warning.startswith(f"Weights & Biases receives {what} from this run: ")
+    assert warning.startswith("Weights & Biases failed and receives no more data: ")
     assert column(tmp_path / "run", "iteration") == list(range(1, 13))
