@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
@@ -55,9 +56,11 @@ def check_files(config: RunConfig, world_size: int) -> Iterator[Problem]:
         invalid = any(True for _ in blend_problems(paths))
         words = [word for word in paths.words if as_weight(word) is None] if invalid else blend.prefixes
         missing = {word: ends for word in words if word.strip() and (ends := _missing(word))}
-        numbers = [word for word in missing if as_weight(word) is not None]
+        numbers = [word for word in missing if blend.weights is None and as_weight(word) is not None]
         if numbers:
-            seen = f"{' and '.join(numbers[:MAX_WORDS_SHOWN])} would be {'a prefix' if len(numbers) == 1 else 'prefixes'}"
+            seen = (
+                f"{' and '.join(numbers[:MAX_WORDS_SHOWN])} would be {'a prefix' if len(numbers) == 1 else 'prefixes'}"
+            )
             yield unpaired_problem(paths, seen, numbers)
         prefixes = [word for word in missing if word not in numbers]
         reported = prefixes[:MAX_MISSING] if len(prefixes) > MAX_MISSING + 1 else prefixes
@@ -93,16 +96,18 @@ def _missing_files(paths: DataPathArgs, prefix: str, missing: Sequence[str], dat
     start = re.sub(TEXT_SUFFIX, "", prefix) if is_text else prefix
     existing = sorted(_datasets(folder) - set(paths.words))
     near = [name for name in existing if name.startswith(start)]
-    fixes = [fix for other in (near or ([] if is_text else existing))[:1] for fix in _replace(paths, prefix, [other])]
+    if not near and not is_text:
+        near = get_close_matches(prefix, existing, cutoff=0)
+    fixes = _replace(paths, prefix, near[:1]) if near else ()
     if is_text:
         sentence = f"{origin} {prefix} is text; tokenize it first and give the prefix of the token files"
-        return Problem("E503", sentence, tuple(fixes) or (_preprocess_command(prefix, start, data),))
+        return Problem("E503", sentence, fixes or (_preprocess_command(prefix, start, data),))
     sentence = f"{origin}: {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist"
     if not isdir(folder):
         sentence += f", nor does the folder {folder}"
     written = re.sub(r"_[^_/]+_document$", "", prefix)
     text = next((written + end for end in (".jsonl", ".json", ".txt") if isfile(written + end)), "TEXT.jsonl")
-    return Problem("E503", sentence, tuple(fixes) or (_preprocess_command(text, written, data),))
+    return Problem("E503", sentence, fixes or (_preprocess_command(text, written, data),))
 
 
 def _datasets(folder: Path) -> set[str]:
