@@ -102,13 +102,13 @@ class MaskBuilder:
 
     def describe(self) -> str | None:
         """Describe the document options for the run's summary; None if none is on."""
-        effects = (
-            (self.reset_attention, "no attention across documents"),
-            (self.reset_positions, "positions restart in each"),
-            (self.mask_eod_loss, "no loss on the first token of each"),
-        )
-        active = [text for flag, text in effects if flag]
-        return f"end with id {self.eod}: {', '.join(active)}" if active else None
+        effects = {
+            "no attention across documents": self.reset_attention,
+            "positions restart in each": self.reset_positions,
+            "no loss on the first token of each": self.mask_eod_loss,
+        }
+        active = ", ".join(text for text, is_on in effects.items() if is_on)
+        return f"end with id {self.eod}: {active}" if active else None
 
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
@@ -348,21 +348,26 @@ def build_data(
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size)
-    requested = requested_samples(training, dp_size, begin)
-    frozen = {name: tuple(counts) for name, counts in (segments or {}).items()}
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
-    build_notes: list[str] = []
     if data.mock_data:
-        builders = mock_segment_builders(training, vocab_size)
+        builders, build_notes = mock_segment_builders(training, vocab_size), []
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
+    requested = requested_samples(training, dp_size, begin)
     datasets: dict[str, Dataset] = {}
-    built: dict[str, tuple[int, ...]] = {}
+    all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
+    extended = []
     for name, count in used.items():
-        planned = frozen.get(name) or (requested[split_kind(name)],)
-        datasets[name], built[name] = build_split(name, builders[name], planned, count)
+        before = all_segments.get(name, ())
+        planned = before or (requested[split_kind(name)],)
+        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count)
+        added = all_segments[name][len(planned) :]
+        if before and added:
+            planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
+            text = f"the {split_label(name)} data were planned for {planned_text} samples; {added_text} more follow"
+            extended.append(text)
     usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
     most_read = max(usage, key=lambda source: source.epochs, default=None)
     notes = (
@@ -370,12 +375,12 @@ def build_data(
         note_unused_entries(known, vocab_size),
         note_missing_records(data),
         *build_notes,
-        *(note_extended_data(name, frozen[name], built[name]) for name in used if name in frozen),
+        *extended,
         *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
-        segments=frozen | built,
+        segments=all_segments,
         used=used,
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
@@ -411,11 +416,3 @@ def note_many_epochs(source: str, epochs: float) -> str | None:
         f"training reads {source} {epochs:,.1f} times; "
         f"beyond {MAX_USEFUL_EPOCHS}, more text is worth more than more epochs"
     )
-
-
-def note_extended_data(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
-    """Return a note if a resumed run added segments to a split."""
-    if len(after) == len(before):
-        return None
-    planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
-    return f"the {split_label(split)} data were planned for {planned} samples; {more} more follow"
