@@ -97,7 +97,7 @@ def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> It
                 continue
             shown.add(id(dataset))
             order = dataset.order
-            numbers = len(order.part), order.tokens, order.epochs, len(dataset)
+            numbers = len(order.part), dataset.tokens, order.epochs, len(dataset)
             yield (title, dataset.source, *(f"{n:,}" for n in numbers), *_kept(order.document_index, before))
         if isinstance(segment, BlendedDataset):
             name = f"blend of {len(segment.datasets)}"

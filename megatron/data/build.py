@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-import numpy as np
-
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.blended_dataset import (
@@ -79,10 +77,9 @@ def file_segment_builders(
             continue
         default = data.split is None and source.split == DEFAULT_SPLIT
         indexed, sequences = short
-        tokens = _slice_tokens(short)
         cut = "" if source.split is None else f" with {'the default ' if default else ''}--split '{source.split}'"
         seen = (
-            f"the {split_label(split)} data of {indexed.prefix} are {tokens:,} tokens "
+            f"the {split_label(split)} data of {indexed.prefix} are {indexed.count_tokens(sequences):,} tokens "
             f"({len(sequences):,} of its {len(indexed):,} sequences{cut}), no sample of {seq_length} + 1"
         )
         wanted = [other for other in read if split_kind(other) != "test" or split == "test" or not default]
@@ -158,11 +155,9 @@ class FileSegmentBuilder:
         seed = (self.seed + len(before)) % SEED_MODULUS
         if before and isinstance(before[-1], BlendedDataset):
             return self._extend(before[-1], num_samples, seed)
-        if self.weights is not None:
-            return self._weighted_blend(self.weights, num_samples, seed)
-        if len(self.parts) > 1:
-            return self._proportional_blend(num_samples, seed)
-        return self._one_source(self.parts[0], num_samples, seed)
+        if self.weights is None and len(self.parts) == 1:
+            return self._one_source(self.parts[0], num_samples, seed)
+        return self._blend(num_samples, seed)
 
     def _one_source(self, part: SourceSlice, num_samples: int | None, seed: int) -> GPTDataset:
         """Build the samples of one source; of one epoch if ``num_samples`` is None."""
@@ -176,36 +171,39 @@ class FileSegmentBuilder:
         }
 
         def build() -> Tables:
-            return build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed).tables
+            order = build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed)
+            return {"documents": order.document_index, "samples": order.sample_index, "shuffle": order.shuffle_index}
 
         try:
             tables = self._tables("order", facts, build, indexed.prefix)
         except DataError as error:
             raise DataError(f"{indexed.prefix}: {error}") from error
-        return GPTDataset(indexed, SampleOrder.of(tables, indexed.lengths, sequences, self.seq_length))
+        arrays = tables["documents"], tables["samples"], tables["shuffle"]
+        return GPTDataset(indexed, SampleOrder(*arrays, sequences, self.seq_length))
 
-    def _proportional_blend(self, num_samples: int, seed: int) -> BlendedDataset:
-        """Blend one epoch of every source in proportion to length; keep the first ``num_samples`` samples."""
-        datasets = [self._one_source(part, None, seed) for part in self.parts]
-        sizes = [len(dataset) for dataset in datasets]
-        index = self._blend_index(sizes, min(num_samples, sum(sizes)))
-        return BlendedDataset(datasets, *truncate_blend(index, sizes))
-
-    def _weighted_blend(self, weights: Sequence[float], num_samples: int, seed: int) -> BlendedDataset:
-        """Blend every source in proportion to its weight, at least ``num_samples`` samples in all.
+    def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
+        """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.
 
         Each source contributes its share of the samples, rounded up, and is built for 0.5 % more. With many sources
         the rounded shares can sum to much more than was requested, and a small source can be too short for its part.
         Megatron-LM stops there; here such a blend ends before the first sample that a source lacks. It still has the
         requested samples: among these, no source is asked for more than its share.
+
+        Without weights, sources contribute one epoch in proportion to its length; the first ``num_samples`` are kept.
         """
-        shares = normalize_weights(weights).tolist()
-        targets = [ceil(num_samples * share) for share in shares]
-        requested = [ceil(target * (1 + OVERSAMPLING)) for target in targets]
-        datasets = [self._one_source(part, samples, seed) for part, samples in zip(self.parts, requested)]
+        if self.weights is None:
+            datasets = [self._one_source(part, None, seed) for part in self.parts]
+            shares: Sequence[float] = list(map(len, datasets))
+            size = min(num_samples, sum(map(len, datasets)))
+        else:
+            shares = normalize_weights(self.weights).tolist()
+            targets = [ceil(num_samples * share) for share in shares]
+            requested = [ceil(target * (1 + OVERSAMPLING)) for target in targets]
+            datasets = [self._one_source(part, samples, seed) for part, samples in zip(self.parts, requested)]
+            size = sum(targets)
         # the blend index normalises the shares a second time, as Megatron-LM does: the last bit decides ties
-        index = self._blend_index(shares, sum(targets))
-        return BlendedDataset(datasets, *truncate_blend(index, list(map(len, datasets))), shares)
+        index = truncate_blend(self._blend_index(shares, size), list(map(len, datasets)))
+        return BlendedDataset(datasets, *index, None if self.weights is None else shares)
 
     def _extend(self, blend: BlendedDataset, num_samples: int, seed: int) -> BlendedDataset:
         """Continue a blend in the proportions of its weights, or of the sources' samples in one epoch.
@@ -236,15 +234,11 @@ class FileSegmentBuilder:
         return build() if self.cache is None else self.cache.tables(kind, facts, build, source)
 
 
-def _slice_tokens(part: SourceSlice) -> int:
-    indexed, sequences = part
-    return int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-
-
 def _short_part(parts: Iterable[SourceSlice], source: SplitSource, seq_length: int) -> SourceSlice | None:
     """Return the first part that is empty, or shorter than a sample where exactly one epoch is read."""
     one_epoch = source.blend.weights is None and len(source.blend.prefixes) > 1
-    return next((part for part in parts if _slice_tokens(part) < (seq_length + 1 if one_epoch else 1)), None)
+    needed = seq_length + 1 if one_epoch else 1
+    return next((part for part in parts if part[0].count_tokens(part[1]) < needed), None)
 
 
 def _suggest_split(

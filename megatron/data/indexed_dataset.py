@@ -119,6 +119,10 @@ class IndexedDataset:
     def __getitem__(self, i: int) -> NDArray[Any]:
         return self.get(i)
 
+    def count_tokens(self, sequences: range) -> int:
+        """Return the number of tokens in consecutive sequences."""
+        return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the index and of a sample of the ids, independent of file names.

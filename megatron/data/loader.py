@@ -84,6 +84,7 @@ class BatchArrays(NamedTuple):
     loss_mask: NDArray[np.float32]  # float32 [b, s], 1 where a label counts, else 0
     positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
+    boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class MaskBuilder:
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
             tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
-        return BatchArrays(tokens, labels, loss_mask, positions, documents)
+        boundaries = None if documents is None else document_boundaries(documents)
+        return BatchArrays(tokens, labels, loss_mask, positions, documents, boundaries)
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
@@ -247,16 +249,8 @@ class DataSource:
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
-        return MicroBatch(
-            tensor(arrays.tokens),
-            tensor(arrays.labels),
-            tensor(arrays.loss_mask),
-            tensor(np.array(ids, dtype=np.int64)),
-            step,
-            None if arrays.positions is None else tensor(arrays.positions),
-            None if arrays.documents is None else tensor(arrays.documents),
-            None if arrays.documents is None else tensor(document_boundaries(arrays.documents)),
-        )
+        columns = {name: tensor(column) for name, column in arrays._asdict().items() if column is not None}
+        return MicroBatch(sample_ids=tensor(np.array(ids, dtype=np.int64)), step=step, **columns)
 
     def _dataset(self, split: str, places: range) -> Dataset:
         """Return the dataset of a split after checking that it has ``places``."""

@@ -154,7 +154,7 @@ def test_files_are_opened_once(corpora: dict[str, str], monkeypatch: pytest.Monk
 def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:
     wiki, code, _ = corpora.values()
     source = build(DataConfig(data_path=("3", wiki, "7", code), split="8,1,1", eod_id=3, eod_mask_loss=True))
-    once = [int(plain(prefix, None, 0, "8,1,1").order.tokens) for prefix in (wiki, code)]
+    once = [plain(prefix, None, 0, "8,1,1").tokens for prefix in (wiki, code)]
     assert source.summary()[:3] == [
         "train      80 samples of 2 sources",
         f"             {56 * SEQ:,} tokens = {56 * SEQ / once[1]:.2f} epochs of {once[1]:,} in {code}",
