@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import struct
 from contextlib import suppress
@@ -212,7 +213,8 @@ def _map(path: str) -> NDArray[np.uint8]:
     try:
         if not os.path.getsize(path):
             return np.empty(0, dtype=np.uint8)
-        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        with open(path, "rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = OPEN_FILES_FIX if is_too_many_open_files(error) else _path_fix(path)
