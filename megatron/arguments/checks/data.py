@@ -135,18 +135,20 @@ def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
     lists = _path_lists(data)
     if not lists or any(problem.code == "E504" for problem in data_problems(data)):
         return
-    needed = {"train": "train on", "valid": "evaluate on"} if config.training.eval_iters > 0 else {"train": "train on"}
     weights = dict(zip(SPLITS, split_weights(split_text(data))))
+    available = {part for part in SPLITS if weights[part] > 0} if "all" in lists else set(lists)
+    missing = f"split {split_text(data)!r} leaves no data" if "all" in lists else "there are no data"
     paths = next(iter(lists.values()))
-    for part, purpose in needed.items():
-        if "all" in lists and not weights[part]:
-            missing, fixes = f"split {split_text(data)!r} leaves no data", ("--split 969,30,1",)
-        elif "all" not in lists and part not in lists:
-            missing = "there are no data"
-            fixes = replace(paths, key=part if paths.file else f"--{part}-data-path").replace_with(["PREFIX"])
-        else:
-            continue
-        yield Problem("E505", f"{missing} to {purpose}", (*fixes, *(["--eval-iters 0"] if part == "valid" else [])))
+
+    def fixes(part: str) -> tuple[str, ...]:
+        if "all" in lists:
+            return ("--split 969,30,1",)
+        return replace(paths, key=part if paths.file else f"--{part}-data-path").replace_with(["PREFIX"])
+
+    if "train" not in available:
+        yield Problem("E505", f"{missing} to train on", fixes("train"))
+    if "valid" not in available and config.training.eval_iters > 0:
+        yield Problem("E505", f"{missing} to evaluate on", (*fixes("valid"), "--eval-iters 0"))
 
 
 def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
