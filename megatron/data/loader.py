@@ -249,7 +249,9 @@ class DataSource:
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
-        columns = {name: tensor(column) for name, column in arrays._asdict().items() if column is not None}
+        columns: dict[str, Any] = {
+            name: tensor(column) for name, column in arrays._asdict().items() if column is not None
+        }
         return MicroBatch(sample_ids=tensor(np.array(ids, dtype=np.int64)), step=step, **columns)
 
     def _dataset(self, split: str, places: range) -> Dataset:
@@ -344,8 +346,9 @@ def build_data(
     masks = build_masks(data, known, vocab_size)
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
+    build_notes: list[str] = []
     if data.mock_data:
-        builders, build_notes = mock_segment_builders(training, vocab_size), []
+        builders = mock_segment_builders(training, vocab_size)
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
