@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -29,26 +29,11 @@ from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
 
-RIGHT_ALIGNED = range(2, 7)  # columns aligned on the right
+TABLE_HEAD = ("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 NOT_CACHED = "not kept"
 
+TableRow = tuple[str, ...]
 Identity = tuple[str, int]
-
-
-class TableRow(NamedTuple):
-    """Row of the printed table."""
-
-    split: str
-    source: str
-    sequences: str = ""
-    tokens: str = ""
-    epochs: str = ""
-    samples: str = ""
-    megabytes: str = ""
-    tables: str = ""
-
-
-TABLE_HEAD = TableRow("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,10 +54,13 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     rows = [row for split, dataset in source.datasets.items() for row in table_rows(split, dataset, before)]
-    print("\n".join(align_rows([TABLE_HEAD, *rows])))
+    widths = [max(map(len, column)) for column in zip(TABLE_HEAD, *rows)]
+    for split, name, *numbers, tables in (TABLE_HEAD, *rows):
+        right_aligned = (number.rjust(width) for number, width in zip(numbers, widths[2:]))
+        print("  ".join([split.ljust(widths[0]), name.ljust(widths[1]), *right_aligned, tables]))
     for note in (*parsed.notes, *source.notes):
         print(f"note: {note}", file=sys.stderr)
-    return int(any(row.tables == NOT_CACHED for row in rows))
+    return int(any(row[-1] == NOT_CACHED for row in rows))
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -109,14 +97,11 @@ def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> It
                 continue
             shown.add(id(dataset))
             order = dataset.order
-            numbers = len(order.part), order.tokens, order.epochs, len(dataset)
-            sequences, tokens, epochs, count = (f"{n:,}" for n in numbers)
-            kept = _kept(order.document_index, before)
-            yield TableRow(title, dataset.source, sequences, tokens, epochs, count, *kept)
+            numbers = len(order.part), dataset.tokens, order.epochs, len(dataset)
+            yield (title, dataset.source, *(f"{n:,}" for n in numbers), *_kept(order.document_index, before))
         if isinstance(segment, BlendedDataset):
-            size, state = _kept(segment.dataset_index, before)
             name = f"blend of {len(segment.datasets)}"
-            yield TableRow(title, name, samples=f"{len(segment):,}", megabytes=size, tables=state)
+            yield (title, name, "", "", "", f"{len(segment):,}", *_kept(segment.dataset_index, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
@@ -131,14 +116,6 @@ def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
 def cache_identity(entry: Path) -> Identity:
     """Return what distinguishes a cache entry from one that replaces it."""
     return entry.name, entry.stat().st_mtime_ns
-
-
-def align_rows(rows: Sequence[TableRow]) -> Iterator[str]:
-    """Yield lines with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = (cell.rjust(w) if i in RIGHT_ALIGNED else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-        yield "  ".join(cells).rstrip()
 
 
 if __name__ == "__main__":

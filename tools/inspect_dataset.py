@@ -6,22 +6,21 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.inspect import DatasetSummary, DocumentSample, IdCheck, check_ids, sample_documents, summarize
+from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
     TokenizerOptions,
-    TokenizerRecord,
     add_tokenizer_flags,
     build_tokenizer,
     load_recorded_tokenizer,
@@ -69,21 +68,15 @@ def check_flags(args: argparse.Namespace) -> None:
         )
 
 
-@dataclass(frozen=True)
-class DatasetInspection:
+class Inspection(NamedTuple):
     """Findings on one pair."""
 
-    data: IndexedDataset
-    record: TokenizerRecord | None
-    tokenizer: Tokenizer | None  # read only if needed
-    vocab_size: int | None  # from the flags, else from the tokenizer or the record
-    eod: int | None  # the same
     summary: DatasetSummary
-    findings: IdCheck | None
-    samples: list[DocumentSample]
+    tokenizer: Tokenizer | None  # read only if needed
+    facts: dict[str, Any]  # output of --json
 
     @classmethod
-    def of(cls, prefix: str, args: argparse.Namespace) -> DatasetInspection:
+    def of(cls, prefix: str, args: argparse.Namespace) -> Inspection:
         """Inspect a pair."""
         data = IndexedDataset(prefix, floats=True)
         record, tokenizer = read_tokenizer_record(prefix), None
@@ -95,51 +88,37 @@ class DatasetInspection:
         elif args.samples or args.verify:
             tokenizer = load_recorded_tokenizer(prefix)
         source = tokenizer or record
-        vocab_size, eod = (source.vocab_size, source.eod) if source else (None, None)
-        vocab_size = vocab_size if args.vocab_size is None else args.vocab_size
-        eod = eod if args.eod_id is None else args.eod_id
-        findings = None
-        if args.verify and data.dtype.kind != "f":
-            with closing(ByteProgress(sys.stderr, data.tokens.nbytes)) as meter:
-                findings = check_ids(data, vocab_size, eod, meter.add)
-        samples = sample_documents(data, args.samples, tokenizer)
-        return cls(data, record, tokenizer, vocab_size, eod, summarize(data), findings, samples)
-
-    def problem(self, args: argparse.Namespace) -> str | None:
-        """Return a sentence on what is wrong, or None."""
-        if args.verify and self.findings is None:
-            return f"{self.data.prefix}: values of type {self.data.dtype} are not ids and cannot be trained on"
-        if self.findings is not None and self.findings.wrong:
-            below = "" if self.vocab_size is None else f" or not below {self.vocab_size}"
-            return (
-                f"{self.data.prefix}: {self.findings.wrong:,} of {self.data.num_tokens:,} ids are below 0{below}; "
-                f"the first: {self.findings.first_wrong}"
-            )
-        return None
-
-
-def json_facts(found: DatasetInspection, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the output of ``--json``."""
-    record, findings = found.record, found.findings
-    result = {
-        "prefix": found.data.prefix,
-        **{name: value for name, value in vars(found.summary).items() if name != "lengths"},
-        "fingerprint": found.data.fingerprint,
-        "tokenizer": record and {name: getattr(record, name) for name in RECORD_FIELDS},
-        "document_tokens": length_statistics(found.summary),
-    }
-    if findings is not None:
-        nonempty = found.summary.lengths.total
-        result["verified"] = {
-            "vocab_size": found.vocab_size,
-            "eod": found.eod,
-            "wrong_ids": findings.wrong,
-            "documents_that_end": findings.ended,
-            "share_that_ends": None if findings.ended is None else findings.ended / max(nonempty, 1),
-            "different_ids": len(findings.ids.values),
+        size = args.vocab_size if args.vocab_size is not None or source is None else source.vocab_size
+        eod = args.eod_id if args.eod_id is not None or source is None else source.eod
+        summary = summarize(data)
+        facts = {
+            "prefix": data.prefix,
+            **{name: value for name, value in vars(summary).items() if name != "lengths"},
+            "fingerprint": data.fingerprint if args.json else None,
+            "tokenizer": record and {name: getattr(record, name) for name in RECORD_FIELDS},
+            "document_tokens": length_statistics(summary),
         }
-        result["most_frequent_ids"] = findings.ids.most(args.top)
-    return result | {"samples": [asdict(sample) for sample in found.samples], "problem": found.problem(args)}
+        problem = None
+        if args.verify and data.dtype.kind == "f":
+            problem = f"{data.prefix}: values of type {data.dtype} are not ids and cannot be trained on"
+        elif args.verify:
+            with closing(ByteProgress(sys.stderr, data.tokens.nbytes)) as meter:
+                found = check_ids(data, size, eod, meter.add)
+            facts["verified"] = {
+                "vocab_size": size,
+                "eod": eod,
+                "wrong_ids": found.wrong,
+                "documents_that_end": found.ended,
+                "share_that_ends": None if found.ended is None else found.ended / max(summary.lengths.total, 1),
+                "different_ids": len(found.ids.values),
+            }
+            facts["most_frequent_ids"] = found.ids.most(args.top)
+            if found.wrong:
+                below = "" if size is None else f" or not below {size}"
+                counted = f"{found.wrong:,} of {data.num_tokens:,} ids"
+                problem = f"{data.prefix}: {counted} are below 0{below}; the first: {found.first_wrong}"
+        facts["samples"] = [asdict(sample) for sample in sample_documents(data, args.samples, tokenizer)]
+        return cls(summary, tokenizer, facts | {"problem": problem})
 
 
 def length_statistics(summary: DatasetSummary) -> dict[str, float]:
@@ -149,55 +128,52 @@ def length_statistics(summary: DatasetSummary) -> dict[str, float]:
     return {"min": lengths.quantile(0), **shares, "max": lengths.quantile(1), "mean": round(lengths.mean, 1)}
 
 
-def print_inspection(found: DatasetInspection, args: argparse.Namespace) -> None:
-    """Print the findings as text."""
-    s, record = found.summary, found.record
-    print(found.data.prefix)
+def print_inspection(found: Inspection) -> None:
+    """Print the findings as text, except the problem."""
+    s, facts = found.summary, found.facts
+    lengths = ", ".join(f"{name} {value:,}" for name, value in facts["document_tokens"].items())
+    record = facts["tokenizer"]
+    tokenizer = "no record"
+    if record is not None:
+        how = "; special tokens spelled out in texts became their ids" if record["parses_special_tokens"] else ""
+        ids = f"{record['vocab_size']:,} ids, {record['eod']} ends a document"
+        tokenizer = f"{record['tokenizer_type']}, {ids}{how}"
+    print(facts["prefix"])
     print(f"  documents  {s.documents:,} ({s.empty_documents:,} empty)")
     print(f"  sequences  {s.sequences:,} ({s.empty_sequences:,} empty)")
     print(f"  tokens     {s.tokens:,} of type {s.dtype}")
     print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
-    lengths = ", ".join(f"{name} {value:,}" for name, value in length_statistics(s).items())
     print(f"  tokens of a document that is not empty: {lengths}")
-    tokenizer = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
-    parsed = record is not None and record.parses_special_tokens
-    how = "; special tokens spelled out in texts became their ids" if parsed else ""
-    print(f"  tokenizer  {tokenizer or 'no record'}{how}")
-    if found.findings is not None:
-        print_findings(found, found.findings, args.top)
-    for sample in found.samples:
-        print_sample(sample, found)
+    print(f"  tokenizer  {tokenizer}")
+    if "verified" in facts:
+        print_verified(found, facts["verified"])
+    for sample in facts["samples"]:
+        ids = sample["ids"]
+        part = "" if sample["tokens"] == len(ids) else f", of which the first {len(ids)}"
+        print(f"  document {sample['document']} of {s.documents:,}: {sample['tokens']:,} tokens{part}")
+        if ids:
+            more = " ..." if sample["tokens"] > MAX_IDS_SHOWN else ""
+            print(f"    ids  {' '.join(map(str, ids[:MAX_IDS_SHOWN]))}{more}")
+        if sample["text"] is not None:
+            print(f"    text {json.dumps(sample['text'], ensure_ascii=False)}")
+        elif found.tokenizer is not None:
+            print("    text none: some ids are not in the tokenizer")
 
 
-def print_findings(found: DatasetInspection, findings: IdCheck, top: int) -> None:
-    """Print the findings of ``--verify``, except the problem."""
-    size, eod, documents = found.vocab_size, found.eod, found.summary.lengths.total
-    different = f"{len(findings.ids.values):,} different ids"
-    unknown = "the vocabulary size is unknown (--vocab-size N)"
-    print(f"  ids        {different}; {unknown if size is None else f'the vocabulary has {size:,}'}")
-    if findings.ended is None:
+def print_verified(found: Inspection, verified: Mapping[str, Any]) -> None:
+    """Print the findings of ``--verify``."""
+    size, ended, tokenizer = verified["vocab_size"], verified["documents_that_end"], found.tokenizer
+    vocabulary = "the vocabulary size is unknown (--vocab-size N)" if size is None else f"the vocabulary has {size:,}"
+    print(f"  ids        {verified['different_ids']:,} different ids; {vocabulary}")
+    if ended is None:
         print("  ends       the end-of-document id is unknown (--eod-id N)")
     else:
-        share = f"{findings.ended:,} of {documents:,} ({findings.ended / max(documents, 1):.1%})"
-        print(f"  ends       {share} of the documents that are not empty end with {eod}")
-    tokenizer = found.tokenizer
-    for value, count in findings.ids.most(top):
+        share = f"{ended:,} of {found.summary.lengths.total:,} ({verified['share_that_ends']:.1%})"
+        print(f"  ends       {share} of the documents that are not empty end with {verified['eod']}")
+    for value, count in found.facts["most_frequent_ids"]:
         known = tokenizer is not None and 0 <= value < tokenizer.vocab_size
         text = f"  {json.dumps(tokenizer.decode([value]), ensure_ascii=False)}" if tokenizer and known else ""
         print(f"    {value:>8}  {count:>14,} times{text}")
-
-
-def print_sample(sample: DocumentSample, found: DatasetInspection) -> None:
-    """Print a document, or its beginning."""
-    part = "" if sample.tokens == len(sample.ids) else f", of which the first {len(sample.ids)}"
-    print(f"  document {sample.document} of {found.summary.documents:,}: {sample.tokens:,} tokens{part}")
-    if sample.ids:
-        more = " ..." if sample.tokens > MAX_IDS_SHOWN else ""
-        print(f"    ids  {' '.join(map(str, sample.ids[:MAX_IDS_SHOWN]))}{more}")
-    if sample.text is not None:
-        print(f"    text {json.dumps(sample.text, ensure_ascii=False)}")
-    elif found.tokenizer is not None:
-        print("    text none: some ids are not in the tokenizer")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -215,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:
-            found = DatasetInspection.of(prefix, args)
+            found = Inspection.of(prefix, args)
         except (DataError, OSError) as error:
             status = parser.fail(error, 1)
             if args.json:
@@ -223,16 +199,17 @@ def main(argv: Sequence[str]) -> int:
             continue
         inspections.append(found)
         if args.json:
-            print(json.dumps(json_facts(found, args)), flush=True)
+            print(json.dumps(found.facts), flush=True)
         else:
-            print_inspection(found, args)
-        if problem := found.problem(args):
-            status = parser.fail(problem, 1)
+            print_inspection(found)
+        if found.facts["problem"] is not None:
+            status = parser.fail(found.facts["problem"], 1)
     if args.histogram is not None and inspections:
         try:
             from tools.lib.plots import draw_lengths
 
-            draw_lengths([(Path(found.data.prefix).name, found.summary) for found in inspections], args.histogram)
+            panels = [(Path(found.facts["prefix"]).name, found.summary) for found in inspections]
+            draw_lengths(panels, args.histogram)
         except ValueError as error:
             return parser.fail(error, 1)
         except OSError as error:

@@ -12,8 +12,8 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path, PurePath
-from typing import Any
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import DataConfig
@@ -98,14 +98,10 @@ def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
         names = ["-".join(path_parts[-length:]) for path_parts in parts]
         if len(set(names)) == len(set(parts)):
             break
-    unique: dict[str, None] = {}
+    unique: list[str] = []
     for name in names:
-        numbered = name
-        number = 2
-        while numbered in unique:
-            numbered = f"{name}-{number}"
-            number += 1
-        unique[numbered] = None
+        numbered = chain([name], (f"{name}-{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
     return tuple(unique)
 
 
@@ -119,18 +115,12 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     Raises:
         UserError: with all problems.
     """
-    found = list(source_problems(data))
-    if found:
+    if found := list(data_problems(data)):
         raise UserError(found)
     lists = data_path_args(data)
-    found = [problem for words in lists.values() for problem in blend_problems(words)]
-    found += split_problems(data) if "all" in lists else []
-    found += name_problems(data, lists)
-    if found:
-        raise UserError(found)
-    sources: dict[str, SplitSource] = {}
     cut = split_text(data) if "all" in lists else None
-    for split, weight in zip(SPLITS, split_weights(cut) if cut is not None else (1, 1, 1)):
+    sources: dict[str, SplitSource] = {}
+    for split, weight in zip(SPLITS, (1, 1, 1) if cut is None else split_weights(cut)):
         paths = lists.get("all", lists.get(split))
         if paths is None or weight == 0:
             continue
@@ -145,13 +135,30 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     return sources
 
 
+def data_problems(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of the data options that show without opening token files."""
+    yield from _source_problems(data)
+    try:
+        split_weights(split_text(data))
+    except ValueError as error:
+        yield Problem("E504", f"split {error}", ("--split 969,30,1",))
+    try:
+        lists = data_path_args(data)
+    except UserError as error:
+        yield from error.problems
+        return
+    for paths in lists.values():
+        yield from blend_problems(paths)
+    yield from _name_problems(data, lists)
+
+
 def train_data_flag(data: DataConfig) -> str | None:
     """Return the flag that names the files to train on; None for generated tokens."""
     names = (name for group in SOURCE_OPTIONS for name in group if name != "mock_data")
     return next((SETTINGS[name].flag for name in names if getattr(data, name)), None)
 
 
-def source_problems(data: DataConfig) -> Iterator[Problem]:
+def _source_problems(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem unless tokens come from exactly one source."""
     given = ([name for name in group if getattr(data, name) not in (None, (), False)] for group in SOURCE_OPTIONS)
     used = [names for names in given if names]
@@ -187,7 +194,7 @@ def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
 def _argument_file(path: str) -> tuple[str, ...]:
     """Read the words of a ``--data-args-path`` file."""
     form = "WEIGHT PREFIX WEIGHT PREFIX ..."
-    text = _read(path, "--data-args-path")
+    text = _read("--data-args-path", path)
     words = text.split()
     without_comments = re.sub(r"(?m)(?<!\S)#.*$", "", text).split()
     if words != without_comments:
@@ -202,36 +209,34 @@ def _per_split(path: str) -> dict[str, DataPathArgs]:
     """Read a ``--per-split-data-args-path`` JSON file."""
     where = f"--per-split-data-args-path {path}"
     form = '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": null}'
-    text = _read(path, "--per-split-data-args-path")
+    text = _read("--per-split-data-args-path", path)
     try:
         pairs = json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=list)
     except ValueError as error:
         raise _unusable(f"{where} is not JSON: {error}", form) from None
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         raise _unusable(f"{where} must be an object with train, valid and test", form)
-    found = [Problem("E507", f"{where}: {rule}", fixes) for pair in pairs for rule, fixes in _entry_problems(*pair)]
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    found += [Problem("E507", f"{where}: {key} occurs twice", (f"write {key} once",)) for key in twice]
+    found: list[tuple[str, str]] = []  # what is wrong, and the fix
+    for key, value in pairs:
+        is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if key not in SPLITS:
+            meant = SPLIT_ALIASES.get(key.lower()) or did_you_mean(key, SPLITS)
+            fix = f"call it {meant}" if meant else f"remove {key}"
+            found.append((f"there is no split {key!r}, only train, valid and test", fix))
+        elif not (is_list or value is None or isinstance(value, str)):
+            fix = f'write in it: "{key}": ["PREFIX"]'
+            found.append((f"{key} must be text or a list of weights and prefixes", fix))
+    twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+    found += [(f"{key} occurs twice", f"write {key} once") for key in twice]
     if found:
-        raise UserError(found)
+        raise UserError([Problem("E507", f"{where}: {wrong}", (fix,)) for wrong, fix in found])
     lists = {key: tuple(value.split() if isinstance(value, str) else value or ()) for key, value in pairs}
     if not any(lists.values()):
         raise _unusable(f"{where} contains no prefixes", form)
     return {key: DataPathArgs(words, key, path) for key, words in lists.items() if words}
 
 
-def _entry_problems(key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what is wrong with one entry of the JSON file, and fixes."""
-    is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
-    if key not in SPLITS:
-        meant = SPLIT_ALIASES.get(key.lower()) or did_you_mean(key, SPLITS)
-        fix = f"call it {meant}" if meant else f"remove {key}"
-        yield f"there is no split {key!r}, only train, valid and test", (fix,)
-    elif not (is_list or value is None or isinstance(value, str)):
-        yield f"{key} must be text or a list of weights and prefixes", (f'write in it: "{key}": ["PREFIX"]',)
-
-
-def _read(path: str, flag: str) -> str:
+def _read(flag: str, path: str) -> str:
     if not path:
         raise UserError([Problem("E507", f"{flag} '' is empty; is a shell variable unset?")])
     try:
@@ -269,57 +274,52 @@ def read_blend(words: Sequence[str]) -> Blend:
 def blend_problems(paths: DataPathArgs) -> Iterator[Problem]:
     """Yield problems of a list of weights and prefixes; files are not checked."""
     words = paths.words
-    where = paths.origin
-    numbers = [as_weight(word) for word in words[::2]]
-    if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
-        odd = next(word for word, number in zip(words[::2], numbers) if number is None)
-        sentence = f"{where}: {odd} is in the place of a weight; give a weight before every prefix, or none"
-        prefixes = [word for word in words if as_weight(word) is None]
-        weights = [word for word in words if as_weight(word) is not None]
-        paired = [word for pair in zip(weights, prefixes) for word in pair]
-        yield Problem("E502", sentence, paths.replace_with(paired if len(weights) == len(prefixes) else prefixes))
+    numbers = [word for word in words if as_weight(word) is not None]
+    odd = [word for word in words[::2] if as_weight(word) is None]
+    if len(words) % 2 == 0 and 0 < len(odd) < len(words) // 2:
+        yield unpaired_problem(paths, f"{odd[0]} is in the place of a weight", numbers)
         return
     blend = read_blend(words)
-    if not all(blend.prefixes):
-        rest = paths.replace_with(_without(paths, {i for i, prefix in enumerate(blend.prefixes) if not prefix}))
-        yield Problem("E502", f"{where} has an empty prefix; is a shell variable unset?", rest)
-    if len(blend.prefixes) > MAX_BLEND_DATASETS:
-        sentence = f"{where} has {len(blend.prefixes):,} prefixes; a blend holds at most {MAX_BLEND_DATASETS:,}"
+    size = len(blend.prefixes)
+    width = len(words) // size
+
+    def without(places: Collection[int]) -> list[str]:
+        return [words[width * i + j] for i in range(size) if i not in places for j in range(width)]
+
+    empty = [i for i, prefix in enumerate(blend.prefixes) if not prefix]
+    if empty:
+        fix = paths.replace_with(without(empty))
+        yield Problem("E502", f"{paths.origin} has an empty prefix; is a shell variable unset?", fix)
+    if size > MAX_BLEND_DATASETS:
+        sentence = f"{paths.origin} has {size:,} prefixes; a blend holds at most {MAX_BLEND_DATASETS:,}"
         yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
-    if blend.weights is not None:
-        yield from _weight_problems(paths, blend.prefixes, blend.weights)
-
-
-def _weight_problems(paths: DataPathArgs, prefixes: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
-    bad = {i for i, weight in enumerate(weights) if not 0 < weight < math.inf}
-    shown = ", ".join(f"{prefixes[i]} the weight {paths.words[2 * i]}" for i in sorted(bad)[:3])
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    weights = blend.weights or ()
+    bad = [i for i, weight in enumerate(weights) if not 0 < weight < math.inf]
     if bad:
-        rest = paths.replace_with(_without(paths, bad)) or paths.replace_with(prefixes)
-        yield Problem("E502", f"{paths.origin} gives {shown}{more}; weights must be finite and above 0", rest)
+        shown = ", ".join(f"{blend.prefixes[i]} the weight {words[2 * i]}" for i in bad[:3])
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        fix = paths.replace_with(without(bad) or blend.prefixes)
+        yield Problem("E502", f"{paths.origin} gives {shown}{more}; weights must be finite and above 0", fix)
     elif math.isinf(sum(weights)):
-        yield Problem("E502", f"{paths.origin}: the sum of the weights overflows", paths.replace_with(prefixes))
+        sentence = f"{paths.origin}: the sum of the weights overflows"
+        yield Problem("E502", sentence, paths.replace_with(blend.prefixes))
 
 
-def _without(paths: DataPathArgs, places: Collection[int]) -> list[str]:
-    """Return the words without the prefixes at ``places``, and without their weights."""
-    blend = read_blend(paths.words)
-    width = 1 if blend.weights is None else 2
-    kept = (i for i in range(len(blend.prefixes)) if i not in places)
-    return [word for i in kept for word in paths.words[width * i : width * (i + 1)]]
+def unpaired_problem(paths: DataPathArgs, seen: str, numbers: Collection[str]) -> Problem:
+    """Return the problem of a list in which not every prefix follows a weight.
+
+    The fix gives the ``numbers`` to the prefixes in their order; without as many of both, it drops the numbers.
+    """
+    weights = [word for word in paths.words if word in numbers]
+    prefixes = [word for word in paths.words if word not in numbers]
+    paired = [word for pair in zip(weights, prefixes) for word in pair]
+    fix = paths.replace_with(paired if len(weights) == len(prefixes) else prefixes)
+    return Problem("E502", f"{paths.origin}: {seen}; give a weight before every prefix, or none", fix)
 
 
 def split_text(data: DataConfig) -> str:
     """Return the weights that cut ``data_path``, as text."""
     return DEFAULT_SPLIT if data.split is None else data.split
-
-
-def split_problems(data: DataConfig) -> Iterator[Problem]:
-    """Yield problems of the weights that cut ``data_path``."""
-    try:
-        split_weights(split_text(data))
-    except ValueError as error:
-        yield Problem("E504", f"split {error}", ("--split 969,30,1",))
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
@@ -348,7 +348,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
-def name_problems(data: DataConfig, lists: Mapping[str, DataPathArgs]) -> Iterator[Problem]:
+def _name_problems(data: DataConfig, lists: Mapping[str, DataPathArgs]) -> Iterator[Problem]:
     """Yield problems of the names of several validation sets."""
     names = data.validation_set_names
     paths = lists.get("valid", lists.get("all"))

@@ -11,11 +11,9 @@ one sample of a split are reported with a ``--split`` that would work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-
-import numpy as np
 
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
@@ -37,7 +35,6 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
-MAX_FILES_IN_FIX = 8  # files in a suggested command
 
 SegmentBuilder = Callable[[int, Sequence[Dataset]], Dataset]
 """From the number of samples and the segments before to the next segment."""
@@ -52,14 +49,11 @@ OpenFiles = Callable[[str], IndexedDataset]
 def mock_segment_builders(training: TrainingConfig, vocab_size: int) -> dict[str, SegmentBuilder]:
     """Return the segment builders of mock data, by split."""
 
-    def builder(stream: int) -> SegmentBuilder:
-        def build(samples: int, before: Sequence[Dataset]) -> Dataset:
-            first = sum(map(len, before))
-            return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, first)
+    def build(stream: int, samples: int, before: Sequence[Dataset]) -> Dataset:
+        first = sum(map(len, before))
+        return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, first)
 
-        return build
-
-    return {split: builder(stream) for stream, split in enumerate(SPLITS)}
+    return {split: functools.partial(build, stream) for stream, split in enumerate(SPLITS)}
 
 
 def file_segment_builders(
@@ -70,28 +64,38 @@ def file_segment_builders(
     Test data are left out, with a note, where only the default split asks for them and there are none.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
+    seq_length = training.seq_length
     sources = resolve_sources(data, read)
     builders: dict[str, SegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
         source = sources[split]
         parts = split_parts(split, source, open_files)
-        short = [part for part in parts if _is_too_short(part, source, training.seq_length)]
-        if not short:
-            weights = source.blend.weights
-            builders[split] = FileSegmentBuilder(parts, weights, training.seq_length, training.seed, cache)
+        short = _short_part(parts, source, seq_length)
+        if short is None:
+            builders[split] = FileSegmentBuilder(parts, source.blend.weights, seq_length, training.seed, cache)
             continue
         default = data.split is None and source.split == DEFAULT_SPLIT
+        indexed, sequences = short
+        cut = "" if source.split is None else f" with {'the default ' if default else ''}--split '{source.split}'"
+        seen = (
+            f"the {split_label(split)} data of {indexed.prefix} are {indexed.count_tokens(sequences):,} tokens "
+            f"({len(sequences):,} of its {len(indexed):,} sequences{cut}), no sample of {seq_length} + 1"
+        )
         wanted = [other for other in read if split_kind(other) != "test" or split == "test" or not default]
-        better = _suggest_split(sources, wanted, open_files, training.seq_length)
-        seen = _describe_shortage(split, source, short[0], training.seq_length, default)
-        if split != "test" or not default:
-            fixes = _shortage_fixes(source, short, better)
-            if better is None and source.split is not None and split_kind(split) != "train":
-                fixes.insert(0, "--eval-iters 0")
-            samples = f"{split_label(split)} samples" if source.split is None else "samples"
-            raise DataError(f"{seen}, but {needed:,} {samples} are needed", *fixes)
-        notes.append(seen if better is None else f"{seen}; {better} leaves some")
+        better = _suggest_split(sources, wanted, open_files, seq_length)
+        if split == "test" and default:
+            notes.append(seen if better is None else f"{seen}; {better} leaves some")
+        else:
+            if better is not None:
+                fix = better
+            elif cut and split_kind(split) != "train":
+                fix = "--eval-iters 0"
+            elif len(set(source.blend.prefixes)) > 1:
+                fix = f"leave out {indexed.prefix}"
+            else:
+                fix = f"a dataset of more documents than {len(indexed)}"
+            raise DataError(f"{seen}, but {needed:,} samples are needed", fix)
     return builders, notes
 
 
@@ -151,11 +155,9 @@ class FileSegmentBuilder:
         seed = (self.seed + len(before)) % SEED_MODULUS
         if before and isinstance(before[-1], BlendedDataset):
             return self._extend(before[-1], num_samples, seed)
-        if self.weights is not None:
-            return self._weighted_blend(self.weights, num_samples, seed)
-        if len(self.parts) > 1:
-            return self._proportional_blend(num_samples, seed)
-        return self._one_source(self.parts[0], num_samples, seed)
+        if self.weights is None and len(self.parts) == 1:
+            return self._one_source(self.parts[0], num_samples, seed)
+        return self._blend(num_samples, seed)
 
     def _one_source(self, part: SourceSlice, num_samples: int | None, seed: int) -> GPTDataset:
         """Build the samples of one source; of one epoch if ``num_samples`` is None."""
@@ -169,36 +171,39 @@ class FileSegmentBuilder:
         }
 
         def build() -> Tables:
-            return build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed).tables
+            order = build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed)
+            return {"documents": order.document_index, "samples": order.sample_index, "shuffle": order.shuffle_index}
 
         try:
             tables = self._tables("order", facts, build, indexed.prefix)
         except DataError as error:
             raise DataError(f"{indexed.prefix}: {error}") from error
-        return GPTDataset(indexed, SampleOrder.of(tables, indexed.lengths, sequences, self.seq_length))
+        arrays = tables["documents"], tables["samples"], tables["shuffle"]
+        return GPTDataset(indexed, SampleOrder(*arrays, sequences, self.seq_length))
 
-    def _proportional_blend(self, num_samples: int, seed: int) -> BlendedDataset:
-        """Blend one epoch of every source in proportion to length; keep the first ``num_samples`` samples."""
-        datasets = [self._one_source(part, None, seed) for part in self.parts]
-        sizes = [len(dataset) for dataset in datasets]
-        index = self._blend_index(sizes, min(num_samples, sum(sizes)))
-        return BlendedDataset(datasets, *truncate_blend(index, sizes))
-
-    def _weighted_blend(self, weights: Sequence[float], num_samples: int, seed: int) -> BlendedDataset:
-        """Blend every source in proportion to its weight, at least ``num_samples`` samples in all.
+    def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
+        """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.
 
         Each source contributes its share of the samples, rounded up, and is built for 0.5 % more. With many sources
         the rounded shares can sum to much more than was requested, and a small source can be too short for its part.
         Megatron-LM stops there; here such a blend ends before the first sample that a source lacks. It still has the
         requested samples: among these, no source is asked for more than its share.
+
+        Without weights, sources contribute one epoch in proportion to its length; the first ``num_samples`` are kept.
         """
-        shares = normalize_weights(weights).tolist()
-        targets = [ceil(num_samples * share) for share in shares]
-        requested = [ceil(target * (1 + OVERSAMPLING)) for target in targets]
-        datasets = [self._one_source(part, samples, seed) for part, samples in zip(self.parts, requested)]
+        if self.weights is None:
+            datasets = [self._one_source(part, None, seed) for part in self.parts]
+            shares: Sequence[float] = list(map(len, datasets))
+            size = min(num_samples, sum(map(len, datasets)))
+        else:
+            shares = normalize_weights(self.weights).tolist()
+            targets = [ceil(num_samples * share) for share in shares]
+            requested = [ceil(target * (1 + OVERSAMPLING)) for target in targets]
+            datasets = [self._one_source(part, samples, seed) for part, samples in zip(self.parts, requested)]
+            size = sum(targets)
         # the blend index normalises the shares a second time, as Megatron-LM does: the last bit decides ties
-        index = self._blend_index(shares, sum(targets))
-        return BlendedDataset(datasets, *truncate_blend(index, list(map(len, datasets))), shares)
+        index = truncate_blend(self._blend_index(shares, size), list(map(len, datasets)))
+        return BlendedDataset(datasets, *index, None if self.weights is None else shares)
 
     def _extend(self, blend: BlendedDataset, num_samples: int, seed: int) -> BlendedDataset:
         """Continue a blend in the proportions of its weights, or of the sources' samples in one epoch.
@@ -229,71 +234,30 @@ class FileSegmentBuilder:
         return build() if self.cache is None else self.cache.tables(kind, facts, build, source)
 
 
-def _slice_tokens(part: SourceSlice) -> int:
-    indexed, sequences = part
-    return int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-
-
-def _is_in_proportion(source: SplitSource) -> bool:
-    return source.blend.weights is None and len(source.blend.prefixes) > 1
-
-
-def _is_too_short(part: SourceSlice, source: SplitSource, seq_length: int) -> bool:
-    """Return True if a part is empty, or shorter than a sample where exactly one epoch is read."""
-    return _slice_tokens(part) < (seq_length + 1 if _is_in_proportion(source) else 1)
-
-
-def _describe_shortage(split: str, source: SplitSource, short: SourceSlice, seq_length: int, default: bool) -> str:
-    """Describe what a split has of a file that is too short."""
-    indexed, sequences = short
-    label = split_label(split)
-    tokens = f"{_slice_tokens(short):,} tokens, no sample of {seq_length} + 1"
-    if source.split is None:
-        held = f"{tokens} ({len(sequences):,} sequences)" if sequences else "no sequence"
-        return f"{indexed.prefix} holds {held}"
-    part = f"of the {len(indexed):,} sequences in {indexed.prefix}"
-    left = f"{label} data of {tokens} ({len(sequences):,} {part})" if sequences else f"no {label} data {part}"
-    return f"{'the default ' if default else ''}--split '{source.split}' leaves {left}"
-
-
-def _shortage_fixes(source: SplitSource, short: Sequence[SourceSlice], better: str | None) -> list[str]:
-    """Return the fixes for files that are too short."""
-    fixes = [] if better is None else [better]
-    names = {indexed.prefix for indexed, _ in short}
-    if names < set(source.blend.prefixes):
-        fixes.append(f"leave out {' '.join(sorted(names))}")
-    if _is_in_proportion(source) and len(source.blend.prefixes) <= MAX_FILES_IN_FIX:
-        command = f"python tools/merge_datasets.py --input {' '.join(source.blend.prefixes)} --output-prefix merged"
-        fixes.append(f"{command} and read merged instead")
-    if source.split is not None:
-        fixes.append(f"a dataset of more documents than {len(short[0][0])}")
-    return fixes or ["use more data"]
+def _short_part(parts: Iterable[SourceSlice], source: SplitSource, seq_length: int) -> SourceSlice | None:
+    """Return the first part that is empty, or shorter than a sample where exactly one epoch is read."""
+    one_epoch = source.blend.weights is None and len(source.blend.prefixes) > 1
+    needed = seq_length + 1 if one_epoch else 1
+    return next((part for part in parts if part[0].count_tokens(part[1]) < needed), None)
 
 
 def _suggest_split(
     sources: Mapping[str, SplitSource], needed: Iterable[str], open_files: OpenFiles, seq_length: int
 ) -> str | None:
-    """Return the ``--split`` that leaves every needed split a sample of each of its files, if one exists."""
+    """Return the ``--split`` that leaves every needed split a sample of each of its files, if one is found.
+
+    Candidates give 1, 2, 4, ... sequences of the smallest file to each evaluation split.
+    """
     cut = {split: sources[split] for split in needed if sources[split].split is not None}
-    sizes = [len(open_files(prefix)) for source in cut.values() for prefix in source.blend.prefixes]
-
-    def leaves_some(split: str, source: SplitSource) -> bool:
-        return not any(_is_too_short(part, source, seq_length) for part in split_parts(split, source, open_files))
-
-    for weights in _candidate_splits(min(sizes, default=0), {split_kind(split) for split in cut}):
-        text = ",".join(map(str, weights))
-        read = [split for split in cut if weights[SPLITS.index(split_kind(split))]]
-        if all(leaves_some(split, replace(cut[split], split=text)) for split in read):
+    kinds = {split_kind(split) for split in cut}
+    smallest = min((len(open_files(prefix)) for source in cut.values() for prefix in source.blend.prefixes), default=0)
+    for power in range(smallest.bit_length()):
+        valid, test = (2**power * int(kind in kinds) for kind in SPLITS[1:])
+        text = f"{smallest - valid - test},{valid},{test}"
+        tried = {split: replace(source, split=text) for split, source in cut.items()}
+        if smallest > valid + test and all(
+            _short_part(split_parts(split, source, open_files), source, seq_length) is None
+            for split, source in tried.items()
+        ):
             return f"--split {text}"
     return None
-
-
-def _candidate_splits(smallest: int, kinds: set[str]) -> Iterator[tuple[int, int, int]]:
-    """Yield weights that give 1, 2, 4, ... sequences of the smallest file to each evaluation split, test last."""
-    for wanted in (kinds, kinds - {"test"}):
-        share = 1
-        while share < smallest:
-            valid, test = (share * int(kind in wanted) for kind in SPLITS[1:])
-            if smallest - valid - test > 0:
-                yield smallest - valid - test, valid, test
-            share *= 2

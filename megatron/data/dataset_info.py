@@ -27,9 +27,6 @@ from megatron.data.tokenizers.tokenizer import (
     was_written_with,
 )
 
-TOKENIZER_FILE_FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
-"""Config fields that name the files of a tokenizer."""
-
 NEEDS_VOCAB_SIZE = ("NullTokenizer", "TikTokenizer")
 """Tokenizers that need the vocabulary size as an argument."""
 
@@ -45,13 +42,11 @@ class TokenizerInfo:
     vocab_size: int  # number of ids
     eod: int  # the id that ends a document
     pad: int | None = None  # the padding id; None if there is none or it has another role too
-    prefix: str | None = None  # a dataset with a record of it; None if the flags name it
 
 
 def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
     """Return every dataset that the splits read, once; none for generated data."""
-    sources = {} if data.mock_data else data_sources(data)
-    return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
+    return tuple(dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes))
 
 
 def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
@@ -104,11 +99,12 @@ def note_unused_entries(known: TokenizerInfo | None, vocab_size: int) -> str | N
 
 def note_missing_records(data: DataConfig) -> str | None:
     """Return a note if only some of the datasets have a tokenizer record; the others are trusted."""
-    unrecorded_prefixes = [prefix for prefix, record in _records(data).items() if record is None]
-    if not unrecorded_prefixes or len(unrecorded_prefixes) == len(dataset_prefixes(data)):
+    records = _records(data)
+    missing = [prefix for prefix, record in records.items() if record is None]
+    if not 0 < len(missing) < len(records):
         return None
-    more = f" and {len(unrecorded_prefixes) - 1} more" if len(unrecorded_prefixes) > 1 else ""
-    return f"no tokenizer is recorded beside {unrecorded_prefixes[0]}{more}; that of the other data is assumed"
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"no tokenizer is recorded beside {missing[0]}{more}; that of the other data is assumed"
 
 
 def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerInfo | None:
@@ -121,27 +117,23 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
             names.
         UserError: when the data path options are invalid.
     """
-    records = {prefix: record for prefix, record in _records(data).items() if record is not None}
-    for prefix, record in records.items():
-        first, other = next(iter(records.items()))
+    records = [(prefix, record) for prefix, record in _records(data).items() if record is not None]
+    for prefix, record in records[1:]:
+        first, other = records[0]
         same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
         if not same and not have_same_ids(first, prefix):
-            one, another = (
-                f"{r.tokenizer_type} {r.fingerprint} of {r.vocab_size:,} ids, {r.eod} at the end"
-                for r in (other, record)
-            )
             raise DataError(
-                f"{first} was written with {one}, but {prefix} with {another}: "
+                f"{first} was written with {_describe(other)}, but {prefix} with {_describe(record)}: "
                 "the same id means different text in them",
                 "write one of them again with tools/preprocess_data.py",
             )
-    named = tokenizer_from_flags(data, vocab_size) if _has_files(data) or not records else None
+    named = tokenizer_from_flags(data, vocab_size) if _tokenizer_files(data) or not records else None
     if not records:
-        return None if named is None else _known(TokenizerRecord.of(named), named.files)
-    prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
+        return None if named is None else _tokenizer_info(TokenizerRecord.of(named), named.files)
+    prefix, record = max(records, key=lambda item: item[1].special_ids is not None)  # older ones have fewer fields
     if named is not None and not was_written_with(prefix, named):
-        given = [name for name in TOKENIZER_FILE_FIELDS if getattr(data, name)]
-        flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in given)
+        given = _tokenizer_files(data)
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
         raise DataError(
             f"{prefix} was written with another {record.tokenizer_type} than that of {flags}: its ids are others",
             " ".join(f"--set data.{name}=null" for name in given),
@@ -149,15 +141,17 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
         )
     folder = Path(f"{prefix}.{FILES_SUFFIX}")
     paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
-    files = {} if record.pad is None else {path.name: path.read_bytes() for path in paths if path.is_file()}
-    return _known(record, files, prefix)
+    return _tokenizer_info(record, {path.name: path.read_bytes() for path in paths if path.is_file()})
+
+
+def _describe(record: TokenizerRecord) -> str:
+    return f"{record.tokenizer_type} {record.fingerprint} of {record.vocab_size:,} ids, {record.eod} at the end"
 
 
 def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """Build the tokenizer that the flags name; None if they do not name its files."""
-    if data.tokenizer_type is None:
-        return None
-    if data.tokenizer_type not in ("ByteTokenizer", "NullTokenizer") and not _has_files(data):
+    has_no_files = data.tokenizer_type in ("ByteTokenizer", "NullTokenizer")
+    if data.tokenizer_type is None or not (has_no_files or _tokenizer_files(data)):
         return None
     return build_tokenizer(TokenizerOptions.of(data, vocab_size if data.tokenizer_type in NEEDS_VOCAB_SIZE else None))
 
@@ -184,22 +178,22 @@ def find_eod_id(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) 
     return data.eod_id
 
 
-def _has_files(data: DataConfig) -> bool:
-    return any(getattr(data, name) is not None for name in TOKENIZER_FILE_FIELDS)
+def _tokenizer_files(data: DataConfig) -> dict[str, str]:
+    """Return the fields that name the files of a tokenizer, with their values."""
+    given = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
-    named = None if _has_files(data) else data.tokenizer_type
+    named = None if _tokenizer_files(data) else data.tokenizer_type
     return {prefix: read_tokenizer_record(prefix, named) for prefix in dataset_prefixes(data)}
 
 
-def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | None = None) -> TokenizerInfo:
-    """Read the properties from a record; ``files`` tell whether its padding token has another role too."""
-    pad = record.pad
+def _tokenizer_info(record: TokenizerRecord, files: Mapping[str, bytes]) -> TokenizerInfo:
+    """Read the properties from a record, and from ``files`` whether its padding token has another role too."""
+    pad = None if record.pad == record.eod else record.pad
     word = find_special_token(files, "pad_token")
-    if pad == record.eod or (
-        word is not None and any(find_special_token(files, role) == word for role in PAD_TOKEN_ROLES)
-    ):
+    if word is not None and any(find_special_token(files, role) == word for role in PAD_TOKEN_ROLES):
         pad = None
-    return TokenizerInfo(record.tokenizer_type, record.vocab_size, record.eod, pad, prefix)
+    return TokenizerInfo(record.tokenizer_type, record.vocab_size, record.eod, pad)

@@ -8,7 +8,7 @@ next), and the samples are shuffled. Three tables hold this order (`SampleOrder`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -34,25 +34,13 @@ class SampleOrder(NamedTuple):
     # int [n + 1, 2]: place in `document_index` and token offset where sample j starts; it ends where row j + 1 starts
     sample_index: NDArray[Any]
     shuffle_index: NDArray[Any]  # uint32 [n], the sample at each place of the stream
-    epochs: int  # passes over the split
-    tokens: int  # tokens in one epoch
     part: range  # the sequences of the split
     seq_length: int  # tokens per sample
 
     @property
-    def tables(self) -> dict[str, NDArray[Any]]:
-        """The three arrays by their names in the index cache."""
-        return {"documents": self.document_index, "samples": self.sample_index, "shuffle": self.shuffle_index}
-
-    @classmethod
-    def of(
-        cls, tables: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], part: range, seq_length: int
-    ) -> SampleOrder:
-        """Make the order of sequences ``part`` from its ``tables``; ``lengths`` are those of all sequences."""
-        tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
-        documents = tables["documents"]
-        epochs = len(documents) // len(part)
-        return cls(documents, tables["samples"], tables["shuffle"], epochs, tokens, part, seq_length)
+    def epochs(self) -> int:
+        """Passes over the split."""
+        return len(self.document_index) // len(self.part)
 
 
 class GPTDataset(Dataset):
@@ -62,6 +50,7 @@ class GPTDataset(Dataset):
         self.order = order
         self.seq_length = order.seq_length
         self.source = indexed.prefix
+        self.tokens = indexed.count_tokens(order.part)  # in one epoch
         self._indexed = indexed
 
     def __len__(self) -> int:
@@ -69,7 +58,7 @@ class GPTDataset(Dataset):
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read."""
-        return (SourceUsage(self.source, samples * self.seq_length, self.order.tokens),)
+        return (SourceUsage(self.source, samples * self.seq_length, self.tokens),)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -100,11 +89,7 @@ class GPTDataset(Dataset):
 
 def split_ranges(split: str, sequences: int) -> list[range]:
     """Return the sequences of the train, validation and test splits; an omitted weight is 0."""
-    try:
-        shares = split_shares(split)
-    except ValueError as error:
-        raise DataError(f"split {error}", "--split 969,30,1") from error
-    ends = [round(end * float(sequences)) for end in accumulate(shares, initial=0.0)]
+    ends = [round(end * float(sequences)) for end in accumulate(split_shares(split), initial=0.0)]
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
@@ -142,7 +127,7 @@ def build_sample_order(
     cuts = (0, samples_before_last, count) if separate else (0, count)
     places = [np.arange(begin, end) for begin, end in pairwise(cuts)]
     shuffle = _shuffled(places, np.uint32 if count < 2**32 - 2 else np.int64, random)
-    return SampleOrder(documents, samples, shuffle, epochs, tokens, part, seq_length)
+    return SampleOrder(documents, samples, shuffle, part, seq_length)
 
 
 def _sample_index(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import struct
 from contextlib import suppress
@@ -71,12 +72,13 @@ def is_too_many_open_files(error: BaseException) -> bool:
 class IndexedDataset:
     """The sequences of a pair of token files, read through a memory map."""
 
-    def __init__(self, prefix: str | Path, floats: bool = False) -> None:
+    def __init__(self, prefix: str | Path, floats: bool = False, verify: bool = True) -> None:
         """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
 
         Args:
             prefix: path of the two files without ``.bin`` and ``.idx``.
             floats: accept floating-point numbers, which are not token ids.
+            verify: check every entry of the index; False reads only its header and the sizes of both files.
 
         Raises:
             DataError: when either is missing, truncated, damaged or in another format.
@@ -92,13 +94,15 @@ class IndexedDataset:
         self.lengths = index[ends[0] : ends[1]].view("<i4")  # int32 [S], tokens of each sequence
         self.pointers = index[ends[1] : ends[2]].view("<i8")  # int64 [S], byte where each sequence starts
         self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
-        self._check_documents()
-        self.num_tokens = self._check_sequences()  # of all sequences
         ids = _map(f"{self.prefix}.bin")
-        expected = self.num_tokens * self.dtype.itemsize
-        if len(ids) != expected:
-            self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
-        self.tokens = ids.view(self.dtype)  # ids [num_tokens], a read-only view of the file
+        self.num_tokens = len(ids) // self.dtype.itemsize  # of all sequences
+        if verify:
+            self._check_documents()
+            self.num_tokens = self._check_sequences()
+            expected = self.num_tokens * self.dtype.itemsize
+            if len(ids) != expected:
+                self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
+        self.tokens = ids[: self.num_tokens * self.dtype.itemsize].view(self.dtype)  # ids [num_tokens], read-only
         if self.dtype.kind == "f" and not floats:
             raise DataError(
                 f"{self.prefix}.idx: the type is {self.dtype}, but token ids are whole numbers",
@@ -108,8 +112,17 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return len(self.documents) - 1
+
     def __getitem__(self, i: int) -> NDArray[Any]:
         return self.get(i)
+
+    def count_tokens(self, sequences: range) -> int:
+        """Return the number of tokens in consecutive sequences."""
+        return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -200,7 +213,8 @@ def _map(path: str) -> NDArray[np.uint8]:
     try:
         if not os.path.getsize(path):
             return np.empty(0, dtype=np.uint8)
-        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        with open(path, "rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = OPEN_FILES_FIX if is_too_many_open_files(error) else _path_fix(path)

@@ -300,7 +300,7 @@ class MergeInput:
         """
         data = IndexedDataset(prefix, floats=True)
         record = read_tokenizer_record(prefix)
-        return cls(prefix, data.dtype, len(data.documents) - 1, len(data), data.num_tokens, record)
+        return cls(prefix, data.dtype, data.num_documents, len(data), data.num_tokens, record)
 
     @property
     def num_bytes(self) -> int:
@@ -329,17 +329,16 @@ def _is_folder(path: str) -> bool:
 
 
 def _prefixes_in(folder: Path) -> list[str]:
-    names = sorted(os.listdir(folder))
-    unfinished = [name for name in names if name.endswith(".part")]
+    unfinished = sorted(folder.glob("*.part"))
     if unfinished:
         raise DataError(
-            f"{folder / unfinished[0]}: another process is writing it, or was killed while writing",
+            f"{unfinished[0]}: another process is writing it, or was killed while writing",
             f"wait | rm {shlex.quote(str(folder))}/*.part",
         )
-    prefixes = sorted({stem for stem, suffix in map(os.path.splitext, names) if suffix in (".bin", ".idx")})
+    prefixes = sorted({str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not prefixes:
         raise DataError(f"{folder} holds no .bin and .idx", "--input FOLDER_OF_PAIRS | --input PREFIX PREFIX ...")
-    return [str(folder / prefix) for prefix in prefixes]
+    return prefixes
 
 
 def check_compatible(parts: Sequence[MergeInput]) -> None:
@@ -351,20 +350,21 @@ def check_compatible(parts: Sequence[MergeInput]) -> None:
                 "preprocess both with the same tokenizer",
                 f"leave them apart: pretrain_gpt.py --data-path {a.prefix} {b.prefix}",
             )
-    known = [part for part in parts if part.record is not None]
-    for part in parts if known else ():
-        if part.record is None:
-            recorded, unrecorded = f"{known[0].prefix}.{RECORD_SUFFIX}", f"{part.prefix}.{RECORD_SUFFIX}"
+        if a.record is None and b.record is None:
+            continue
+        if a.record is None or b.record is None:
+            known, unknown = (b, a) if a.record is None else (a, b)
+            recorded, unrecorded = f"{known.prefix}.{RECORD_SUFFIX}", f"{unknown.prefix}.{RECORD_SUFFIX}"
             raise DataError(
-                f"{recorded} names the tokenizer of {known[0].prefix}, but {part.prefix} has no such record",
+                f"{recorded} names the tokenizer of {known.prefix}, but {unknown.prefix} has no such record",
                 f"if it was the same one: cp {shlex.quote(recorded)} {shlex.quote(unrecorded)}",
             )
-    for a, b in pairwise(known):
         first, second = vars(a.record), vars(b.record)
-        later_fields = ("pad", "special_ids", "settings")  # older records lack them
-        both_have_later_fields = None not in (first["special_ids"], second["special_ids"])
-        for name in ("pad", "special_ids") if have_same_ids(a.prefix, b.prefix) else first:
-            if first[name] != second[name] and (name not in later_fields or both_have_later_fields):
+        names = {"pad", "special_ids"} if have_same_ids(a.prefix, b.prefix) else {*first}
+        if None in (first["special_ids"], second["special_ids"]):  # older records lack these fields
+            names -= {"pad", "special_ids", "settings"}
+        for name in first:
+            if name in names and first[name] != second[name]:
                 raise DataError(
                     f"{a.prefix} and {b.prefix} were written with different tokenizers: "
                     f"{name} is {first[name]!s:.60} and {second[name]!s:.60}",

@@ -84,6 +84,7 @@ class BatchArrays(NamedTuple):
     loss_mask: NDArray[np.float32]  # float32 [b, s], 1 where a label counts, else 0
     positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
+    boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,13 @@ class MaskBuilder:
 
     def describe(self) -> str | None:
         """Describe the document options for the run's summary; None if none is on."""
-        effects = (
-            (self.reset_attention, "no attention across documents"),
-            (self.reset_positions, "positions restart in each"),
-            (self.mask_eod_loss, "no loss on the first token of each"),
-        )
-        active = [text for flag, text in effects if flag]
-        return f"end with id {self.eod}: {', '.join(active)}" if active else None
+        effects = {
+            "no attention across documents": self.reset_attention,
+            "positions restart in each": self.reset_positions,
+            "no loss on the first token of each": self.mask_eod_loss,
+        }
+        active = ", ".join(text for text, is_on in effects.items() if is_on)
+        return f"end with id {self.eod}: {active}" if active else None
 
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
@@ -121,7 +122,8 @@ class MaskBuilder:
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
             tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
-        return BatchArrays(tokens, labels, loss_mask, positions, documents)
+        boundaries = None if documents is None else document_boundaries(documents)
+        return BatchArrays(tokens, labels, loss_mask, positions, documents, boundaries)
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
@@ -247,16 +249,10 @@ class DataSource:
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
-        return MicroBatch(
-            tensor(arrays.tokens),
-            tensor(arrays.labels),
-            tensor(arrays.loss_mask),
-            tensor(np.array(ids, dtype=np.int64)),
-            step,
-            None if arrays.positions is None else tensor(arrays.positions),
-            None if arrays.documents is None else tensor(arrays.documents),
-            None if arrays.documents is None else tensor(document_boundaries(arrays.documents)),
-        )
+        columns: dict[str, Any] = {
+            name: tensor(column) for name, column in arrays._asdict().items() if column is not None
+        }
+        return MicroBatch(sample_ids=tensor(np.array(ids, dtype=np.int64)), step=step, **columns)
 
     def _dataset(self, split: str, places: range) -> Dataset:
         """Return the dataset of a split after checking that it has ``places``."""
@@ -348,8 +344,6 @@ def build_data(
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size)
-    requested = requested_samples(training, dp_size, begin)
-    frozen = {name: tuple(counts) for name, counts in (segments or {}).items()}
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
     build_notes: list[str] = []
@@ -358,11 +352,19 @@ def build_data(
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
+    requested = requested_samples(training, dp_size, begin)
     datasets: dict[str, Dataset] = {}
-    built: dict[str, tuple[int, ...]] = {}
+    all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
+    extended = []
     for name, count in used.items():
-        planned = frozen.get(name) or (requested[split_kind(name)],)
-        datasets[name], built[name] = build_split(name, builders[name], planned, count)
+        before = all_segments.get(name, ())
+        planned = before or (requested[split_kind(name)],)
+        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count)
+        added = all_segments[name][len(planned) :]
+        if before and added:
+            planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
+            text = f"the {split_label(name)} data were planned for {planned_text} samples; {added_text} more follow"
+            extended.append(text)
     usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
     most_read = max(usage, key=lambda source: source.epochs, default=None)
     notes = (
@@ -370,12 +372,12 @@ def build_data(
         note_unused_entries(known, vocab_size),
         note_missing_records(data),
         *build_notes,
-        *(note_extended_data(name, frozen[name], built[name]) for name in used if name in frozen),
+        *extended,
         *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
-        segments=frozen | built,
+        segments=all_segments,
         used=used,
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
@@ -411,11 +413,3 @@ def note_many_epochs(source: str, epochs: float) -> str | None:
         f"training reads {source} {epochs:,.1f} times; "
         f"beyond {MAX_USEFUL_EPOCHS}, more text is worth more than more epochs"
     )
-
-
-def note_extended_data(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
-    """Return a note if a resumed run added segments to a split."""
-    if len(after) == len(before):
-        return None
-    planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
-    return f"the {split_label(split)} data were planned for {planned} samples; {more} more follow"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import struct
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.gpt_dataset import split_ranges
-from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_masks, note_many_epochs, split_sample_counts
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
@@ -23,19 +22,12 @@ FEW_SEQUENCES = 100
 """A split with fewer sequences may hold no sample, so its files are opened; otherwise only headers are read."""
 
 
-class DatasetSize(NamedTuple):
-    """The contents of a dataset."""
-
-    documents: int
-    tokens: int
-    sequences: int
-
-
 class DatasetUse(NamedTuple):
     """How a run reads a dataset of a blend."""
 
     prefix: str
-    size: DatasetSize
+    documents: int
+    tokens: int
     share: float  # of the samples
     epochs: float
 
@@ -69,7 +61,7 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     notes: list[str] = []
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
-    sequences = {prefix: dataset_size(prefix).sequences for prefix in prefixes}
+    sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}
     if any(_fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()):
         notes += file_segment_builders(config.data, read, config.training, None)[1]
     train = sources["train"]
@@ -116,39 +108,28 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
     """Yield a line for each dataset of a blend, of which the fraction ``part`` is used for ``tokens`` tokens."""
-    for prefix, size, share, epochs in _dataset_use(blend, tokens, part):
-        weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
-        repeats = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
-        yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{repeats}"
+    for use in _dataset_use(blend, tokens, part):
+        weight = f"{_percent(use.share)} " if len(blend.prefixes) > 1 and use.share else ""
+        repeats = (
+            f", {use.epochs:,.1f} epochs" if use.epochs >= 1 else f", {use.epochs:.2g} epochs" if use.epochs else ""
+        )
+        yield f"{weight}{use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens{repeats}"
     if len(blend.prefixes) > MAX_DATASETS_SHOWN:
         yield f"and {len(blend.prefixes) - MAX_DATASETS_SHOWN:,} more"
 
 
-def _dataset_use(blend: Blend, tokens: int, part: float) -> Iterator[DatasetUse]:
-    """Yield the listed datasets of a blend with their shares and epochs."""
-    shown = blend.prefixes[:MAX_DATASETS_SHOWN]
-    sizes = [dataset_size(prefix) for prefix in shown]
-    lengths = [size.tokens for size in sizes]
-    weights = blend.weights or (lengths if len(shown) == len(blend.prefixes) else [])
-    shares = [weight / sum(weights) for weight in weights[: len(shown)]] if sum(weights) else [0.0] * len(shown)
-    for prefix, size, share in zip(shown, sizes, shares):
-        yield DatasetUse(prefix, size, share, tokens * share / (size.tokens * part) if size.tokens else 0.0)
+def _dataset_use(blend: Blend, tokens: int, part: float) -> list[DatasetUse]:
+    """Return the listed datasets of a blend with their shares and epochs."""
+    shown = [IndexedDataset(prefix, verify=False) for prefix in blend.prefixes[:MAX_DATASETS_SHOWN]]
+    lengths = [data.num_tokens for data in shown]
+    weights = blend.weights or (lengths if len(shown) == len(blend.prefixes) else [0])
+    total = sum(weights) or math.inf
+    shares = [weight / total for weight in weights[: len(shown)]]
+    return [
+        DatasetUse(data.prefix, data.num_documents, size, share, tokens * share / (size * part) if size else 0.0)
+        for data, size, share in zip(shown, lengths, shares + [0.0] * len(shown))
+    ]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
-
-
-def dataset_size(prefix: str) -> DatasetSize:
-    """Return the contents of a dataset, from the sizes of its files and the header of its index."""
-    try:
-        with open(f"{prefix}.idx", "rb") as index:
-            magic, version, code, sequences, boundaries = INDEX_HEADER.unpack(index.read(INDEX_HEADER.size))
-        found = os.path.getsize(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
-        expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
-        if (magic, version, found[0]) == (INDEX_MAGIC, INDEX_VERSION, expected) and code in DTYPE_CODES and boundaries:
-            return DatasetSize(boundaries - 1, found[1] // DTYPE_CODES[code].itemsize, sequences)
-    except (OSError, struct.error):
-        pass  # opening the dataset raises the proper error
-    whole = IndexedDataset(prefix)
-    return DatasetSize(len(whole.documents) - 1, whole.num_tokens, len(whole))

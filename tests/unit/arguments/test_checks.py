@@ -171,12 +171,12 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
     for name in ("a", "b", "web_text_document"):
         (tmp_path / f"{name}.idx").touch()
     first = fixes(train_data_path=("3", f"{tmp_path}/web", "4", prefix))[0]
-    assert len(first) == 3
-    assert first[0] == f"--train-data-path 3 {tmp_path}/web_text_document 4 {prefix}", "what preprocessing wrote"
-    (tmp_path / "web.jsonl.gz").touch()
-    command = f"python tools/preprocess_data.py --input {tmp_path}/web.jsonl.gz --output-prefix {tmp_path}/web"
-    [told] = fixes(data_path=(f"{tmp_path}/web.jsonl.gz",))
-    assert told == (f"--data-path {tmp_path}/web_text_document", f"{command} --tokenizer-type ByteTokenizer")
+    assert first == (f"--train-data-path 3 {tmp_path}/web_text_document 4 {prefix}",), "what preprocessing wrote"
+    for name in ("web.jsonl.gz", "new.jsonl.gz"):
+        (tmp_path / name).touch()
+    assert fixes(data_path=(f"{tmp_path}/web.jsonl.gz",)) == [(f"--data-path {tmp_path}/web_text_document",)]
+    command = f"python tools/preprocess_data.py --input {tmp_path}/new.jsonl.gz --output-prefix {tmp_path}/new"
+    assert fixes(data_path=(f"{tmp_path}/new.jsonl.gz",)) == [(f"{command} --tokenizer-type ByteTokenizer",)]
     folder = tmp_path / "of_text"
     folder.mkdir()
     (folder / "web.txt").touch()

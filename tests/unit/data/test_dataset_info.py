@@ -193,7 +193,7 @@ def test_padding_that_is_also_the_end_of_a_document_is_none(tmp_path: Path, pad:
     (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(facts.to_bytes())
     prefix = str(tmp_path / "x")
     assert find_tokenizer_info(DataConfig(data_path=(prefix,)), None) == TokenizerInfo(
-        "HuggingFaceTokenizer", 257, 256, meant, prefix
+        "HuggingFaceTokenizer", 257, 256, meant
     )
 
 

@@ -58,7 +58,7 @@ def equal(order: SampleOrder, expected: megatron_order.Tables) -> bool:
         and order.document_index.tolist() == expected.documents.tolist()
         and order.sample_index.tolist() == [list(row) for row in expected.samples]
         and order.shuffle_index.tolist() == expected.shuffle
-        and [table.dtype for table in order.tables.values()] == [np.int32, np.int32, np.uint32]
+        and [table.dtype for table in order[:3]] == [np.int32, np.int32, np.uint32]
     )
 
 
@@ -189,9 +189,3 @@ def test_split_covers_everything_once(weights: list[int], sequences: int) -> Non
     assert ranges[-1].stop == sequences
     assert all(a.stop == b.start for a, b in zip(ranges, ranges[1:]))
     assert all(len(r) == 0 for r, w in zip(ranges, weights) if w == 0)
-
-
-@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,1", "nan"])
-def test_a_split_that_is_no_split_is_refused(split: str) -> None:
-    with pytest.raises(DataError, match=r"is not up to three numbers|has no weight above 0"):
-        split_ranges(split, 10)
