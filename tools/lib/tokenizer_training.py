@@ -28,12 +28,13 @@ from megatron.data.preprocess.encode import Report
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,
+    SENTENCEPIECE_MODEL,
     TOKENIZER_JSON,
     byte_level_bpe,
     bytes_to_unicode,
     make_tokenizer_files,
 )
-from megatron.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 SAMPLE_BYTES = 2_000_000
 MIN_BPE_SIZE = 257  # the bytes and the end-of-document token
@@ -144,7 +145,7 @@ def _read_corpus(plan: TokenizerTrainingOptions, report: Report, bad: BadDocumen
     """Yield the documents of a plan and report progress."""
     documents = num_bytes = 0
     last_report = 0.0
-    for document in read_documents(plan.files, plan.keys, bad.add):
+    for document in read_documents(plan.files, plan.keys, bad):
         documents += 1
         num_bytes += document.num_bytes
         if time.monotonic() - last_report >= PROGRESS_SECONDS:
@@ -192,13 +193,13 @@ def train_sentencepiece(
     sentences, seen = sample_lines(texts, max_sentences)
     content = _run_sentencepiece(sentences, vocab_size, model_type)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, MODEL_FILE).write_bytes(content)
+        Path(folder, SENTENCEPIECE_MODEL).write_bytes(content)
         tokenizer = SentencePieceTokenizer(folder)
     exported = tokenizer.hugging_face_files()
     tokens = tokenizer.encode_batch(texts.sample).ids.size
     sample = "all of them" if len(sentences) == seen else f"a sample of {len(sentences):,} (--input-sentence-size)"
     notes = (f"lines: {seen:,}, trained on {sample}", *(() if exported else (NO_EXPORT_NOTE,)))
-    return replace(texts.trained({MODEL_FILE: content, **exported}, tokenizer.vocab_size, tokens), notes=notes)
+    return replace(texts.trained({SENTENCEPIECE_MODEL: content, **exported}, tokenizer.vocab_size, tokens), notes=notes)
 
 
 def sample_lines(texts: Iterable[str], most: int) -> tuple[list[str], int]:

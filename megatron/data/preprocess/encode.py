@@ -32,11 +32,9 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
-    SKIP_BAD_FLAG,
     BadDocument,
     BadDocumentReport,
     Block,
-    FilePosition,
     LineBlock,
     TextDocument,
     check_single_key,
@@ -388,7 +386,7 @@ def write_dataset(
     _check_keys(plan)
     before = [file.stat() for file in plan.files]
     options = EncodeOptions(plan.keys, plan.tokenizer_options.local(), tokenizer.fingerprint, plan.append_eod)
-    totals, position = PreprocessTotals(), FilePosition()
+    totals = PreprocessTotals()
     report = BadDocumentReport(plan.skip_bad, progress.message)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
@@ -416,7 +414,9 @@ def write_dataset(
         )
         for block, result in stack.enter_context(closing(results)):
             check()
-            _report_bad(block, result, position, report)
+            if result.differs is not None:
+                raise result.differs.of(report.lines_before(block))
+            report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
@@ -435,19 +435,6 @@ def write_dataset(
             raise DataError(seen, "another --input")
         publish_all(writers)
     return totals, engine
-
-
-def _report_bad(block: Block, result: EncodedBlock, position: FilePosition, report: BadDocumentReport) -> None:
-    """Report the bad documents of a block with their line numbers; raise DataError if its ids are wrong."""
-    position.start(block)
-    if result.differs is not None:
-        raise result.differs.of(position.lines)
-    for bad in result.described:
-        report.add(bad.of(position.lines, SKIP_BAD_FLAG))
-    report.count += result.bad - len(result.described)
-    error = position.finish(block, result.lines, result.documents + result.bad)
-    if error is not None:
-        report.add(error)
 
 
 def _check_keys(plan: PreprocessOptions) -> None:
