@@ -235,7 +235,6 @@ def _recode(file: Path, encoding: str) -> tuple[str, ...]:
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
-SEARCH_BYTES = 1 << 16
 
 
 class LineBlock(NamedTuple):
@@ -311,22 +310,13 @@ def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lin
     start, size = 0, file.stat().st_size
     with open(file, "rb") as stream:
         while True:
-            end = _end_of_line(stream, start + block_bytes, size)
+            stream.seek(start + block_bytes - 1)
+            stream.readline()
+            end = min(stream.tell(), size)
             yield LineBlock(file, range(start, end), end - start, first=start == 0, last=end == size)
             if end == size:
                 return
             start = end
-
-
-def _end_of_line(stream: IO[bytes], position: int, size: int) -> int:
-    """Return the first position from ``position`` on that follows a line end, or the end of the file."""
-    stream.seek(position - 1)
-    while position <= size and (data := stream.read(SEARCH_BYTES)):
-        found = data.find(b"\n")
-        if found >= 0:
-            return position + found
-        position += len(data)
-    return size
 
 
 def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
