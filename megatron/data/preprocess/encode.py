@@ -170,11 +170,17 @@ class BlockEncoder:
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-Worker = tuple[SpawnProcess, Connection]
 
 POLL_SECONDS = 0.2  # seconds between polls
 JOIN_SECONDS = 10.0  # seconds to wait for a process to end
 BLOCKS_PER_WORKER = 2  # blocks submitted per worker: one being encoded, one queued
+
+
+class Worker(NamedTuple):
+    """Process, and this process's end of the pipe to it."""
+
+    process: SpawnProcess
+    connection: Connection
 
 
 @contextmanager
@@ -194,7 +200,7 @@ def _worker(target: Callable[..., None], *args: object) -> Iterator[Worker]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         remote.close()  # only the child holds that end now, so its death ends the pipe
-        yield process, connection
+        yield Worker(process, connection)
     finally:
         if process.pid is not None:
             process.kill()
@@ -252,7 +258,7 @@ def run_in_subprocess(
     show = {"stage": progress.set_stage, "message": progress.message}
     with _worker(_call_function, function, plan) as worker:
         while True:
-            while not worker[1].poll(POLL_SECONDS):
+            while not worker.connection.poll(POLL_SECONDS):
                 progress.tick()
             kind, content = _receive(worker)
             if kind == "returned":
@@ -309,15 +315,15 @@ class EncoderPool:
                     yield oldest()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
-                for process, _ in self._workers:
-                    process.kill()  # a block being encoded may take long
+                for worker in self._workers:
+                    worker.process.kill()  # a block being encoded may take long
 
     def _encode(self, engine: str, block: Block) -> EncodedBlock:
         """Encode a block in an idle worker. There is one, because there are as many threads as workers."""
         worker = self._idle.get()
         try:
             with suppress(OSError):  # of a worker that has ended; `_receive` raises the reason
-                worker[1].send((engine, block))
+                worker.connection.send((engine, block))
             answer: EncodedBlock = _receive(worker, "--workers 1")
             return answer
         finally:
