@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError
@@ -124,23 +125,30 @@ def _load_gigatoken(tokenizer: Tokenizer) -> tuple[EncodeBatch, list[str]]:
     except ImportError:
         raise _GigatokenError("gigatoken is not installed (pip install gigatoken)") from None
     file = json.loads(content)
-    tokens = file.get("added_tokens") or []
-    added = [token["content"] for token in tokens]
+    added = [token["content"] for token in file.get("added_tokens") or ()]
     if not tokenizer.settings.get("parse_special_tokens"):
-        tokens = [token for token in tokens if not token["special"]]  # so that their spelling stays text
-    for token in tokens:  # gigatoken matches added tokens in the raw text, and inside words too
-        if token["single_word"]:
-            where = "as a whole word"
-        elif token["normalized"] and file.get("normalizer") is not None:
-            where = "in the normalized text"
-        else:
-            continue
-        seen = f"this tokenizer matches {_shorten(token['content'])} {where}, which gigatoken does not"
-        raise _GigatokenError(seen)
-    file["added_tokens"] = tokens
+        file = _without_special_tokens(file)
+    _refuse_added_tokens(file)
     with convert_library_errors(_GigatokenError, "gigatoken cannot read this tokenizer"):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return (lambda texts: _encode_batch(fast, texts)), added
+
+
+def _without_special_tokens(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove special tokens, so that their spelling stays text."""
+    return {**file, "added_tokens": [token for token in file.get("added_tokens") or () if not token["special"]]}
+
+
+def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
+    """Reject added tokens that gigatoken matches differently: in the raw text, and inside words too."""
+    for token in file.get("added_tokens") or ():
+        if token["single_word"]:
+            seen = "as a whole word"
+        elif token["normalized"] and file.get("normalizer") is not None:
+            seen = "in the normalized text"
+        else:
+            continue
+        raise _GigatokenError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
@@ -154,13 +162,16 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
         with convert_library_errors(DataError, "gigatoken cannot encode these texts", f"--engine {OWN_LIBRARY}"):
-            ragged = fast.encode_batch(texts).layout
-            offsets = ragged.offsets.data
-            return EncodedBatch(ragged.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
+            return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:
             unicode_text(text)  # an unpaired surrogate is the usual reason
         raise
+
+
+def _from_ragged(layout: Any) -> EncodedBatch:
+    offsets: NDArray[np.int64] = layout.offsets.data
+    return EncodedBatch(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
 def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
