@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tokenizers import models, trainers
@@ -23,16 +24,17 @@ from megatron.checkpoint.durable_files import durable_rename, sync_folder, write
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, pluralize
 from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
-from megatron.data.preprocess.encode import ProgressSender
+from megatron.data.preprocess.encode import Report
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,
+    SENTENCEPIECE_MODEL,
     TOKENIZER_JSON,
     byte_level_bpe,
     bytes_to_unicode,
     make_tokenizer_files,
 )
-from megatron.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 SAMPLE_BYTES = 2_000_000
 MIN_BPE_SIZE = 257  # the bytes and the end-of-document token
@@ -128,10 +130,10 @@ def save_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) -> TrainedTokenizer:
+def train_tokenizer(plan: TokenizerTrainingOptions, report: Report) -> TrainedTokenizer:
     """Train a tokenizer."""
-    bad = BadDocumentReport(plan.skip_bad, progress.message)
-    documents = _read_corpus(plan, progress, bad)
+    bad = BadDocumentReport(plan.skip_bad, partial(report, "message"))
+    documents = _read_corpus(plan, report, bad)
     if plan.model_type is None:
         trained = train_bpe(documents, plan.vocab_size)
     else:
@@ -139,21 +141,19 @@ def train_tokenizer(plan: TokenizerTrainingOptions, progress: ProgressSender) ->
     return replace(trained, bad=bad.count)
 
 
-def _read_corpus(
-    plan: TokenizerTrainingOptions, progress: ProgressSender, bad: BadDocumentReport
-) -> Iterator[TextDocument]:
+def _read_corpus(plan: TokenizerTrainingOptions, report: Report, bad: BadDocumentReport) -> Iterator[TextDocument]:
     """Yield the documents of a plan and report progress."""
     documents = num_bytes = 0
     last_report = 0.0
-    for document in read_documents(plan.files, plan.keys, bad.add):
+    for document in read_documents(plan.files, plan.keys, bad):
         documents += 1
         num_bytes += document.num_bytes
         if time.monotonic() - last_report >= PROGRESS_SECONDS:
             last_report = time.monotonic()
-            progress.set_stage(f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
+            report("stage", f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
         yield document
     corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
-    progress.set_stage(f"training {plan.vocab_size:,} entries on {corpus}")
+    report("stage", f"training {plan.vocab_size:,} entries on {corpus}")
 
 
 def train_bpe(documents: Iterable[TextDocument], vocab_size: int) -> TrainedTokenizer:
@@ -193,13 +193,13 @@ def train_sentencepiece(
     sentences, seen = sample_lines(texts, max_sentences)
     content = _run_sentencepiece(sentences, vocab_size, model_type)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, MODEL_FILE).write_bytes(content)
+        Path(folder, SENTENCEPIECE_MODEL).write_bytes(content)
         tokenizer = SentencePieceTokenizer(folder)
     exported = tokenizer.hugging_face_files()
     tokens = tokenizer.encode_batch(texts.sample).ids.size
     sample = "all of them" if len(sentences) == seen else f"a sample of {len(sentences):,} (--input-sentence-size)"
     notes = (f"lines: {seen:,}, trained on {sample}", *(() if exported else (NO_EXPORT_NOTE,)))
-    return replace(texts.trained({MODEL_FILE: content, **exported}, tokenizer.vocab_size, tokens), notes=notes)
+    return replace(texts.trained({SENTENCEPIECE_MODEL: content, **exported}, tokenizer.vocab_size, tokens), notes=notes)
 
 
 def sample_lines(texts: Iterable[str], most: int) -> tuple[list[str], int]:

@@ -235,7 +235,6 @@ def _recode(file: Path, encoding: str) -> tuple[str, ...]:
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
-SEARCH_BYTES = 1 << 16
 
 
 class LineBlock(NamedTuple):
@@ -311,22 +310,13 @@ def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lin
     start, size = 0, file.stat().st_size
     with open(file, "rb") as stream:
         while True:
-            end = _end_of_line(stream, start + block_bytes, size)
+            stream.seek(start + block_bytes - 1)
+            stream.readline()
+            end = min(stream.tell(), size)
             yield LineBlock(file, range(start, end), end - start, first=start == 0, last=end == size)
             if end == size:
                 return
             start = end
-
-
-def _end_of_line(stream: IO[bytes], position: int, size: int) -> int:
-    """Return the first position from ``position`` on that follows a line end, or the end of the file."""
-    stream.seek(position - 1)
-    while position <= size and (data := stream.read(SEARCH_BYTES)):
-        found = data.find(b"\n")
-        if found >= 0:
-            return position + found
-        position += len(data)
-    return size
 
 
 def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
@@ -470,15 +460,36 @@ def check_single_key(file: Path, keys: Sequence[str]) -> None:
 
 
 class BadDocumentReport:
-    """Handle errors of documents: raise them, or count them and report the first `MAX_REPORTED`."""
+    """Raise the errors of bad documents, or count them and report the first `MAX_REPORTED`.
 
-    def __init__(self, skip: bool, message: Callable[[str], None]) -> None:
+    Blocks are added in their order, so that their lines are numbered within the file.
+    """
+
+    def __init__(self, skip: bool = False, message: Callable[[str], object] = print) -> None:
         self._skip = skip
         self._message = message
         self.count = 0
+        self._lines = self._documents = 0  # of the current JSON-lines file, in the blocks added so far
 
-    def add(self, error: DataError) -> None:
-        """Raise the error, or count and report it."""
+    def lines_before(self, block: Block) -> int:
+        """Return the number of lines of the file before the next block."""
+        return 0 if isinstance(block, LineBlock) and block.first else self._lines
+
+    def add(self, block: Block, lines: int, documents: int, bad: Sequence[BadDocument], num_bad: int) -> None:
+        """Add a block with its numbers of lines, documents and bad documents, of which ``bad`` are the first ones."""
+        self._lines = self.lines_before(block)
+        if isinstance(block, LineBlock) and block.first:
+            self._documents = 0
+        for document in bad:
+            self._add_error(document.of(self._lines, SKIP_BAD_FLAG))
+        self.count += num_bad - len(bad)
+        self._lines += lines
+        self._documents += documents
+        if isinstance(block, LineBlock) and block.last and not self._documents:
+            fixes = ("remove this file", _exclude(block.file), SKIP_BAD_FLAG)
+            self._add_error(DataError(f"{block.file} has no documents", *fixes))
+
+    def _add_error(self, error: DataError) -> None:
         if not self._skip:
             raise error
         self.count += 1
@@ -524,57 +535,16 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
         yield BadDocument(file, len(lines) + 1, f" {block.damage}", ("copy the file again",))
 
 
-class FilePosition:
-    """Lines and documents of the current JSON-lines file in the blocks before the current one."""
-
-    def __init__(self) -> None:
-        self.lines = 0
-        self._documents = 0
-
-    def start(self, block: Block) -> None:
-        """Begin a block."""
-        if isinstance(block, LineBlock) and block.first:
-            self.lines = self._documents = 0
-
-    def finish(self, block: Block, lines: int, documents: int) -> DataError | None:
-        """Count the lines and documents (including bad ones) of a block; return the error of a file without any."""
-        self.lines += lines
-        self._documents += documents
-        if isinstance(block, LineBlock) and block.last and not self._documents:
-            fixes = ("remove this file", _exclude(block.file), SKIP_BAD_FLAG)
-            return DataError(f"{block.file} has no documents", *fixes)
-        return None
-
-
 def read_documents(
-    files: Sequence[Path], keys: Sequence[str], on_bad: Callable[[DataError], None] | None = None
+    files: Sequence[Path], keys: Sequence[str], report: BadDocumentReport | None = None
 ) -> Iterator[TextDocument]:
-    """Yield the documents of files.
-
-    Args:
-        files: to read, in this order.
-        keys: JSON keys of the texts.
-        on_bad: called with the error of each invalid document, which is skipped. By default the error is raised.
-    """
+    """Yield the documents of files, in this order; add bad ones to the report, whose default raises their errors."""
     for file in files:
         check_single_key(file, keys)
-    position = FilePosition()
-
-    def report(error: DataError) -> None:
-        if on_bad is None:
-            raise error
-        on_bad(error)
-
+    report = report or BadDocumentReport()
     for unread in split_into_blocks(files):
-        position.start(unread)
-        documents = 0
         block, lines = load_block(unread)
-        for document in read_block(block, keys):
-            documents += 1
-            if isinstance(document, TextDocument):
-                yield document
-            else:
-                report(document.of(position.lines, SKIP_BAD_FLAG))
-        error = position.finish(block, lines, documents)
-        if error is not None:
-            report(error)
+        documents = list(read_block(block, keys))
+        bad = [document for document in documents if isinstance(document, BadDocument)]
+        report.add(block, lines, len(documents), bad, len(bad))
+        yield from (document for document in documents if isinstance(document, TextDocument))

@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,11 +33,9 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
-    SKIP_BAD_FLAG,
     BadDocument,
     BadDocumentReport,
     Block,
-    FilePosition,
     LineBlock,
     TextDocument,
     check_single_key,
@@ -173,11 +171,17 @@ class BlockEncoder:
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-Worker = tuple[SpawnProcess, Connection]
 
 POLL_SECONDS = 0.2  # seconds between polls
 JOIN_SECONDS = 10.0  # seconds to wait for a process to end
 BLOCKS_PER_WORKER = 2  # blocks submitted per worker: one being encoded, one queued
+
+
+class Worker(NamedTuple):
+    """Process, and this process's end of the pipe to it."""
+
+    process: SpawnProcess
+    connection: Connection
 
 
 @contextmanager
@@ -197,7 +201,7 @@ def _worker(target: Callable[..., None], *args: object) -> Iterator[Worker]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         remote.close()  # only the child holds that end now, so its death ends the pipe
-        yield process, connection
+        yield Worker(process, connection)
     finally:
         if process.pid is not None:
             process.kill()
@@ -215,68 +219,58 @@ def _run_worker(target: Callable[..., None], connection: Connection, *args: obje
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # this process is not needed any more
-        target(connection, *args)
+        try:
+            target(connection, *args)
+        except (DataError, OSError) as error:
+            connection.send(error)
 
 
-def _worker_death_error(process: SpawnProcess, *fixes: str) -> DataError:
-    process.join(JOIN_SECONDS)
-    status = process.exitcode
-    if status is None or status >= 0:
-        return DataError(f"a worker process ended with status {status}; its output is above")
-    name = signal.Signals(-status).name
-    cause = "; it may have run out of memory" if -status == signal.SIGKILL else ""
-    return DataError(f"a worker process was killed by {name}{cause}", *fixes, "more memory")
+def _receive(worker: Worker, *fixes: str) -> Any:
+    """Return the next answer of a worker, or raise the exception it sent; ``fixes`` help if it was killed."""
+    process, connection = worker
+    try:
+        answer = connection.recv()
+    except (EOFError, OSError) as error:
+        process.join(JOIN_SECONDS)
+        status = process.exitcode
+        if status is None or status >= 0:
+            raise DataError(f"a worker process ended with status {status}; its output is above") from error
+        name = signal.Signals(-status).name
+        cause = "; it may have run out of memory" if -status == signal.SIGKILL else ""
+        raise DataError(f"a worker process was killed by {name}{cause}", *fixes, "more memory") from error
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
-class ProgressSender:
-    """Sender of progress from a subprocess to the `StageProgress` of its parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def set_stage(self, stage: str) -> None:
-        """Report the current stage."""
-        self._connection.send(("stage", stage))
-
-    def message(self, text: str) -> None:
-        """Report a message for the user."""
-        self._connection.send(("message", text))
+Report = Callable[[str, str], object]  # called with "stage" or "message", and the text to show
 
 
 def run_in_subprocess(
-    function: Callable[[Argument, ProgressSender], Result], plan: Argument, progress: StageProgress
+    function: Callable[[Argument, Report], Result], plan: Argument, progress: StageProgress
 ) -> Result:
-    """Return ``function(plan, sender)``, called in another process, which ends with this call, however the call ends.
+    """Return ``function(plan, report)``, called in another process, which ends with this call, however the call ends.
 
     Args:
         function: to call; the function, its argument and its result must be picklable.
         plan: its argument.
         progress: receives the reports of the function, and ticks.
     """
-    with _worker(_call_function, function, plan) as (process, connection):
+    show = {"stage": progress.set_stage, "message": progress.message}
+    with _worker(_call_function, function, plan) as worker:
         while True:
-            while not connection.poll(POLL_SECONDS):
+            while not worker.connection.poll(POLL_SECONDS):
                 progress.tick()
-            try:
-                kind, content = connection.recv()
-            except (EOFError, OSError) as error:
-                raise _worker_death_error(process) from error
+            kind, content = _receive(worker)
             if kind == "returned":
-                return content
-            if kind == "raised":
-                raise content
-            (progress.set_stage if kind == "stage" else progress.message)(content)
+                result: Result = content
+                return result
+            show[kind](content)
 
 
-def _call_function(
-    connection: Connection, function: Callable[[Argument, ProgressSender], Result], plan: Argument
-) -> None:
-    try:
-        answer = "returned", function(plan, ProgressSender(connection))
-    except (DataError, OSError) as error:
-        connection.send(("raised", error))
-        return
-    connection.send(answer)
+def _call_function(connection: Connection, function: Callable[[Argument, Report], Result], plan: Argument) -> None:
+    result = function(plan, lambda kind, text: connection.send((kind, text)))
+    connection.send(("returned", result))
 
 
 class EncoderPool:
@@ -322,40 +316,32 @@ class EncoderPool:
                     yield oldest()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
-                for process, _ in self._workers:
-                    process.kill()  # a block being encoded may take long
+                for worker in self._workers:
+                    worker.process.kill()  # a block being encoded may take long
 
     def _encode(self, engine: str, block: Block) -> EncodedBlock:
         """Encode a block in an idle worker. There is one, because there are as many threads as workers."""
         worker = self._idle.get()
-        process, connection = worker
         try:
-            connection.send((engine, block))
-            answer = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise _worker_death_error(process, "--workers 1") from error
+            with suppress(OSError):  # of a worker that has ended; `_receive` raises the reason
+                worker.connection.send((engine, block))
+            answer: EncodedBlock = _receive(worker, "--workers 1")
+            return answer
         finally:
             self._idle.put(worker)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
 
 def _encode_blocks(connection: Connection, options: EncodeOptions) -> None:
     """Run a worker, on one thread, since there are as many workers as there should be threads."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = build_tokenizer(options.tokenizer_options)
+    if tokenizer.fingerprint != options.fingerprint:
+        raise DataError("the files of the tokenizer have changed", "rerun when no process is writing them")
     encoder: BlockEncoder | None = None
-    try:
-        tokenizer = build_tokenizer(options.tokenizer_options)
-        if tokenizer.fingerprint != options.fingerprint:
-            raise DataError("the files of the tokenizer have changed", "rerun when no process is writing them")
-        while True:
-            engine, block = connection.recv()
-            encoder = encoder or BlockEncoder(options, tokenizer, build_engine(tokenizer, engine))
-            connection.send_bytes(pickle.dumps(encoder(block), protocol=5))  # copies the ids less often than `send`
-    except (DataError, OSError) as error:
-        connection.send_bytes(pickle.dumps(error))  # the answer to the next block, and the last one
-        connection.recv()
+    while True:
+        engine, block = connection.recv()
+        encoder = encoder or BlockEncoder(options, tokenizer, build_engine(tokenizer, engine))
+        connection.send_bytes(pickle.dumps(encoder(block), protocol=5))  # copies the ids less often than `send`
 
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
@@ -407,7 +393,7 @@ def write_dataset(
     _check_keys(plan)
     before = [file.stat() for file in plan.files]
     options = EncodeOptions(plan.keys, plan.tokenizer_options.local(), tokenizer.fingerprint, plan.append_eod)
-    totals, position = PreprocessTotals(), FilePosition()
+    totals = PreprocessTotals()
     report = BadDocumentReport(plan.skip_bad, progress.message)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
@@ -435,7 +421,9 @@ def write_dataset(
         )
         for block, result in stack.enter_context(closing(results)):
             check()
-            _report_bad(block, result, position, report)
+            if result.differs is not None:
+                raise result.differs.of(report.lines_before(block))
+            report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
@@ -454,19 +442,6 @@ def write_dataset(
             raise DataError(seen, "another --input")
         publish_all(writers)
     return totals, engine
-
-
-def _report_bad(block: Block, result: EncodedBlock, position: FilePosition, report: BadDocumentReport) -> None:
-    """Report the bad documents of a block with their line numbers; raise DataError if its ids are wrong."""
-    position.start(block)
-    if result.differs is not None:
-        raise result.differs.of(position.lines)
-    for bad in result.described:
-        report.add(bad.of(position.lines, SKIP_BAD_FLAG))
-    report.count += result.bad - len(result.described)
-    error = position.finish(block, result.lines, result.documents + result.bad)
-    if error is not None:
-        report.add(error)
 
 
 def _check_keys(plan: PreprocessOptions) -> None:

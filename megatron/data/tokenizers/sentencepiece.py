@@ -11,9 +11,8 @@ from typing import Any
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
-from megatron.data.tokenizers.huggingface import files_with_config
+from megatron.data.tokenizers.huggingface import SENTENCEPIECE_MODEL, files_with_config
 
-MODEL_FILE = "tokenizer.model"
 MARK_PATTERN = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # user-defined symbols that are treated as control symbols
 
 
@@ -37,9 +36,9 @@ class SentencePieceTokenizer(LibraryTokenizer):
             DataError: if it is missing or damaged, or has no end-of-sentence piece.
         """
         file = Path(tokenizer_model)
-        file = file / MODEL_FILE if file.is_dir() else file
+        file = file / SENTENCEPIECE_MODEL if file.is_dir() else file
         content = read_tokenizer_file(file, "--tokenizer-model FILE.model")
-        self.files = {MODEL_FILE: content}
+        self.files = {SENTENCEPIECE_MODEL: content}
         self.settings = {"parse_special_tokens": True} if parse_special_tokens else {}
         self._model = model = parse_model(content, file)
         special = [number for number, piece in enumerate(model.pieces) if _is_special(piece)]
@@ -58,7 +57,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self.pad = self._control.get(trainer.pad_piece)
 
     def _identity(self) -> tuple[str, ...]:
-        return (hashlib.sha256(self.files[MODEL_FILE]).hexdigest(),)
+        return (hashlib.sha256(self.files[SENTENCEPIECE_MODEL]).hexdigest(),)
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Encode, on all cores unless in a worker process."""

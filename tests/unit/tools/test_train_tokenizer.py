@@ -26,6 +26,7 @@ from megatron.data.preprocess.corpus import TextDocument
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,
+    SENTENCEPIECE_MODEL,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     HuggingFaceTokenizer,
@@ -33,7 +34,6 @@ from megatron.data.tokenizers.huggingface import (
     bytes_to_unicode,
     make_tokenizer_files,
 )
-from megatron.data.tokenizers.sentencepiece import MODEL_FILE
 from tests.processes import wait_until_gone
 from tests.unit.data.made_tokenizers import TEXT
 from tools import preprocess_data
@@ -106,7 +106,7 @@ def test_a_trained_sentencepiece_model_is_used(
     assert (out[3] == NO_EXPORT_NOTE) == (model_type == "unigram")
     printed = out[-1].split(": ")[1]
     assert printed == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / MODEL_FILE))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / SENTENCEPIECE_MODEL))
     assert theirs.get_piece_size() == entries <= 290
     text = "for row in rows: na\u00efve = width * \u6771\u4eac"
     if model_type == "bpe":
@@ -277,7 +277,7 @@ def test_limits_of_bpe() -> None:
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_properties_of_a_sentencepiece_model(model_type: str) -> None:
     trained = train_sentencepiece(documents(TEXT), 360, model_type, 10**6)
-    made = ModelProto.FromString(trained.files[MODEL_FILE])
+    made = ModelProto.FromString(trained.files[SENTENCEPIECE_MODEL])
     trainer, pieces = made.trainer_spec, made.pieces
     assert trainer.ModelType.Name(trainer.model_type).lower() == model_type
     assert trainer.byte_fallback
@@ -287,9 +287,10 @@ def test_properties_of_a_sentencepiece_model(model_type: str) -> None:
     assert [piece.piece for piece in pieces[:3]] == ["<unk>", "<s>", "</s>"]
     words = [piece.piece for piece in pieces if piece.type == piece.NORMAL and len(piece.piece) > 1]
     assert not any(letter.isdigit() for word in words for letter in word)
-    assert set(trained.files) == {MODEL_FILE, *([TOKENIZER_JSON, TOKENIZER_CONFIG] if model_type == "bpe" else [])}
+    exported = [TOKENIZER_JSON, TOKENIZER_CONFIG] if model_type == "bpe" else []
+    assert set(trained.files) == {SENTENCEPIECE_MODEL, *exported}
     assert (trained.documents, trained.text_bytes) == (len(TEXT), sum(len(text.encode()) for text in TEXT))
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.files[MODEL_FILE])
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.files[SENTENCEPIECE_MODEL])
     assert trained.sample_tokens == sum(len(ids) for ids in theirs.encode(TEXT))
     lines = sum(line != "" for text in TEXT for line in text.split("\n"))
     assert trained.notes[0] == f"lines: {lines}, trained on all of them"
@@ -298,7 +299,7 @@ def test_properties_of_a_sentencepiece_model(model_type: str) -> None:
 
 def test_frequent_words_become_pieces() -> None:
     trained = train_sentencepiece(documents(["ab ab ab ab cd cd"] * 5), MIN_SENTENCEPIECE_SIZE + 20, "bpe", 10)
-    pieces = [piece.piece for piece in ModelProto.FromString(trained.files[MODEL_FILE]).pieces]
+    pieces = [piece.piece for piece in ModelProto.FromString(trained.files[SENTENCEPIECE_MODEL]).pieces]
     assert pieces.index("\u2581ab") < pieces.index("\u2581cd")
 
 

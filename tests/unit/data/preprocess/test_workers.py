@@ -21,7 +21,7 @@ from megatron.data.preprocess.encode import (
     EncodedBlock,
     EncodeOptions,
     EncoderPool,
-    ProgressSender,
+    Report,
     run_in_subprocess,
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
@@ -127,10 +127,10 @@ class Listener:
     def tick(self) -> None: ...
 
 
-def work(plan: str, sender: ProgressSender) -> str:
+def work(plan: str, report: Report) -> str:
     """What the other process does."""
-    sender.set_stage("a stage")
-    sender.message("a sentence")
+    report("stage", "a stage")
+    report("message", "a sentence")
     if plan == "bad":
         raise DataError("bad data", "mend them")
     if plan == "gone":
