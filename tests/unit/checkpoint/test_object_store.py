@@ -397,7 +397,7 @@ def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
 
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
-    runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
+    runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_rank_file
     with acquire_lease(RUN) as old, ExitStack() as stack:
         save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
         save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
@@ -407,7 +407,7 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
             return real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(save_module, "write_tensors", overtaken)
+            patch.setattr(save_module, "write_rank_file", overtaken)
             with pytest.raises(SupersededError, match=r"E817 start 1 .* by start 2"):
                 save_sharded(runs.path(3), tensors, {}, {}, ALONE, lease=old)
         left = dict(store.objects)
