@@ -44,7 +44,7 @@ from megatron.config.errors import Problem
 from megatron.config.text import format_bytes
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import run_on_rank0
+from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 
@@ -118,8 +118,8 @@ def save_sharded(
     try:
         outcomes = comm.gather_objects(call_safely(write), group)
         run_on_rank0(publish, group)
-    except Exception:
-        if group.rank == 0:
+    except Exception as error:
+        if group.rank == 0 and not is_peer_lost(error):  # then others may still be writing
             attempt.discard()
         raise
 
