@@ -133,11 +133,15 @@ class CheckpointExtras:
     files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
+TensorKind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, view and type of a tensor."""
+
+
 @dataclass(frozen=True)
 class RankFile:
     """What one rank has written of a checkpoint."""
 
-    kinds: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # shape, view and type of all its tensors
+    kinds: dict[str, TensorKind]  # of all its tensors
     chunks: list[tuple[str, TensorChunk]]  # each with the name of its tensor
     files: dict[str, FileRecord]  # the rank's file; none if it had no elements to write
 
@@ -207,7 +211,9 @@ def build_manifest(ranks: Sequence[RankFile], small: Mapping[str, FileRecord], e
 
     Raises ValueError, with all problems, if ranks disagree about a tensor or their chunks do not partition it.
     """
-    kinds, chunks, files, problems = {}, defaultdict[str, list[TensorChunk]](list), dict(small), []
+    kinds: dict[str, TensorKind] = {}
+    chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+    files, problems = dict(small), []
     for number, rank in enumerate(ranks):
         files |= rank.files
         for name, kind in rank.kinds.items():
