@@ -17,10 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder, write_file
 from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
@@ -190,7 +189,8 @@ def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTen
     for key, tensor in tensors.items():
         for part in tensor.parts:
             boxes = list(split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize))
-            parts.append((key, part, boxes))
+            if boxes:
+                parts.append((key, part, boxes))
             entries += [(f"{key}@{','.join(map(str, box.start))}", tensor.dtype, box.size) for box in boxes]
     if not entries:
         return RankFile(kinds, [], {})
@@ -198,9 +198,9 @@ def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTen
     chunks = []
     with TensorFileWriter(folder / name, entries) as file:
         for key, part, boxes in parts:
-            content = part.resolve() if boxes else None
+            content = part.resolve()
             for box in boxes:
-                written = file.write(next(keys), cast(Tensor, content)[relative_box(box, part.box).slices])
+                written = file.write(next(keys), content[relative_box(box, part.box).slices])
                 chunks.append((key, TensorChunk(box, name, *written)))
             del content  # before the next part is computed
     return RankFile(kinds, chunks, {name: file.record})
