@@ -2,8 +2,7 @@
 
 A checkpoint stores global tensors, independent of the layout that wrote them. The manifest lists every tensor with
 its stored shape, the view that boxes refer to, and its chunks: boxes of the view with their place in a file and a
-checksum. Boxes can be intersected, split, and checked to partition a tensor. The check is necessary:
-torch.distributed.checkpoint silently drops duplicate boxes and ignores holes.
+checksum. Boxes can be intersected, split, and checked to partition a tensor.
 """
 
 from __future__ import annotations

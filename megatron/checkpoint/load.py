@@ -8,18 +8,16 @@ torch.distributed.checkpoint.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -251,18 +249,31 @@ def _problems(manifest: Manifest, name: str, tensor: GlobalTensor) -> Iterator[s
             yield f"{format_box(part.box)} is not inside {name}, which is {list(tensor.view)}"
 
 
+Outcome = tuple[T | None, Exception | None]
+"""Result of a call, or the error that it raised."""
+
+
+def call_safely(act: Callable[[], T]) -> Outcome[T]:
+    """Call ``act`` and return the outcome, to be sent to other ranks."""
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error
+
+
+def raise_first_error(outcomes: Iterable[Outcome[T]]) -> list[T]:
+    """Return the results; raise the first error, if any."""
+    results = []
+    for result, error in outcomes:
+        if error is not None:
+            raise error
+        results.append(cast(T, result))
+    return results
+
+
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
     """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
-    outcome: tuple[T | None, Exception | None]
-    try:
-        outcome = act(), None
-    except Exception as error:
-        outcome = None, error
-    outcomes = comm.all_gather_objects(outcome, group)
-    for _, problem in outcomes:
-        if problem is not None:
-            raise problem
-    return [value for value, _ in outcomes]  # type: ignore[misc]
+    return raise_first_error(comm.all_gather_objects(call_safely(act), group))
 
 
 class CheckpointStorageReader(StorageReader):
@@ -327,21 +338,3 @@ class CheckpointStorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def call_collectively(
-    act: Callable[..., Any], group: Group, undo: Callable[[], None] = lambda: None, **arguments: Any
-) -> None:
-    """Call a function of torch.distributed.checkpoint; raise the error of the lowest failed rank on every rank.
-
-    ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
-    """
-    ranks: dict[str, Any] = {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            act(**arguments, **ranks)
-    except CheckpointException as error:
-        undo()
-        cause = error.failures[min(error.failures)][0]
-        raise cause from None if isinstance(cause, CheckpointError) else error

@@ -1,31 +1,25 @@
-"""Save through torch.distributed.checkpoint, with a planner and a storage writer of our own.
+"""Save a checkpoint, collectively.
 
-The library gathers every rank's plan on rank 0, where the parts are checked to partition every tensor, sends the
-plans back, gathers the results and lets rank 0 finish. An error on any rank is raised on all of them. Each rank
-writes one safetensors file; rank 0 adds the manifest and the marker, and publishes. For asynchronous saves the
-tensors are first copied to host memory and written in a thread. Free disk space is checked before a save.
+Rank 0 creates the folder of the save. Every rank writes its parts to one safetensors file and sends the places and
+checksums of the chunks to rank 0. That checks that the parts of all ranks partition every tensor, adds the manifest
+and the marker, and publishes. An error on any rank is raised on all of them. For asynchronous saves the tensors are
+first copied to host memory and written in a thread. Free disk space is checked before a save.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future as TorchFuture
 
 from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder, write_file
 from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
@@ -41,13 +35,15 @@ from megatron.checkpoint.format import (
     split_box,
 )
 from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.load import call_collectively
+from megatron.checkpoint.load import call_safely, raise_first_error
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import Attempt, save_elsewhere_flags
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem
 from megatron.config.text import format_bytes
+from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 
@@ -55,9 +51,6 @@ CHUNK_BYTES = 64 << 20
 """Maximum bytes of a chunk, the unit of reading: larger chunks need more memory and waste more on small boxes."""
 
 T = TypeVar("T")
-
-TensorKinds = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-"""Shape, view and type of tensors, by name."""
 
 
 def save_sharded(
@@ -88,77 +81,49 @@ def save_sharded(
         SupersededError: if a later start holds the folder.
         TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
     """
-    planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(folder, CheckpointExtras(state, config, files or {}), group.rank, lease)
-    call_collectively(save, group, writer.abandon, state_dict=dict(tensors), storage_writer=writer, planner=planner)
+    extra = CheckpointExtras(state, config, files or {})
+
+    def start() -> Attempt:
+        encode_manifest({}, {}, state, config)  # raises before anything is written
+        with storage_errors(folder, group.rank, lease):
+            if lease is not None:
+                lease.ready()
+            attempt = Attempt(folder, lease.staging if lease else None)
+            attempt.start()
+        return attempt
+
+    def write() -> RankFile:
+        place = attempt.folder
+        with storage_errors(folder, group.rank, lease):
+            if isinstance(place, Path):
+                return write_rank_file(place, group.rank, tensors)
+            # a failed multipart upload must restart from the beginning
+            return place.retry(lambda: write_rank_file(place, group.rank, tensors))
+
+    def publish() -> None:
+        ranks = raise_first_error(outcomes)
+        with storage_errors(folder, group.rank, lease):
+            small = write_small_files(attempt.folder, extra.files)
+            content = build_manifest(ranks, small, extra)
+            attempt.write_manifest(content)
+            _check_lengths(
+                attempt.folder, small | {name: record for rank in ranks for name, record in rank.files.items()}
+            )
+            if lease is not None and not isinstance(folder, Path):  # on disk, staging fences this start off
+                lease.check()
+            attempt.publish(content)
+
+    attempt = run_on_rank0(start, group)
+    try:
+        outcomes = comm.gather_objects(call_safely(write), group)
+        run_on_rank0(publish, group)
+    except Exception as error:
+        if group.rank == 0 and not is_peer_lost(error):  # then others may still be writing
+            attempt.discard()
+        raise
 
 
-class PartsSavePlanner(SavePlanner):
-    """Plans the writes of all ranks after checking that their parts partition every tensor."""
-
-    def __init__(self, tensors: Mapping[str, GlobalTensor]) -> None:
-        self._tensors = tensors
-        self._resolved: tuple[tuple[str, int], Tensor] | None = None
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the constructor has the tensors."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Return one item per chunk of this rank's parts, in the order of the tensors."""
-        kinds = {name: (t.shape, t.view, t.dtype) for name, t in self._tensors.items()}
-        items = []
-        for name, tensor in self._tensors.items():
-            properties = dcp_metadata.TensorProperties(tensor.dtype)
-            for number, part in enumerate(tensor.parts):
-                for box in split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize):
-                    chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
-                    data = TensorWriteData(chunk, properties, torch.Size(tensor.view))
-                    index = dcp_metadata.MetadataIndex(name, box.start, number)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items, planner_data=kinds)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp_metadata.Metadata]:
-        """Raise ValueError if ranks disagree about a tensor or their parts do not partition it; lists all of these."""
-        kinds: TensorKinds = {}
-        problems = []
-        for rank, plan in enumerate(all_plans):
-            for name, kind in plan.planner_data.items():
-                if kinds.setdefault(name, kind) != kind:
-                    problems.append(f"{name}: {kind} on rank {rank}, {kinds[name]} on another rank")
-        boxes: dict[str, list[Box]] = {name: [] for name in kinds}
-        for plan in all_plans:
-            for item in plan.items:
-                boxes[item.index.fqn].append(_box(item))
-        for name, (shape, view, _) in kinds.items():
-            if match_view_dims(shape, view) is None:
-                problems.append(f"{name}: {list(view)} is not a view of {list(shape)}")
-            elif problem := partition_problem(view, boxes[name]):
-                problems.append(f"{name}: {problem}")
-        if problems:
-            raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
-        plans = [SavePlan(plan.items) for plan in all_plans]
-        return plans, dcp_metadata.Metadata({}, planner_data=kinds)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the elements of an item; the part they belong to is cached until another part is needed."""
-        name, number = write_item.index.fqn, write_item.index.index or 0
-        part = self._tensors[name].parts[number]
-        if self._resolved is None or self._resolved[0] != (name, number):
-            self._resolved = None  # free its memory before the next part is computed
-            self._resolved = (name, number), part.resolve()
-        return self._resolved[1][relative_box(_box(write_item), part.box).slices]
-
-
-def _box(item: WriteItem) -> Box:
-    chunk = cast(TensorWriteData, item.tensor_data).chunk
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-@dataclass
+@dataclass(frozen=True)
 class CheckpointExtras:
     """Content of a checkpoint besides tensors."""
 
@@ -167,72 +132,17 @@ class CheckpointExtras:
     files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
-class CheckpointWriter(StorageWriter):
-    """Writes one safetensors file per rank, then the manifest and the marker on rank 0."""
+TensorKind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, view and type of a tensor."""
 
-    def __init__(self, final: Location, extra: CheckpointExtras, rank: int, lease: Lease | None = None) -> None:
-        self._final, self._extra, self._rank, self._lease = final, extra, rank, lease
-        self._attempt: Attempt | None = None  # on rank 0
 
-    def abandon(self) -> None:
-        """Remove the files of a failed save, as far as possible; does nothing on ranks other than 0."""
-        if self._attempt is not None:
-            self._attempt.discard()
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank has written of a checkpoint."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: each writer writes one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: writers are not created from a path."""
-        return False
-
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Reject state and config that are not JSON before anything is written."""
-        encode_manifest({}, {}, self._extra.state, self._extra.config)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the folder of the attempt on rank 0 and send its path to all ranks in their plans."""
-        with storage_errors(self._final, self._rank, self._lease):
-            if self._lease is not None:
-                self._lease.ready()
-            attempt = Attempt(self._final, self._lease.staging if self._lease else None)
-            attempt.start()
-        self._attempt = attempt
-        return [replace(plan, storage_data=attempt.folder) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's file, chunk by chunk."""
-        folder: Location = plan.storage_data
-        results: list[WriteResult] = []
-        if plan.items:
-            with storage_errors(self._final, self._rank, self._lease):
-                if isinstance(folder, Path):
-                    results = write_tensors(folder, self._rank, plan, planner)
-                else:  # a failed multipart upload must restart from the beginning
-                    results = folder.retry(lambda: write_tensors(folder, self._rank, plan, planner))
-        future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write small files, manifest and marker, and publish the checkpoint."""
-        if self._attempt is None:
-            raise ValueError("finish() was called before prepare_global_plan()")
-        folder = self._attempt.folder
-        flat = [result for of_rank in results for result in of_rank]
-        with storage_errors(self._final, self._rank, self._lease):
-            small = write_small_files(folder, self._extra.files)
-            content, files = build_manifest(metadata.planner_data, flat, small, self._extra)
-            self._attempt.write_manifest(content)
-            _check_lengths(folder, files)
-            if self._lease is not None and not isinstance(folder, Path):  # on disk, staging fences this start off
-                self._lease.check()
-            self._attempt.publish(content)
+    kinds: dict[str, TensorKind]  # of all its tensors
+    chunks: list[tuple[str, TensorChunk]]  # each with the name of its tensor
+    files: dict[str, FileRecord]  # the rank's file; none if it had no elements to write
 
 
 @contextmanager
@@ -271,39 +181,57 @@ def storage_error(error: OSError, final: Location, rank: int, local: bool = Fals
     return StorageError(f"{where}; no {what} was written", *fixes)
 
 
-def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    """Write a rank's file chunk by chunk; return one result per chunk, then one for the file."""
+def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTensor]) -> RankFile:
+    """Write the parts of a rank to its file, chunk by chunk; each part is computed when it is written, then freed."""
     name = f"tensors_{rank:05d}.safetensors"
-    entries: list[TensorEntry] = []
-    for item in plan.items:
-        box = _box(item)
-        key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
-        entries.append((key, cast(TensorWriteData, item.tensor_data).properties.dtype, box.size))
-    results = []
+    kinds = {key: (tensor.shape, tensor.view, tensor.dtype) for key, tensor in tensors.items()}
+    parts, entries = list[tuple[str, TensorPart, list[Box]]](), list[TensorEntry]()
+    for key, tensor in tensors.items():
+        for part in tensor.parts:
+            boxes = list(split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize))
+            if boxes:
+                parts.append((key, part, boxes))
+            entries += [(f"{key}@{','.join(map(str, box.start))}", tensor.dtype, box.size) for box in boxes]
+    if not entries:
+        return RankFile(kinds, [], {})
+    keys = iter(key for key, _, _ in entries)
+    chunks = []
     with TensorFileWriter(folder / name, entries) as file:
-        for item, entry in zip(plan.items, entries):
-            written = file.write(entry[0], cast(Tensor, planner.resolve_data(item)))  # not kept: the tensor is freed
-            chunk = TensorChunk(_box(item), name, *written)
-            results.append(WriteResult(item.index, chunk.bytes, chunk))
-    results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, file.record))
-    return results
+        for key, part, boxes in parts:
+            content = part.resolve()
+            for box in boxes:
+                written = file.write(next(keys), content[relative_box(box, part.box).slices])
+                chunks.append((key, TensorChunk(box, name, *written)))
+            del content  # before the next part is computed
+    return RankFile(kinds, chunks, {name: file.record})
 
 
-def build_manifest(
-    kinds: TensorKinds, results: Sequence[WriteResult], small: Mapping[str, FileRecord], extra: CheckpointExtras
-) -> tuple[bytes, dict[str, FileRecord]]:
-    """Build the manifest from the results of all ranks and the small files; return its text and all files."""
-    files = {r.index.fqn: r.storage_data for r in results if isinstance(r.storage_data, FileRecord)}
-    files |= small
-    chunks: dict[str, list[TensorChunk]] = {name: [] for name in kinds}
-    for result in results:
-        if isinstance(result.storage_data, TensorChunk):
-            chunks[result.index.fqn].append(result.storage_data)
+def build_manifest(ranks: Sequence[RankFile], small: Mapping[str, FileRecord], extra: CheckpointExtras) -> bytes:
+    """Build the manifest from what all ranks have written and the small files.
+
+    Raises ValueError, with all problems, if ranks disagree about a tensor or their chunks do not partition it.
+    """
+    kinds: dict[str, TensorKind] = {}
+    chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+    files, problems = dict(small), []
+    for number, rank in enumerate(ranks):
+        files |= rank.files
+        for name, kind in rank.kinds.items():
+            if kinds.setdefault(name, kind) != kind:
+                problems.append(f"{name}: {kind} on rank {number}, {kinds[name]} on another rank")
+        for name, chunk in rank.chunks:
+            chunks[name].append(chunk)
     tensors = {}
     for name, (shape, view, dtype) in kinds.items():
+        if match_view_dims(shape, view) is None:
+            problems.append(f"{name}: {list(view)} is not a view of {list(shape)}")
+        elif problem := partition_problem(view, [chunk.box for chunk in chunks[name]]):
+            problems.append(f"{name}: {problem}")
         ordered = sorted(chunks[name], key=lambda chunk: chunk.box.start)
         tensors[name] = TensorRecord(DTYPE_NAMES[dtype], shape, view, tuple(ordered))
-    return encode_manifest(tensors, files, extra.state, extra.config), files
+    if problems:
+        raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
+    return encode_manifest(tensors, files, extra.state, extra.config)
 
 
 def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     BoxIndex,
-    FileRecord,
     Manifest,
     marker_content,
     marker_folder,
@@ -49,13 +48,13 @@ from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
 from megatron.checkpoint.save import (
     CheckpointExtras,
-    PartsSavePlanner,
+    RankFile,
     build_manifest,
     disk_space_message,
     local_bytes,
     storage_errors,
+    write_rank_file,
     write_small_files,
-    write_tensors,
 )
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
@@ -412,7 +411,7 @@ class NodeCheckpoints:
         return final
 
     def _write(self, attempt: Attempt, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
-        folder, planner, leads = local_path(attempt.folder), PartsSavePlanner(tensors), self.is_leader
+        folder, leads = local_path(attempt.folder), self.is_leader
 
         def on_all_ranks(action: Callable[[], T]) -> list[T]:
             def guarded() -> T:
@@ -426,15 +425,10 @@ class NodeCheckpoints:
 
         sizes = on_all_ranks(lambda: local_bytes(tensors))
         on_leaders(lambda: self._start(attempt, sizes))
-        plans = on_all_ranks(planner.create_local_plan)
-        on_all_ranks(lambda: planner.create_global_plan(plans) if self.rank == 0 else None)
-        small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})
-        plan = plans[self.rank]
-        results = on_all_ranks(lambda: write_tensors(folder, self.rank, plan, planner) if plan.items else [])
-        on_all_ranks(lambda: self._copy_to_next_node(folder, results))
-        kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
-        flat = [result for of_rank in results for result in of_rank]
-        content = on_all_ranks(lambda: build_manifest(kinds, flat, small[0], extra)[0] if self.rank == 0 else b"")[0]
+        small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})[0]
+        ranks = on_all_ranks(lambda: write_rank_file(folder, self.rank, tensors))
+        content = on_all_ranks(lambda: build_manifest(ranks, small, extra) if self.rank == 0 else b"")[0]
+        on_all_ranks(lambda: self._copy_to_next_node(folder, ranks))
         on_leaders(lambda: attempt.write_manifest(content))
         on_leaders(lambda: attempt.publish(content))
 
@@ -450,14 +444,18 @@ class NodeCheckpoints:
             self.lease.ready()
         attempt.start()
 
-    def _copy_to_next_node(self, folder: Path, results: list[list[Any]]) -> None:
-        """Send this rank's file to the next node, and receive one from the previous node."""
-        if self.count == 1:
-            return
-        sent = _transfer_of(folder, results[self.rank], self.neighbour(1))
-        received = _transfer_of(folder, results[self.neighbour(-1)], self.neighbour(-1))
-        if error := send_and_receive(sent, received, self.file_group):
-            raise error
+    def _copy_to_next_node(self, folder: Path, ranks: list[RankFile]) -> None:
+        """Send this rank's file, if it has written one, to the next node, and receive one from the previous node."""
+
+        def transfer(writer: int, peer: int) -> FileTransfer | None:
+            files = [FileTransfer(folder / name, peer, record.bytes) for name, record in ranks[writer].files.items()]
+            return files[0] if files else None
+
+        following, previous = self.neighbour(1), self.neighbour(-1)
+        if self.count > 1:
+            error = send_and_receive(transfer(self.rank, following), transfer(previous, previous), self.file_group)
+            if error is not None:
+                raise error
 
     def delete_others(self, iteration: int) -> str | None:
         """Delete all other checkpoints from the nodes' folders; return the error of a disk, or None."""
@@ -473,12 +471,6 @@ class NodeCheckpoints:
             raise_if_superseded(self.lease)
             return f"older local checkpoints are not deleted: {error}"
         return None
-
-
-def _transfer_of(folder: Path, results: list[Any], peer: int) -> FileTransfer | None:
-    """Return the transfer of the file that a rank has written; None if it had nothing to write."""
-    files = [(r.index.fqn, r.storage_data.bytes) for r in results if isinstance(r.storage_data, FileRecord)]
-    return FileTransfer(folder / files[0][0], peer, files[0][1]) if files else None
 
 
 def list_node_checkpoints(

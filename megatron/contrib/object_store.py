@@ -217,7 +217,17 @@ class RemotePath:
 
     def missing_library(self) -> tuple[str, str] | None:
         """Return a message and an install command if the library for this store is missing, else None."""
-        return missing_library(self)
+        from fsspec.registry import known_implementations, registry  # type: ignore[import-untyped]
+
+        if self.scheme in registry:
+            return None
+        if self.scheme not in known_implementations:
+            known = "s3://, gs://, az:// and others of fsspec are"
+            return f"{self}: {self.scheme}:// is not a known kind of store; {known}", "pip install A_LIBRARY_FOR_IT"
+        package = known_implementations[self.scheme]["class"].partition(".")[0]
+        if package == "fsspec" or find_spec(package) is not None:
+            return None
+        return f"{self} needs a library that is not installed: {package}", f"pip install {package}"
 
     def retry(self, action: Callable[[], T]) -> T:
         """Call ``action`` again after transient errors."""
@@ -254,26 +264,11 @@ class RemotePath:
         return retry(once)
 
 
-def missing_library(path: RemotePath) -> tuple[str, str] | None:
-    """Return a message and an install command if the library for a store is missing, else None."""
-    from fsspec.registry import known_implementations, registry  # type: ignore[import-untyped]
-
-    if path.scheme in registry:
-        return None
-    if path.scheme not in known_implementations:
-        known = "s3://, gs://, az:// and others of fsspec are"
-        return f"{path}: {path.scheme}:// is not a known kind of store; {known}", "pip install A_LIBRARY_FOR_IT"
-    package = known_implementations[path.scheme]["class"].partition(".")[0]
-    if package == "fsspec" or find_spec(package) is not None:
-        return None
-    return f"{path} needs a library that is not installed: {package}", f"pip install {package}"
-
-
 def _open_store(path: RemotePath) -> tuple[Any, str]:
     """Return the fsspec file system of a path, and the path's key in it."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    missing = missing_library(path)
+    missing = path.missing_library()
     if missing is not None:
         raise ImportError("; ".join(missing))
     options: dict[str, Any] = {"use_listings_cache": False}  # other ranks and runs write too

@@ -248,6 +248,14 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     return values
 
 
+def gather_objects(value: T, group: Group) -> list[T]:
+    """As :func:`all_gather_objects`, but only the group's first rank gets the values; the others get []."""
+    values = [value] * group.size if group.rank == 0 else []
+    if group.has_peers:
+        dist.gather_object(value, values or None, group.ranks[0], group.handle)
+    return values
+
+
 def broadcast_object(value: T, group: Group) -> T:
     """Return the picklable ``value`` of the group's first rank; the other ranks' values are ignored."""
     values = [value]

@@ -9,21 +9,24 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import gather_results
-from megatron.checkpoint.save import CheckpointExtras
+from megatron.checkpoint.load import CheckpointReader, gather_results
+from megatron.checkpoint.save import CheckpointExtras, save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import CheckpointConfig
 from megatron.contrib import local_checkpoints
 from megatron.contrib.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
-from megatron.distributed.launch import world_group
+from megatron.distributed.launch import run_on_rank0, world_group
+from megatron.distributed.sharding import Box
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import (
     CheckpointContents,
@@ -40,6 +43,20 @@ from tests.distributed.drive import Case
 def act_together(rank: int, world_size: int) -> list[int]:
     """What every rank did, which all must hear."""
     return gather_results(lambda: rank, world_group(rank, world_size))
+
+
+def save_rows(rank: int, world_size: int) -> list[float]:
+    """Every rank saves a row of a tensor; the numbers in the rows of the checkpoint."""
+    world = world_group(rank, world_size)
+    folder = run_on_rank0(lambda: Path(mkdtemp()), world)
+    path, shape = folder / "iter_0000001", (world_size, 3)
+    row = TensorPart(Box((rank, 0), (1, 3)), torch.full((1, 3), float(rank)))
+    try:
+        save_sharded(path, {"w": GlobalTensor(shape, shape, torch.float32, (row,))}, {}, {}, world)
+        return run_on_rank0(lambda: CheckpointReader(Manifest.open(path)).read("w")[:, 0].tolist(), world)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_busy(rank: int, world_size: int) -> bool:
@@ -157,6 +174,7 @@ def _alike(ranks: Any) -> bool:
 
 SAVES: dict[str, Detector] = {
     "together": Detector(2, act_together, (), lambda ranks: list(ranks) == [[0, 1], [0, 1]]),
+    "save": Detector(2, save_rows, (), lambda ranks: list(ranks) == [[0.0, 1.0], [0.0, 1.0]]),
     "busy": Detector(2, is_busy, (), lambda ranks: list(ranks) == [True, True]),
     "sizes": Detector(2, sizes_of_a_save, (ZERO1,), lambda ranks: _alike(size for sizes in ranks for size in sizes)),
     "exchange": Detector(2, exchange_files, (), lambda ranks: list(ranks) == [True, True]),

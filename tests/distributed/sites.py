@@ -21,7 +21,7 @@ from megatron.distributed.comm import Channel, Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
-OBJECT_OPS = ("all_gather_objects", "broadcast_object")
+OBJECT_OPS = ("all_gather_objects", "gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
 ROWS_OP = "all_to_all_rows"
 OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), "start_all_to_all", ROWS_OP, *OBJECT_OPS, *CHANNEL_OPS)
@@ -132,7 +132,7 @@ def mutations(op: str) -> list[str]:
 def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, **__: Any) -> Any:
     """Nothing is sent: the local part stands for all, in the shape the caller expects."""
     if name in OBJECT_OPS:
-        return [value] * group.size if name == "all_gather_objects" else value
+        return value if name == "broadcast_object" else [value] * group.size
     result = value
     if name.endswith("all_gather"):
         result = torch.cat([value] * group.size)

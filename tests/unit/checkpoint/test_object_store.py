@@ -41,7 +41,7 @@ from megatron.checkpoint.publish import delete_checkpoint, leftovers
 from megatron.checkpoint.save import save_sharded, storage_error
 from megatron.checkpoint.verify import list_damage
 from megatron.contrib import object_store
-from megatron.contrib.object_store import RemoteFileWriter, RemotePath, missing_library
+from megatron.contrib.object_store import RemoteFileWriter, RemotePath
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
 from tests.unit.checkpoint.test_faults import content, is_whole
@@ -119,17 +119,17 @@ def test_uris_are_places_in_stores() -> None:
 
 
 def test_a_library_that_is_missing_is_named() -> None:
-    assert missing_library(RUN) is None
-    assert missing_library(RemotePath("memory://a")) is None
+    assert RUN.missing_library() is None
+    assert RemotePath("memory://a").missing_library() is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_store, "find_spec", lambda name: None)
-        assert missing_library(RemotePath("gs://b/x")) == (
+        assert RemotePath("gs://b/x").missing_library() == (
             "gs://b/x needs a library that is not installed: gcsfs",
             "pip install gcsfs",
         )
         with pytest.raises(OSError, match="not installed: adlfs; pip install adlfs"):
             RemotePath("az://b/x").exists()
-    missing = missing_library(RemotePath("zz://b/x"))
+    missing = RemotePath("zz://b/x").missing_library()
     assert missing is not None
     assert "zz:// is not a known kind of store" in missing[0]
 
@@ -397,7 +397,7 @@ def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
 
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
-    runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_tensors
+    runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_rank_file
     with acquire_lease(RUN) as old, ExitStack() as stack:
         save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
         save_sharded(runs.path(2), tensors, {}, {}, ALONE, lease=old)
@@ -407,7 +407,7 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
             return real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(save_module, "write_tensors", overtaken)
+            patch.setattr(save_module, "write_rank_file", overtaken)
             with pytest.raises(SupersededError, match=r"E817 start 1 .* by start 2"):
                 save_sharded(runs.path(3), tensors, {}, {}, ALONE, lease=old)
         left = dict(store.objects)
