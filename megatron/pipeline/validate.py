@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import product
 
 from megatron.pipeline.actions import (
     BACKWARD,
@@ -41,11 +41,6 @@ SHOWN = 4
 
 RESULTS = (FORWARD, INPUT, WEIGHT, RECV_B, RECV_F, SEND_F, SEND_B)
 """What every stage does with each micro-batch, in the order in which it is reported missing; a B is an I and a W."""
-
-ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
-WEIGHTS = {INPUT: 1, WEIGHT: -1}
-BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-"""Change of each count of :class:`PeakCounts` by an action."""
 
 _Needs = Sequence[Mapping[str, Sequence[tuple[int, str]]]]
 """By stage and kind: the results (stage, kind) that an action needs on its rank. Impossible kinds are absent."""
@@ -82,7 +77,7 @@ def validate_program(program: PipelineSchedule, evaluation: bool = False) -> Pea
     if evaluation:
         nothing = (0,) * len(program.ranks)
         return PeakCounts(nothing, nothing, nothing)
-    return PeakCounts(*(_peaks(program, changes) for changes in (ACTIVATIONS, WEIGHTS, BOTH)))
+    return PeakCounts(*zip(*map(_peaks, program.ranks)))
 
 
 def _needs(placement: Sequence[int], evaluation: bool) -> _Needs:
@@ -117,10 +112,10 @@ def _check_ranks(program: PipelineSchedule, needs: _Needs) -> None:
             stage, kind, microbatch = action
             if kind not in needs[stage]:
                 raise _impossible(program, rank, action)
-            for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
-                if result in done:
-                    raise _duplicate(rank, action, actions)
-                done.add(result)
+            results = ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,)
+            if not done.isdisjoint(results):
+                raise _duplicate(rank, action, actions)
+            done.update(results)
             for producer, result_kind in needs[stage][kind]:
                 if (producer, result_kind, microbatch) not in done:
                     raise _premature(program, needs, rank, action, Action(producer, result_kind, microbatch))
@@ -179,28 +174,37 @@ def _check_channels(program: PipelineSchedule) -> None:
     placement = program.placement
     sent: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
     received: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
-    for rank, actions in enumerate(program.ranks):
+    posted: list[dict[str, list[Action]]] = [{} for _ in placement]  # by stage and kind, the list of its channel
+    for stage, rank in enumerate(placement):
+        for kind, offset in PEER_STAGE_OFFSET.items():
+            peer = placement[stage + offset] if 0 <= stage + offset < len(placement) else rank
+            if peer != rank:
+                posted[stage][kind] = sent[rank, peer] if kind in (SEND_F, SEND_B) else received[peer, rank]
+    for actions in program.ranks:
         for action in actions:
-            if action.kind in COMMUNICATION_KINDS:
-                peer = placement[action.stage + PEER_STAGE_OFFSET[action.kind]]
-                if action.kind in (SEND_F, SEND_B):
-                    sent[rank, peer].append(action)
-                else:
-                    received[peer, rank].append(action)
+            if action[1] in PEER_STAGE_OFFSET:
+                posted[action[0]][action[1]].append(action)
     for (source, target), sends in sent.items():
-        for number, (send, receive) in enumerate(zip(sends, received[source, target], strict=True)):
-            expected = peer_action(send)
-            if receive != expected:
-                raise ScheduleError(
-                    f"rank {target} has {receive} where {expected} belongs: transfer {number} from rank {source} to "
-                    f"rank {target} is {send}, and receives must be in the order of the sends",
-                    REMOVE_COMMUNICATION_FIX,
-                )
+        expected = [peer_action(send) for send in sends]
+        if received[source, target] != expected:
+            pairs = enumerate(zip(sends, expected, received[source, target], strict=True))
+            number, (send, due, receive) = next(pair for pair in pairs if pair[1][1] != pair[1][2])
+            raise ScheduleError(
+                f"rank {target} has {receive} where {due} belongs: transfer {number} from rank {source} to "
+                f"rank {target} is {send}, and receives must be in the order of the sends",
+                REMOVE_COMMUNICATION_FIX,
+            )
 
 
 def _check_progress(program: PipelineSchedule) -> None:
     """Advance all ranks as far as possible; reject a program that does not reach its end."""
-    awaited = _awaited_sends(program.placement)
+    placement = program.placement
+    # by stage and kind of action, stage and kind of the SEND that it waits for
+    awaited: list[dict[str, tuple[int, str]]] = [{} for _ in placement]
+    for stage, kind in product(range(len(placement)), COMPUTE_KINDS):
+        receive = required_receive(stage, kind, placement)
+        if receive is not None:
+            awaited[stage][kind] = peer_action(Action(stage, receive, 0))[:2]
     sent: set[tuple[int, str, int]] = set()
     waiting: dict[tuple[int, str, int], tuple[int, Action]] = {}  # by awaited SEND: rank and blocked action
     remaining = [iter(actions) for actions in program.ranks]
@@ -213,24 +217,13 @@ def _check_progress(program: PipelineSchedule) -> None:
                 sent.add(action)
                 if action in waiting:
                     ready.append(waiting.pop(action)[0])
-            elif (stage, kind) in awaited:
-                send = (*awaited[stage, kind], microbatch)
+            elif kind in awaited[stage]:
+                send = (*awaited[stage][kind], microbatch)
                 if send not in sent:
                     waiting[send] = rank, action
                     break
     if waiting:
         raise _deadlock(program, {rank: (Action(*send), action) for send, (rank, action) in waiting.items()})
-
-
-def _awaited_sends(placement: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
-    """Return by stage and kind of action the stage and kind of the SEND that it waits for, if any."""
-    awaited = {}
-    for stage in range(len(placement)):
-        for kind in COMPUTE_KINDS:
-            receive = required_receive(stage, kind, placement)
-            if receive is not None:
-                awaited[stage, kind] = peer_action(Action(stage, receive, 0))[:2]
-    return awaited
 
 
 def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
@@ -255,8 +248,20 @@ def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Actio
     return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
-def _peaks(program: PipelineSchedule, changes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the maximum of a count on each rank."""
-    return tuple(
-        max(accumulate(changes.get(action.kind, 0) for action in actions), default=0) for actions in program.ranks
-    )
+def _peaks(actions: Sequence[Action]) -> tuple[int, int, int]:
+    """Return the maximum of each count of `PeakCounts` on a rank."""
+    activations = weights = most_activations = most_weights = most_both = 0
+    for _, kind, _ in actions:
+        if kind == FORWARD:
+            activations += 1
+            most_activations = max(most_activations, activations)
+            most_both = max(most_both, activations + weights)
+        elif kind == INPUT:
+            activations -= 1
+            weights += 1
+            most_weights = max(most_weights, weights)
+        elif kind == BACKWARD:
+            activations -= 1
+        elif kind == WEIGHT:
+            weights -= 1
+    return most_activations, most_weights, most_both
