@@ -174,26 +174,22 @@ def _check_channels(program: PipelineSchedule) -> None:
     placement = program.placement
     sent: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
     received: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
-    posted: list[dict[str, list[Action]]] = [{} for _ in placement]  # by stage and kind, the list of its channel
-    for stage, rank in enumerate(placement):
-        for kind, offset in PEER_STAGE_OFFSET.items():
-            peer = placement[stage + offset] if 0 <= stage + offset < len(placement) else rank
-            if peer != rank:
-                posted[stage][kind] = sent[rank, peer] if kind in (SEND_F, SEND_B) else received[peer, rank]
-    for actions in program.ranks:
+    for rank, actions in enumerate(program.ranks):
         for action in actions:
-            if action[1] in PEER_STAGE_OFFSET:
-                posted[action[0]][action[1]].append(action)
+            stage, kind, _ = action
+            if kind in (SEND_F, SEND_B):
+                sent[rank, placement[stage + PEER_STAGE_OFFSET[kind]]].append(action)
+            elif kind in PEER_STAGE_OFFSET:
+                received[placement[stage + PEER_STAGE_OFFSET[kind]], rank].append(action)
     for (source, target), sends in sent.items():
-        expected = [peer_action(send) for send in sends]
-        if received[source, target] != expected:
-            pairs = enumerate(zip(sends, expected, received[source, target], strict=True))
-            number, (send, due, receive) = next(pair for pair in pairs if pair[1][1] != pair[1][2])
-            raise ScheduleError(
-                f"rank {target} has {receive} where {due} belongs: transfer {number} from rank {source} to "
-                f"rank {target} is {send}, and receives must be in the order of the sends",
-                REMOVE_COMMUNICATION_FIX,
-            )
+        for number, (send, receive) in enumerate(zip(sends, received[source, target], strict=True)):
+            expected = peer_action(send)
+            if receive != expected:
+                raise ScheduleError(
+                    f"rank {target} has {receive} where {expected} belongs: transfer {number} from rank {source} to "
+                    f"rank {target} is {send}, and receives must be in the order of the sends",
+                    REMOVE_COMMUNICATION_FIX,
+                )
 
 
 def _check_progress(program: PipelineSchedule) -> None:
