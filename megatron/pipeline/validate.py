@@ -112,10 +112,10 @@ def _check_ranks(program: PipelineSchedule, needs: _Needs) -> None:
             stage, kind, microbatch = action
             if kind not in needs[stage]:
                 raise _impossible(program, rank, action)
-            results = ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,)
-            if not done.isdisjoint(results):
-                raise _duplicate(rank, action, actions)
-            done.update(results)
+            for result in ((stage, INPUT, microbatch), (stage, WEIGHT, microbatch)) if kind == BACKWARD else (action,):
+                if result in done:
+                    raise _duplicate(rank, action, actions)
+                done.add(result)
             for producer, result_kind in needs[stage][kind]:
                 if (producer, result_kind, microbatch) not in done:
                     raise _premature(program, needs, rank, action, Action(producer, result_kind, microbatch))
