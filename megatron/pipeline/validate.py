@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import product
 
 from megatron.pipeline.actions import (
     BACKWARD,
@@ -41,11 +41,6 @@ SHOWN = 4
 
 RESULTS = (FORWARD, INPUT, WEIGHT, RECV_B, RECV_F, SEND_F, SEND_B)
 """What every stage does with each micro-batch, in the order in which it is reported missing; a B is an I and a W."""
-
-ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
-WEIGHTS = {INPUT: 1, WEIGHT: -1}
-BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-"""Change of each count of :class:`PeakCounts` by an action."""
 
 _Needs = Sequence[Mapping[str, Sequence[tuple[int, str]]]]
 """By stage and kind: the results (stage, kind) that an action needs on its rank. Impossible kinds are absent."""
@@ -82,7 +77,7 @@ def validate_program(program: PipelineSchedule, evaluation: bool = False) -> Pea
     if evaluation:
         nothing = (0,) * len(program.ranks)
         return PeakCounts(nothing, nothing, nothing)
-    return PeakCounts(*(_peaks(program, changes) for changes in (ACTIVATIONS, WEIGHTS, BOTH)))
+    return PeakCounts(*zip(*map(_peaks, program.ranks)))
 
 
 def _needs(placement: Sequence[int], evaluation: bool) -> _Needs:
@@ -181,12 +176,11 @@ def _check_channels(program: PipelineSchedule) -> None:
     received: dict[tuple[int, int], list[Action]] = {edge: [] for edge in channels(placement)}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
-            if action.kind in COMMUNICATION_KINDS:
-                peer = placement[action.stage + PEER_STAGE_OFFSET[action.kind]]
-                if action.kind in (SEND_F, SEND_B):
-                    sent[rank, peer].append(action)
-                else:
-                    received[peer, rank].append(action)
+            stage, kind, _ = action
+            if kind in (SEND_F, SEND_B):
+                sent[rank, placement[stage + PEER_STAGE_OFFSET[kind]]].append(action)
+            elif kind in PEER_STAGE_OFFSET:
+                received[placement[stage + PEER_STAGE_OFFSET[kind]], rank].append(action)
     for (source, target), sends in sent.items():
         for number, (send, receive) in enumerate(zip(sends, received[source, target], strict=True)):
             expected = peer_action(send)
@@ -200,7 +194,13 @@ def _check_channels(program: PipelineSchedule) -> None:
 
 def _check_progress(program: PipelineSchedule) -> None:
     """Advance all ranks as far as possible; reject a program that does not reach its end."""
-    awaited = _awaited_sends(program.placement)
+    placement = program.placement
+    # by stage and kind of action, stage and kind of the SEND that it waits for
+    awaited: list[dict[str, tuple[int, str]]] = [{} for _ in placement]
+    for stage, kind in product(range(len(placement)), COMPUTE_KINDS):
+        receive = required_receive(stage, kind, placement)
+        if receive is not None:
+            awaited[stage][kind] = peer_action(Action(stage, receive, 0))[:2]
     sent: set[tuple[int, str, int]] = set()
     waiting: dict[tuple[int, str, int], tuple[int, Action]] = {}  # by awaited SEND: rank and blocked action
     remaining = [iter(actions) for actions in program.ranks]
@@ -213,24 +213,13 @@ def _check_progress(program: PipelineSchedule) -> None:
                 sent.add(action)
                 if action in waiting:
                     ready.append(waiting.pop(action)[0])
-            elif (stage, kind) in awaited:
-                send = (*awaited[stage, kind], microbatch)
+            elif kind in awaited[stage]:
+                send = (*awaited[stage][kind], microbatch)
                 if send not in sent:
                     waiting[send] = rank, action
                     break
     if waiting:
         raise _deadlock(program, {rank: (Action(*send), action) for send, (rank, action) in waiting.items()})
-
-
-def _awaited_sends(placement: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
-    """Return by stage and kind of action the stage and kind of the SEND that it waits for, if any."""
-    awaited = {}
-    for stage in range(len(placement)):
-        for kind in COMPUTE_KINDS:
-            receive = required_receive(stage, kind, placement)
-            if receive is not None:
-                awaited[stage, kind] = peer_action(Action(stage, receive, 0))[:2]
-    return awaited
 
 
 def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
@@ -255,8 +244,20 @@ def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Actio
     return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
-def _peaks(program: PipelineSchedule, changes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the maximum of a count on each rank."""
-    return tuple(
-        max(accumulate(changes.get(action.kind, 0) for action in actions), default=0) for actions in program.ranks
-    )
+def _peaks(actions: Sequence[Action]) -> tuple[int, int, int]:
+    """Return the maximum of each count of `PeakCounts` on a rank."""
+    activations = weights = most_activations = most_weights = most_both = 0
+    for _, kind, _ in actions:
+        if kind == FORWARD:
+            activations += 1
+            most_activations = max(most_activations, activations)
+            most_both = max(most_both, activations + weights)
+        elif kind == INPUT:
+            activations -= 1
+            weights += 1
+            most_weights = max(most_weights, weights)
+        elif kind == BACKWARD:
+            activations -= 1
+        elif kind == WEIGHT:
+            weights -= 1
+    return most_activations, most_weights, most_both

@@ -22,10 +22,10 @@ from megatron.convert.huggingface.families import (
     UnsupportedConfigError,
     model_families,
     read_bool,
-    read_number,
 )
 
 CONFIG_FILE = "config.json"
+TIE_KEY = "tie_word_embeddings"
 SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json and generation_config.json with the ids of special tokens."""
 
@@ -139,27 +139,32 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     Raises:
         UserError: naming every unknown key and unsupported value.
     """
-    family, values = model_families()[read_model_type(config, where)], FieldValues()
+    family = model_families()[read_model_type(config, where)]
+    values: FieldValues = {"num_query_groups": None, "kv_channels": None} | family.always
     problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
 
     def read_tie(config: JsonObject) -> FieldValues:
-        tied = read_bool(config, "tie_word_embeddings", family.tied_by_default)
-        return {"untie_embeddings_and_output_weights": not tied}
+        return {"untie_embeddings_and_output_weights": not read_bool(config, TIE_KEY, family.tied_by_default)}
 
-    for read in (lambda c: _read_keys(c, family), family.read, read_tie):
+    for read in (*(row.read for row in family.keys), read_tie):
         try:
             values |= read(config)
         except UnsupportedConfigError as refusal:
             problems.append(Problem("E851", f"{where}: {refusal}"))
     if problems:
-        raise UserError(problems)
+        raise UserError(list(dict.fromkeys(problems)))
+    heads = values["num_attention_heads"]
+    if values["num_query_groups"] == heads:
+        values["num_query_groups"] = None
+    if values["kv_channels"] is not None and values["kv_channels"] * heads == values["hidden_size"]:
+        values["kv_channels"] = None
     return values
 
 
 def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield a sentence and fixes for every key with an unsupported value, and for every unknown key."""
     fixed = {**_NOT_HERE, **family.fixed}
-    known = {key.theirs for key in family.keys} | {*family.reads, *fixed, "tie_word_embeddings"} | _NOTES | _GENERATION
+    known = {name for row in family.keys for name in row.names} | {*fixed, TIE_KEY} | _NOTES | _GENERATION
     for name, value in config.items():
         if name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
@@ -168,26 +173,13 @@ def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str,
             yield f"{name} {json.dumps(value)} is an unknown key", (fix,)
 
 
-def _read_keys(config: JsonObject, family: ModelFamily) -> FieldValues:
-    values = {key.ours: read_number(key, config) for key in family.keys}
-    heads = values["num_attention_heads"]
-    if values.get("num_query_groups") == heads:
-        values["num_query_groups"] = None
-    if values.get("kv_channels") is not None and values["kv_channels"] * heads == values["hidden_size"]:
-        values["kv_channels"] = None
-    return {"num_query_groups": None, "kv_channels": None} | values
-
-
 def model_type_for(model: ModelConfig) -> str:
     """Return the first model type of `model_families` that computes exactly the same as ``model``.
 
     Raises:
         UserError: when there is none, naming the options that the closest model types lack.
     """
-    lacking = {
-        kind: [option for option, can in family.can.items() if not can(model)]
-        for kind, family in model_families().items()
-    }
+    lacking = {kind: family.lacks(model) for kind, family in model_families().items()}
     best = min(lacking, key=lambda kind: len(lacking[kind]))
     if not lacking[best]:
         return best
@@ -216,19 +208,15 @@ def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonO
         if getattr(model, name) is None:
             flag = f"--{name.replace('_', '-')} N"
             raise UserError([Problem("E852", f"{name} is not set, and config.json requires it", (flag,))])
-    derived = {
-        "num_query_groups": model.kv_groups,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn,
-        "moe_ffn_hidden_size": model.expert_ffn,
-    }
+    written: FieldValues = {}
+    for row in family.keys:
+        written |= row.write(model)
     return {
         "architectures": [family.architecture],
         "model_type": kind,
-        **{key.theirs: derived.get(key.ours, getattr(model, key.ours)) for key in family.keys},
-        **family.write(model),
+        **written,
         **{name: allowed[0] for name, allowed in family.fixed.items()},
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        TIE_KEY: not model.untie_embeddings_and_output_weights,
         **{name: (special or {}).get(name) for name in SPECIAL_TOKEN_IDS},
         "torch_dtype": dtype,
     }

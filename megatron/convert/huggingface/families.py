@@ -1,16 +1,16 @@
 """Supported model types of transformers: their ``config.json``, and the tensors in their files.
 
-A `ModelFamily` is one record used in both directions: the keys of config.json that correspond to one of our fields,
-keys with fixed values, functions for the rest, which of our options the family can express, and where each of our
-tensors is stored. `weights` and `config` apply the records. `model_families` returns the built-in ones and those
-that plugins register.
+A `ModelFamily` is one record used in both directions. Its ``keys`` are rows that each read some keys of config.json
+into fields of `ModelConfig` and write them back: a `ConfigKey` for a number, a `KeyGroup` for the rest. ``always`` and
+``fixed`` are the fields and the keys with one supported value. Its ``weights`` are the places of our tensors. `config`
+and `weights` apply the records. `model_families` returns the built-in ones and those that plugins register.
 
-A row of the weights names one of our tensors and the axes of its view, and the Hugging Face tensors that it consists
+A row of the weights names one of our modules and the axes of its weight, and the Hugging Face modules that it consists
 of. These are described by the same axes: commas separate the dimensions of the stored tensor, and brackets select a
 part of an axis. So ``"h, x g d"`` is stored as ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` is the last element of each
 group's ``x``, stored as ``[g * d, h]``. A name with ``{e}`` stands for one tensor per expert, which ``e[{e}]`` selects.
-Rows contain only views, permutations and slices, so they are invertible, and a box of our tensor is a set of slices of
-theirs.
+A bias has the same row, without the weight's last axis, its inputs. Rows contain only views, permutations and slices,
+so they are invertible, and a box of our tensor is a set of slices of theirs.
 
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
 o outputs of all heads, p gate and up, f width of the MLP, e experts.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.model import ModelConfig
@@ -29,11 +29,30 @@ from megatron.config.plugins import registered
 JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
 
-WeightRow = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Our name, axes of our view, (name, axes) of each Hugging Face tensor. ``{i}`` is the layer, ``{e}`` the expert."""
+WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
+"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Names of
+tensors that are no module's ``weight`` or ``bias`` are given in full."""
 
 Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
 """Option -> whether a family can express a model's value of it."""
+
+_RESOLVED = {
+    "num_query_groups": "kv_groups",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "moe_ffn_hidden_size": "expert_ffn",
+    "add_qkv_bias": "qkv_bias",
+}
+"""Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
+
+
+def resolved(model: ModelConfig, name: str) -> Any:
+    """Return the value of a field that applies to a model."""
+    return getattr(model, _RESOLVED.get(name, name))
+
+
+class UnsupportedConfigError(ValueError):
+    """A value in config.json that is not supported. Raised by all functions here that read one."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +63,34 @@ class ConfigKey:
     theirs: str  # key in config.json
     default: Any  # value of a missing key, as in the transformers class
     optional: bool = False  # null is allowed although the default is not null
+    can: Capabilities = field(default_factory=dict)  # limits of the family
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of config.json that `read` uses."""
+        return (self.theirs,)
+
+    def read(self, config: JsonObject) -> FieldValues:
+        """Return our field from a config.json."""
+        return {self.ours: read_number(self, config)}
+
+    def write(self, model: ModelConfig) -> FieldValues:
+        """Return the key for a model."""
+        return {self.theirs: resolved(model, self.ours)}
 
 
 @dataclass(frozen=True)
-class WeightTable:
-    """Stored tensors of a family."""
+class KeyGroup:
+    """Keys of config.json and fields of `ModelConfig` that are converted together."""
 
-    rows: tuple[WeightRow, ...]  # all tensors that a model can have
-    prefix: str  # of all names except the head's; missing in files of a model without head
-    buffers: tuple[str, ...]  # patterns of names, without the prefix, that are not weights
+    # keys that `read` uses; others are unknown and refused
+    names: tuple[str, ...] = ()
+    # fields of ModelConfig from a config.json; raises UnsupportedConfigError
+    read: Callable[[JsonObject], FieldValues] = lambda config: {}
+    # keys of config.json for a model that the family can express
+    write: Callable[[ModelConfig], FieldValues] = lambda model: {}
+    # which values of our options the keys can express
+    can: Capabilities = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,26 +99,25 @@ class ModelFamily:
 
     # transformers' class with a language-modelling head
     architecture: str
-    # keys that correspond to one field of ModelConfig
-    keys: tuple[ConfigKey, ...]
+    # how keys of config.json and fields of ModelConfig correspond; the last row with a name counts
+    keys: tuple[ConfigKey | KeyGroup, ...]
     # keys with the only supported values; the first is the value of a missing key
     fixed: Mapping[str, tuple[Any, ...]]
-    # the other keys that read uses
-    reads: tuple[str, ...]
-    # further fields of ModelConfig from a config.json; raises UnsupportedConfigError
-    read: Callable[[JsonObject], FieldValues]
-    # further keys of config.json for a model that the family can express
-    write: Callable[[ModelConfig], FieldValues]
-    # what the family can express
-    can: Capabilities
-    # where its tensors are stored
-    weights: WeightTable
+    # fields of ModelConfig with the only supported value
+    always: FieldValues
+    # where all tensors are stored that a model can have
+    weights: WeightRows
+    # of all names in the files except the head's; missing in files of a model without head
+    prefix: str
+    # patterns of names, without the prefix, that are not weights
+    buffers: tuple[str, ...] = ()
     # transformers' default of tie_word_embeddings
     tied_by_default: bool = False
 
-
-class UnsupportedConfigError(ValueError):
-    """A value in config.json that is not supported. Raised by all functions here that read one."""
+    def lacks(self, model: ModelConfig) -> list[str]:
+        """Return the options of a model that the family cannot express."""
+        lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
+        return lacking + [name for row in self.keys for name, can in row.can.items() if not can(model)]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
@@ -100,23 +137,6 @@ def read_bool(config: JsonObject, name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
     return value
-
-
-def _weight(ours: str, axes: str, *theirs: tuple[str, str]) -> WeightRow:
-    """Return the row of a module's weight; names are those of modules."""
-    return f"{ours}.weight", axes, tuple((f"{name}.weight", their_axes) for name, their_axes in theirs)
-
-
-def _weight_and_bias(ours: str, axes: str, *theirs: tuple[str, str]) -> tuple[WeightRow, WeightRow]:
-    """Return the rows of a weight and of its bias, which has the same axes without the weight's inputs, our last."""
-    *outputs, inputs = axes.split()
-    if not outputs:  # a norm's
-        outputs, inputs = [inputs], ""
-    biases = tuple(
-        (f"{name}.bias", ", ".join(dimension for dimension in their_axes.split(", ") if dimension != inputs))
-        for name, their_axes in theirs
-    )
-    return _weight(ours, axes, *theirs), (f"{ours}.bias", " ".join(outputs), biases)
 
 
 # ---- Rotary embeddings ----
@@ -213,6 +233,20 @@ def write_rope(model: ModelConfig) -> FieldValues:
     return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
 
 
+def rope(theta: float = 10000.0) -> KeyGroup:
+    """Return the keys of rotary embeddings; ``theta`` is transformers' default of ``rope_theta``."""
+    return KeyGroup(
+        ROPE_KEYS,
+        lambda config: read_rope({"rope_theta": theta} | config),
+        write_rope,
+        {
+            "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
+            "rotary_percent": lambda m: m.rotary_percent == 1.0,
+            "rotary_interleaved": lambda m: not m.rotary_interleaved,
+        },
+    )
+
+
 # ---- GPT-2 ----
 
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
@@ -221,36 +255,20 @@ _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "ge
 _WIDTH = ConfigKey("hidden_size", "n_embd", 768)
 
 
-def _read_gpt2(config: JsonObject) -> FieldValues:
+def _read_gelu(config: JsonObject) -> FieldValues:
     activation = config.get("activation_function", "gelu_new")
     if activation not in tuple(_GELUS):  # a tuple, because activation may be unhashable
         raise UnsupportedConfigError(f"activation_function {activation!r} is not supported, only {', '.join(_GELUS)}")
+    return {"activation": _GELUS[activation]}
+
+
+def _read_equal_dropout(config: JsonObject) -> FieldValues:
     residual_dropout, embedding_dropout = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
     if residual_dropout != embedding_dropout:
         raise UnsupportedConfigError(f"resid_pdrop {residual_dropout} and embd_pdrop {embedding_dropout} must be equal")
-    values: FieldValues = {
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "activation": _GELUS[activation],
-        "add_bias_linear": True,
-        "num_experts": None,
-    }
-    four_times = config.get("n_inner") == 4 * read_number(_WIDTH, config)
-    return values | {"ffn_hidden_size": None} if four_times else values
+    return {}
 
 
-_GPT2_ROWS: tuple[WeightRow, ...] = (
-    _weight("embedding.word_embeddings", "v h", ("transformer.wte", "v, h")),
-    _weight("embedding.position_embeddings", "t h", ("transformer.wpe", "t, h")),
-    *_weight_and_bias("layers.{i}.input_layernorm", "h", ("transformer.h.{i}.ln_1", "h")),
-    *_weight_and_bias("layers.{i}.self_attention.linear_qkv", "g x d h", ("transformer.h.{i}.attn.c_attn", "h, x g d")),
-    *_weight_and_bias("layers.{i}.self_attention.linear_proj", "h o", ("transformer.h.{i}.attn.c_proj", "o, h")),
-    *_weight_and_bias("layers.{i}.pre_mlp_layernorm", "h", ("transformer.h.{i}.ln_2", "h")),
-    *_weight_and_bias("layers.{i}.mlp.linear_fc1", "f h", ("transformer.h.{i}.mlp.c_fc", "h, f")),
-    *_weight_and_bias("layers.{i}.mlp.linear_fc2", "h f", ("transformer.h.{i}.mlp.c_proj", "f, h")),
-    *_weight_and_bias("final_layernorm", "h", ("transformer.ln_f", "h")),
-    _weight("output_layer", "v h", ("lm_head", "v, h")),
-)
 _GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
     keys=(
@@ -264,44 +282,72 @@ _GPT2 = ModelFamily(
         ConfigKey("hidden_dropout", "resid_pdrop", 0.1),
         ConfigKey("attention_dropout", "attn_pdrop", 0.1),
         ConfigKey("init_method_std", "initializer_range", 0.02),
+        KeyGroup(
+            ("activation_function",),
+            _read_gelu,
+            lambda m: {"activation_function": next(name for name, ours in _GELUS.items() if ours == m.activation)},
+            {"activation": lambda m: m.activation in _GELUS.values()},
+        ),
+        KeyGroup(("embd_pdrop",), _read_equal_dropout, lambda m: {"embd_pdrop": m.hidden_dropout}),
+        # the default of ModelConfig
+        KeyGroup(read=lambda c: {"ffn_hidden_size": None} if c.get("n_inner") == 4 * read_number(_WIDTH, c) else {}),
+        KeyGroup(
+            can={
+                "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
+                "kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+            }
+        ),
     ),
     fixed={
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    reads=("activation_function", "embd_pdrop"),
-    read=_read_gpt2,
-    write=lambda model: {
-        "activation_function": next(theirs for theirs, ours in _GELUS.items() if ours == model.activation),
-        "embd_pdrop": model.hidden_dropout,
+    always={
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "window_size": None,
+        "num_experts": None,
     },
-    can={
-        "position_embedding_type": lambda m: m.position_embedding_type == "learned_absolute",
-        "normalization": lambda m: m.normalization == "LayerNorm",
-        "activation": lambda m: m.activation in _GELUS.values(),
-        "add_bias_linear": lambda m: m.add_bias_linear,
-        "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
-        "kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-        "qk_layernorm": lambda m: not m.qk_layernorm,
-        "window_size": lambda m: m.window_size is None,
-        "num_experts": lambda m: m.num_experts is None,
+    weights={
+        "embedding.word_embeddings": ("v h", {"transformer.wte": "v, h"}),
+        "embedding.position_embeddings": ("t h", {"transformer.wpe": "t, h"}),
+        "layers.{i}.input_layernorm": ("h", {"transformer.h.{i}.ln_1": "h"}),
+        "layers.{i}.self_attention.linear_qkv": ("g x d h", {"transformer.h.{i}.attn.c_attn": "h, x g d"}),
+        "layers.{i}.self_attention.linear_proj": ("h o", {"transformer.h.{i}.attn.c_proj": "o, h"}),
+        "layers.{i}.pre_mlp_layernorm": ("h", {"transformer.h.{i}.ln_2": "h"}),
+        "layers.{i}.mlp.linear_fc1": ("f h", {"transformer.h.{i}.mlp.c_fc": "h, f"}),
+        "layers.{i}.mlp.linear_fc2": ("h f", {"transformer.h.{i}.mlp.c_proj": "f, h"}),
+        "final_layernorm": ("h", {"transformer.ln_f": "h"}),
+        "output_layer": ("v h", {"lm_head": "v, h"}),
     },
-    weights=WeightTable(
-        _GPT2_ROWS, prefix="transformer.", buffers=(r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias")
-    ),
+    prefix="transformer.",
+    buffers=(r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias"),
     tied_by_default=True,
 )
 
 # ---- Llama and its relatives ----
 
 
+def _read_llama_bias(config: JsonObject) -> FieldValues:
+    attention, mlp = read_bool(config, "attention_bias", False), read_bool(config, "mlp_bias", False)
+    if attention != mlp:
+        raise UnsupportedConfigError(
+            f"attention_bias {attention} with mlp_bias {mlp} is not supported: they must be equal"
+        )
+    return {"add_bias_linear": attention, "add_qkv_bias": False}
+
+
 _LAYERS = ConfigKey("num_layers", "num_hidden_layers", 32)
+_WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
+_SWIGLU: FieldValues = {"normalization": "RMSNorm", "activation": "swiglu"}
+_NO_BIAS: FieldValues = {"add_bias_linear": False, "add_qkv_bias": False}
 
-
-def _llama_keys(**defaults: Any) -> tuple[ConfigKey, ...]:
-    """Return the keys that all of them share, with the defaults of one class by our field names."""
-    keys = (
+_LLAMA = ModelFamily(
+    architecture="LlamaForCausalLM",
+    keys=(
         _LAYERS,
         ConfigKey("hidden_size", "hidden_size", 4096),
         ConfigKey("ffn_hidden_size", "intermediate_size", 11008),
@@ -313,108 +359,68 @@ def _llama_keys(**defaults: Any) -> tuple[ConfigKey, ...]:
         ConfigKey("norm_epsilon", "rms_norm_eps", 1e-6),
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
         ConfigKey("init_method_std", "initializer_range", 0.02),
+        KeyGroup(read=lambda config: {"hidden_dropout": 0.0}),  # an export omits it
+        rope(),
+        KeyGroup(
+            ("attention_bias", "mlp_bias"),
+            _read_llama_bias,
+            lambda m: {"attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear},
+            {
+                "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
+                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
+            },
+        ),
+    ),
+    fixed={"hidden_act": ("silu", "swish")},
+    always={**_SWIGLU, "qk_layernorm": False, "window_size": None, "num_experts": None},
+    weights={
+        "embedding.word_embeddings": ("v h", {"model.embed_tokens": "v, h"}),
+        "layers.{i}.input_layernorm": ("h", {"model.layers.{i}.input_layernorm": "h"}),
+        "layers.{i}.self_attention.linear_qkv": (
+            "g x d h",
+            {
+                "model.layers.{i}.self_attn.q_proj": "g x[:-2] d, h",
+                "model.layers.{i}.self_attn.k_proj": "g x[-2:-1] d, h",
+                "model.layers.{i}.self_attn.v_proj": "g x[-1:] d, h",
+            },
+        ),
+        "layers.{i}.self_attention.q_layernorm": ("d", {"model.layers.{i}.self_attn.q_norm": "d"}),
+        "layers.{i}.self_attention.k_layernorm": ("d", {"model.layers.{i}.self_attn.k_norm": "d"}),
+        "layers.{i}.self_attention.linear_proj": ("h o", {"model.layers.{i}.self_attn.o_proj": "h, o"}),
+        "layers.{i}.pre_mlp_layernorm": ("h", {"model.layers.{i}.post_attention_layernorm": "h"}),
+        "layers.{i}.mlp.linear_fc1": (
+            "p f h",
+            {"model.layers.{i}.mlp.gate_proj": "p[:1] f, h", "model.layers.{i}.mlp.up_proj": "p[1:] f, h"},
+        ),
+        "layers.{i}.mlp.linear_fc2": ("h f", {"model.layers.{i}.mlp.down_proj": "h, f"}),
+        "final_layernorm": ("h", {"model.norm": "h"}),
+        "output_layer": ("v h", {"lm_head": "v, h"}),
+    },
+    prefix="model.",
+    buffers=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq"),
+)
+_SHARED_KEYS = _LLAMA.keys[:-2]
+"""Llama's keys that its relatives have too: those before its rotary embeddings and biases."""
+
+
+def with_defaults(*keys: ConfigKey | KeyGroup, **defaults: Any) -> tuple[ConfigKey | KeyGroup, ...]:
+    """Return keys with the defaults of another class, by the names in its config.json."""
+    return tuple(
+        replace(key, default=defaults.get(key.theirs, key.default)) if isinstance(key, ConfigKey) else key
+        for key in keys
     )
-    return tuple(ConfigKey(k.ours, k.theirs, defaults.get(k.ours, k.default)) for k in keys)
 
 
-def _read_decoder(config: JsonObject) -> FieldValues:
-    """Return what all relatives of Llama share, and Llama's values of what some of them change."""
-    shared = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
-    defaults = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
-    return shared | defaults | {"num_experts": None} | read_rope(config)
-
-
-_DECODER: Capabilities = {
-    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
-    "rotary_percent": lambda m: m.rotary_percent == 1.0,
-    "rotary_interleaved": lambda m: not m.rotary_interleaved,
-    "normalization": lambda m: m.normalization == "RMSNorm",
-    "activation": lambda m: m.activation == "swiglu",
-}
-_NO_BIAS: Capabilities = {
-    "add_bias_linear": lambda m: not m.add_bias_linear,
-    "add_qkv_bias": lambda m: not m.qkv_bias,
-}
-_NO_QK_NORM: Capabilities = {"qk_layernorm": lambda m: not m.qk_layernorm}
-_NO_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is None}
-_SILU = {"hidden_act": ("silu", "swish")}
-
-_LLAMA_ROWS: tuple[WeightRow, ...] = (
-    _weight("embedding.word_embeddings", "v h", ("model.embed_tokens", "v, h")),
-    _weight("layers.{i}.input_layernorm", "h", ("model.layers.{i}.input_layernorm", "h")),
-    *_weight_and_bias(
-        "layers.{i}.self_attention.linear_qkv",
-        "g x d h",
-        ("model.layers.{i}.self_attn.q_proj", "g x[:-2] d, h"),
-        ("model.layers.{i}.self_attn.k_proj", "g x[-2:-1] d, h"),
-        ("model.layers.{i}.self_attn.v_proj", "g x[-1:] d, h"),
-    ),
-    _weight("layers.{i}.self_attention.q_layernorm", "d", ("model.layers.{i}.self_attn.q_norm", "d")),
-    _weight("layers.{i}.self_attention.k_layernorm", "d", ("model.layers.{i}.self_attn.k_norm", "d")),
-    *_weight_and_bias("layers.{i}.self_attention.linear_proj", "h o", ("model.layers.{i}.self_attn.o_proj", "h, o")),
-    _weight("layers.{i}.pre_mlp_layernorm", "h", ("model.layers.{i}.post_attention_layernorm", "h")),
-    *_weight_and_bias(
-        "layers.{i}.mlp.linear_fc1",
-        "p f h",
-        ("model.layers.{i}.mlp.gate_proj", "p[:1] f, h"),
-        ("model.layers.{i}.mlp.up_proj", "p[1:] f, h"),
-    ),
-    *_weight_and_bias("layers.{i}.mlp.linear_fc2", "h f", ("model.layers.{i}.mlp.down_proj", "h, f")),
-    _weight("final_layernorm", "h", ("model.norm", "h")),
-    _weight("output_layer", "v h", ("lm_head", "v, h")),
-)
-_ROTARY = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
-_LLAMA_WEIGHTS = WeightTable(_LLAMA_ROWS, "model.", _ROTARY)
-
-
-def _read_llama(config: JsonObject) -> FieldValues:
-    attention, mlp = read_bool(config, "attention_bias", False), read_bool(config, "mlp_bias", False)
-    if attention != mlp:
-        raise UnsupportedConfigError(
-            f"attention_bias {attention} with mlp_bias {mlp} is not supported: they must be equal"
-        )
-    return _read_decoder(config) | {"add_bias_linear": attention}
-
-
-_LLAMA = ModelFamily(
-    architecture="LlamaForCausalLM",
-    keys=_llama_keys(),
-    fixed=_SILU,
-    reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
-    read=_read_llama,
-    write=lambda model: {
-        **write_rope(model),
-        "attention_bias": model.add_bias_linear,
-        "mlp_bias": model.add_bias_linear,
-    },
-    can={
-        **_DECODER,
-        **_NO_QK_NORM,
-        **_NO_EXPERTS,
-        "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
-        "window_size": lambda m: m.window_size is None,
-        "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
-    },
-    weights=_LLAMA_WEIGHTS,
-)
-
-
-_WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
-
-
-_MISTRAL = ModelFamily(
+_MISTRAL = replace(
+    _LLAMA,
     architecture="MistralForCausalLM",
-    keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
-    fixed=_SILU,
-    reads=(*ROPE_KEYS, "sliding_window"),
-    read=lambda config: _read_decoder(config) | {"window_size": read_number(_WINDOW, config)},
-    write=lambda model: write_rope(model) | {"sliding_window": model.window_size},
-    can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
-    weights=_LLAMA_WEIGHTS,
+    keys=(
+        *with_defaults(*_SHARED_KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
+        rope(),
+        _WINDOW,
+    ),
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
 )
-
-
-_QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
 def _read_qwen_window(config: JsonObject) -> FieldValues:
@@ -430,162 +436,138 @@ def _read_qwen_window(config: JsonObject) -> FieldValues:
     return {"window_size": window if kinds == {"sliding_attention"} else None}
 
 
-def _write_qwen(model: ModelConfig) -> FieldValues:
-    windowed = model.window_size is not None
-    return write_rope(model) | {
-        "use_sliding_window": windowed,
-        "sliding_window": model.window_size,
-        "max_window_layers": 0 if windowed else model.num_layers,  # the first layers, without a window
-    }
-
-
-_QWEN2 = ModelFamily(
-    architecture="Qwen2ForCausalLM",
-    keys=_llama_keys(ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768),
-    fixed=_SILU,
-    reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-    read=lambda config: _read_decoder(config) | _read_qwen_window(config) | {"add_qkv_bias": True},
-    write=_write_qwen,
-    can={
-        **_DECODER,
-        **_NO_QK_NORM,
-        **_NO_EXPERTS,
-        "add_bias_linear": lambda m: not m.add_bias_linear,
-        "add_qkv_bias": lambda m: m.qkv_bias,
+_QWEN_WINDOW = KeyGroup(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    _read_qwen_window,
+    lambda m: {
+        "use_sliding_window": m.window_size is not None,
+        "sliding_window": m.window_size,
+        "max_window_layers": m.num_layers if m.window_size is None else 0,  # the first layers, without a window
     },
-    weights=_LLAMA_WEIGHTS,
+)
+_QWEN_KEYS = with_defaults(
+    *_SHARED_KEYS, intermediate_size=22016, num_key_value_heads=32, vocab_size=151936, max_position_embeddings=32768
 )
 
-_QWEN3 = ModelFamily(
+_QWEN2 = replace(
+    _LLAMA,
+    architecture="Qwen2ForCausalLM",
+    keys=(*_QWEN_KEYS, rope(), _QWEN_WINDOW),
+    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None, "add_bias_linear": False, "add_qkv_bias": True},
+)
+_QWEN3 = replace(
+    _LLAMA,
     architecture="Qwen3ForCausalLM",
-    keys=_llama_keys(
-        ffn_hidden_size=22016,
-        num_query_groups=32,
-        kv_channels=128,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-    ),
-    fixed={**_SILU, "attention_bias": (False,)},
-    reads=(*ROPE_KEYS, *_QWEN_WINDOW),
-    read=lambda config: _read_decoder(config) | _read_qwen_window(config) | {"qk_layernorm": True},
-    write=_write_qwen,
-    can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
-    weights=_LLAMA_WEIGHTS,
+    keys=(*with_defaults(*_QWEN_KEYS, head_dim=128), rope(), _QWEN_WINDOW),
+    fixed={**_LLAMA.fixed, "attention_bias": (False,)},
+    always={**_SWIGLU, **_NO_BIAS, "num_experts": None, "qk_layernorm": True},
 )
 
 # ---- Mixtures of experts ----
 
-_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+_HAS_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is not None}
+_BALANCING_LOSS = KeyGroup(("output_router_logits", "router_aux_loss_coef"))
 """Keys of transformers' load-balancing loss, which do not change what the model computes. They are ignored: the loss
 differs from ours (one loss over all layers) and is off by default."""
 
-_NO_SHARED_EXPERT: FieldValues = {"moe_shared_expert_intermediate_size": None}
-_EXPERTS: Capabilities = {
-    "num_experts": lambda m: m.num_experts is not None,
-    "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
-}
 
-
-def _expert_weights(module: str, gate: str, up: str, down: str) -> WeightTable:
-    """Return Llama's rows and those of the router and the experts in ``module``, with these names of their matrices."""
-    at = f"model.layers.{{i}}.{module}"
-    rows = (
-        _weight("layers.{i}.mlp.router", "e h", (f"{at}.gate", "e, h")),
-        _weight(
-            "layers.{i}.mlp.experts.linear_fc1",
+def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:
+    """Return the rows of a router and of experts in ``module`` of a layer, with these names of their matrices."""
+    experts = f"{module}.experts.{{e}}"
+    return {
+        "layers.{i}.mlp.router": ("e h", {f"{module}.gate": "e, h"}),
+        "layers.{i}.mlp.experts.linear_fc1": (
             "e p f h",
-            (f"{at}.experts.{{e}}.{gate}", "e[{e}] p[:1] f, h"),
-            (f"{at}.experts.{{e}}.{up}", "e[{e}] p[1:] f, h"),
+            {f"{experts}.{gate}": "e[{e}] p[:1] f, h", f"{experts}.{up}": "e[{e}] p[1:] f, h"},
         ),
-        _weight("layers.{i}.mlp.experts.linear_fc2", "e h f", (f"{at}.experts.{{e}}.{down}", "e[{e}] h, f")),
-    )
-    return WeightTable((*_LLAMA_ROWS, *rows), "model.", _ROTARY)
+        "layers.{i}.mlp.experts.linear_fc2": ("e h f", {f"{experts}.{down}": "e[{e}] h, f"}),
+    }
 
 
-_MIXTRAL_KEYS = ConfigKey("window_size", "sliding_window", None), ConfigKey("num_experts", "num_local_experts", 8)
-
-
-def _read_mixtral(config: JsonObject) -> FieldValues:
-    own = {key.ours: read_number(key, config) for key in _MIXTRAL_KEYS}
-    experts = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
-    return _read_decoder({"rope_theta": 1e6} | config) | own | experts | _NO_SHARED_EXPERT
-
-
-_MIXTRAL = ModelFamily(
+_MIXTRAL = replace(
+    _LLAMA,
     architecture="MixtralForCausalLM",
     keys=(
-        *_llama_keys(
-            ffn_hidden_size=14336,
-            num_query_groups=8,
+        *with_defaults(
+            *_SHARED_KEYS,
+            intermediate_size=14336,
+            num_key_value_heads=8,
             max_position_embeddings=131072,
-            norm_epsilon=1e-5,
+            rms_norm_eps=1e-5,
         ),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
+        rope(theta=1e6),
+        ConfigKey("window_size", "sliding_window", None),
+        ConfigKey("num_experts", "num_local_experts", 8, can=_HAS_EXPERTS),
+        # the width of the experts, which has no key of its own
+        KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn}),
+        _BALANCING_LOSS,
     ),
-    fixed={**_SILU, "router_jitter_noise": (0.0,)},
-    reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
-    read=_read_mixtral,
-    write=lambda model: {
-        **write_rope(model),
-        "sliding_window": model.window_size,
-        "num_local_experts": model.num_experts,
-        "intermediate_size": model.expert_ffn,
-    },
-    can={
-        **_DECODER,
+    fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
+    always={
+        **_SWIGLU,
         **_NO_BIAS,
-        **_NO_QK_NORM,
-        **_EXPERTS,
-        "moe_router_pre_softmax": lambda m: not m.moe_router_pre_softmax,
+        "qk_layernorm": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_pre_softmax": False,
     },
-    weights=_expert_weights("block_sparse_moe", "w1", "w3", "w2"),
+    weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
 )
 
-_QWEN_EXPERTS = ("num_experts", "num_local_experts")
-"""The spelling of transformers 4, which version 5 reads too, and that of version 5."""
 
-
-def _read_qwen3_moe(config: JsonObject) -> FieldValues:
-    window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    pre_softmax = not read_bool(config, "norm_topk_prob", False)
-    counts = {
-        name: read_number(ConfigKey("num_experts", name, 128), config) for name in _QWEN_EXPERTS if name in config
-    }
+def _read_qwen_experts(config: JsonObject) -> FieldValues:
+    """Read the number of experts in the spelling of transformers 4, which version 5 reads too, or that of version 5."""
+    spellings = [name for name in ("num_experts", "num_local_experts") if name in config]
+    counts = {name: read_number(ConfigKey("num_experts", name, 128), config) for name in spellings}
     if len({*counts.values()}) > 1:
         raise UnsupportedConfigError(
             " and ".join(f"{name} {n}" for name, n in counts.items()) + " contradict each other"
         )
-    experts = {"num_experts": next(iter(counts.values()), 128), "moe_router_pre_softmax": pre_softmax}
-    others = {"qk_layernorm": True, "window_size": window}
-    return _read_decoder(config) | experts | others | _NO_SHARED_EXPERT
+    return {"num_experts": next(iter(counts.values()), 128)}
 
 
-_QWEN3_MOE = ModelFamily(
+_QWEN3_MOE = replace(
+    _LLAMA,
     architecture="Qwen3MoeForCausalLM",
     keys=(
-        *_llama_keys(
-            num_layers=24,
+        *with_defaults(
+            *_SHARED_KEYS,
+            num_hidden_layers=24,
             hidden_size=2048,
-            ffn_hidden_size=6144,
-            num_query_groups=4,
+            intermediate_size=6144,
+            num_key_value_heads=4,
             vocab_size=151936,
             max_position_embeddings=32768,
         ),
         ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 768),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
+        rope(),
+        KeyGroup(
+            ("use_sliding_window", "sliding_window", "max_window_layers"),
+            lambda c: {"window_size": read_number(_WINDOW, c) if read_bool(c, "use_sliding_window", False) else None},
+            lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
+        ),
+        KeyGroup(
+            ("num_experts", "num_local_experts"),
+            _read_qwen_experts,
+            lambda m: {"num_experts": m.num_experts},
+            _HAS_EXPERTS,
+        ),
+        KeyGroup(
+            ("norm_topk_prob",),
+            lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", False)},
+            lambda m: {"norm_topk_prob": not m.moe_router_pre_softmax},
+        ),
+        _BALANCING_LOSS,
     ),
-    fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
-    read=_read_qwen3_moe,
-    write=lambda model: {
-        **write_rope(model),
-        "use_sliding_window": model.window_size is not None,
-        "sliding_window": model.window_size,
-        "num_experts": model.num_experts,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
+    fixed={
+        **_LLAMA.fixed,
+        "attention_bias": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
     },
-    can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
-    weights=_expert_weights("mlp", "gate_proj", "up_proj", "down_proj"),
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
+    weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
 )
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {

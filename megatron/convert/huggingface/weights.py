@@ -28,7 +28,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
 from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
-from megatron.convert.huggingface.families import WeightTable, model_families
+from megatron.convert.huggingface.families import ModelFamily, model_families
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
@@ -96,24 +96,29 @@ def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Te
     Raises:
         KeyError: naming our tensors that the family lacks.
     """
-    rows = {ours: (axes, theirs) for ours, axes, theirs in model_families()[kind].weights.rows}
-    layers = {name: re.match(r"layers\.(\d+)\.", name) for name in specs}
-    patterns = {name: name.replace(m[0], "layers.{i}.", 1) if m else name for name, m in layers.items()}
-    missing = [name for name, pattern in patterns.items() if pattern not in rows]
-    if missing:
-        raise KeyError(", ".join(missing))
+    rows = model_families()[kind].weights
     found: dict[str, tuple[TensorMapping, ...]] = {}
+    missing = []
     for name, spec in specs.items():
-        axes, theirs = rows[patterns[name]]
-        sizes = dict(zip(axes.split(), spec.view))
-        match = layers[name]
+        layer = re.match(r"layers\.(\d+)\.", name)
+        pattern = name.replace(layer[0], "layers.{i}.", 1) if layer else name
+        module, _, parameter = pattern.rpartition(".")
+        suffix = "" if pattern in rows else f".{parameter}"
+        row = rows.get(pattern) or rows.get(module)
+        if row is None:
+            missing.append(name)
+            continue
+        axes, theirs = row
+        sizes = dict(zip(axes.split(), spec.view))  # a bias lacks the last axis
         mappings = []
-        for pattern, their_axes in theirs:
-            their = pattern.replace("{i}", match[1]) if match else pattern
+        for pattern, their_axes in theirs.items():
+            their = (pattern.replace("{i}", layer[1]) if layer else pattern) + suffix
             for expert in range(sizes["e"]) if "{e}" in their else (0,):
                 e = str(expert)
                 mappings.append(_map_tensor(name, their.replace("{e}", e), their_axes.replace("{e}", e), sizes))
         found[name] = tuple(mappings)
+    if missing:
+        raise KeyError(", ".join(missing))
     return found
 
 
@@ -121,7 +126,9 @@ def _map_tensor(ours: str, name: str, their_axes: str, sizes: Mapping[str, int])
     """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``; ``sizes`` are those of our axes, in their order."""
     box = {axis: (0, size) for axis, size in sizes.items()}  # start and size
     order, shape = [], []
-    for dimension in their_axes.split(","):
+    for dimension in their_axes.split(", "):
+        if dimension not in sizes and len(dimension) == 1:
+            continue  # the inputs of a weight, which its bias does not have
         length = 1
         for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
             if first and not colon:
@@ -166,14 +173,14 @@ class HuggingFaceWeights:
         except KeyError as error:
             raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
         self._files = open_weights(folder)
-        table = model_families()[kind].weights
+        family = model_families()[kind]
         # a model saved without its head has no prefix
-        prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
         self._mappings = {
             ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
             for ours, found in mappings.items()
         }
-        self._check(table)
+        self._check(family)
         # the narrowest dtype that holds all tensors as they are stored
         self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
 
@@ -209,12 +216,12 @@ class HuggingFaceWeights:
         theirs = self._files[mapping.name].tensor(mapping.name)
         return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
 
-    def _check(self, table: WeightTable) -> None:
+    def _check(self, family: ModelFamily) -> None:
         expected = {mapping.name: mapping.shape for found in self._mappings.values() for mapping in found}
         unused = {
             key
             for key in self._files.keys() - expected.keys()
-            if not any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
+            if not any(re.fullmatch(pattern, key.removeprefix(family.prefix)) for pattern in family.buffers)
         }
         # A tied output layer may be stored too, if it equals the embedding.
         untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding() else []

@@ -21,7 +21,7 @@ from megatron.convert.huggingface.check import (
     sample_inputs,
     uncovered_by_check,
 )
-from megatron.convert.huggingface.families import MODEL_FAMILIES, WeightRow
+from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from tests.solo import tiny
 from tests.unit.convert.folders import llama, random_weights, write_folder
@@ -114,12 +114,8 @@ def test_a_wrong_row_of_the_table_is_seen(kind: str, tmp_path: Path, monkeypatch
     model, family = MODELS[kind], MODEL_FAMILIES[kind]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
     swaps = {"h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
-
-    def mutate(row: WeightRow) -> WeightRow:
-        return row[0], row[1], tuple((theirs, swaps.get(axes, axes)) for theirs, axes in row[2])
-
-    table = replace(family.weights, rows=tuple(map(mutate, family.weights.rows)))
-    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=table))
+    rows = {o: (axes, {n: swaps.get(a, a) for n, a in theirs.items()}) for o, (axes, theirs) in family.weights.items()}
+    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=rows))
     with pytest.raises(MismatchError, match="the first to differ is block 0"):
         compare(folder, model)
 

@@ -399,13 +399,11 @@ WINDOWED = llama(window_size=5, num_query_groups=2)
 def cousin() -> ModelFamily:
     """Mistral under other names, tied unless config.json has another value."""
     base = MODEL_FAMILIES["mistral"]
-    rows = tuple(
-        (ours, axes, tuple((name.replace("self_attn", "attention"), at) for name, at in theirs))
-        for ours, axes, theirs in base.weights.rows
-    )
-    keys = tuple(replace(key, theirs="depth") if key.ours == "num_layers" else key for key in base.keys)
-    assert ConfigKey("num_layers", "depth", 32) in keys
-    weights = replace(base.weights, rows=rows)
+    weights = {
+        ours: (axes, {name.replace("self_attn", "attention"): at for name, at in theirs.items()})
+        for ours, (axes, theirs) in base.weights.items()
+    }
+    keys = (ConfigKey("num_layers", "depth", 32), *(key for key in base.keys if "num_hidden_layers" not in key.names))
     return replace(base, architecture="CousinForCausalLM", keys=keys, weights=weights, tied_by_default=True)
 
 

@@ -141,8 +141,8 @@ def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: p
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
     swaps = {"p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
-    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in family.weights.rows)
-    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(family, weights=replace(family.weights, rows=rows)))
+    rows = {o: (axes, {n: swaps.get(a, a) for n, a in theirs.items()}) for o, (axes, theirs) in family.weights.items()}
+    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(family, weights=rows))
     with pytest.raises(MismatchError, match="block 0"):
         convert_from_huggingface(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
