@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh dev
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import this package: compile it once
 
 status=0
 ruff check . || status=1

@@ -1,8 +1,8 @@
 """Load a checkpoint, collectively or in a single process, whatever layout wrote it.
 
 ``CheckpointReader`` reads boxes of tensors by name and verifies everything that it reads by its checksum.
-``load_sharded`` fills the parts of every rank with it; ``CheckpointStorageReader`` serves any other program that uses
-torch.distributed.checkpoint.
+``load_sharded`` fills the parts of every rank with it. Other programs can read checkpoints with
+torch.distributed.checkpoint (see :mod:`megatron.contrib.dcp_reader`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from megatron.checkpoint.durable_files import BLOCK
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, read_error
@@ -28,7 +24,6 @@ from megatron.checkpoint.format import (
     BoxIndex,
     Manifest,
     TensorChunk,
-    boxes_in_shape,
     format_box,
     is_inside,
     relative_box,
@@ -274,67 +269,3 @@ def raise_first_error(outcomes: Iterable[Outcome[T]]) -> list[T]:
 def gather_results(act: Callable[[], T], group: Group) -> list[T]:
     """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
     return raise_first_error(comm.all_gather_objects(call_safely(act), group))
-
-
-class CheckpointStorageReader(StorageReader):
-    """Our checkpoints as a storage reader of torch.distributed.checkpoint.
-
-    ``dcp.load(state_dict, storage_reader=CheckpointStorageReader(Manifest.open(path)))`` fills plain tensors and
-    DTensors of the stored shapes by name in any program.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Switch to another checkpoint."""
-        if checkpoint_id is not None:
-            self._manifest = Manifest.open(Path(checkpoint_id))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: readers are not created from a path."""
-        return False
-
-    def read_metadata(self) -> dcp_metadata.Metadata:
-        """Return the metadata of every tensor in its stored shape."""
-        tensors: dict[str, dcp_metadata.STORAGE_TYPES] = {}
-        for name, record in self._manifest.tensors.items():
-            boxes = [box for _, box in self._boxes(name)]
-            chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes]
-            properties = dcp_metadata.TensorProperties(DTYPES[record.dtype])
-            tensors[name] = dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
-        return dcp_metadata.Metadata(tensors)
-
-    def _boxes(self, name: str) -> list[tuple[Box, Box]]:
-        """Return the stored boxes of a tensor, each as a box of the view and one of the stored shape."""
-        record = self._manifest.tensors[name]
-        return [pair for c in record.chunks for pair in boxes_in_shape(c.box, record.shape, record.view)]
-
-    def set_up_storage_reader(self, metadata: dcp_metadata.Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the manifest suffices."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify all items; consecutive items of one chunk need a single read."""
-        reader, boxes = CheckpointReader(self._manifest), dict[str, dict[tuple[int, ...], tuple[Box, Box]]]()
-        for item in plan.items:
-            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            if name not in boxes:
-                boxes[name] = {outer.start: (inner, outer) for inner, outer in self._boxes(name)}
-            inner, outer = boxes[name][offset]
-            target = planner.resolve_tensor(item).detach()
-            content = reader.read(name, inner).reshape(outer.size)
-            target.copy_(content[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
-            planner.commit_tensor(item, target)
-        reader.close()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future

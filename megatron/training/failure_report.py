@@ -122,6 +122,9 @@ def describe_error(error: BaseException) -> str:
 
 FAILURES_FILE = "failures.jsonl"
 
+RECORD_TIMEOUT_SECONDS = 5.0
+"""Seconds after which a write to a hanging disk is abandoned, so that the launcher sees the failure."""
+
 FAILURE_KINDS = ("nonfinite", "out-of-memory", "device", "lost-contact", "data", "disk", "other")
 NONFINITE, MEMORY, DEVICE, CONTACT, DATA, DISK, OTHER = FAILURE_KINDS
 
@@ -183,7 +186,7 @@ def rank_label(launch: Launch, environ: Mapping[str, str]) -> str:
 def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[str, str]) -> None:
     """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
 
-    Never raises. Writes nothing if the folder does not exist or a later start owns it.
+    Never raises, and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
@@ -201,10 +204,16 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
         "kind": kind,
         "sentence": " ".join(describe_error(error).split()),
     }
-    with suppress(OSError):
-        file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
-        file.write(line)
-        file.close()
+
+    def write() -> None:
+        with suppress(OSError):
+            file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
+            file.write(line)
+            file.close()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(RECORD_TIMEOUT_SECONDS)
 
 
 POLL_SECONDS = 1.0

@@ -45,8 +45,8 @@ LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
 COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
-STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}
-"""What else of torch.distributed a package may use: an engine that brings its own communication."""
+STORAGE = {"megatron.contrib.dcp_reader": "torch.distributed.checkpoint"}
+"""What else of torch.distributed a module may use: a library that brings its own communication."""
 
 DISTRIBUTION_OF = {
     "yaml": "pyyaml",
