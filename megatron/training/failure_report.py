@@ -52,7 +52,7 @@ from megatron.distributed.launch import (
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
-MAX_CAUSE_CHARS = 120
+MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""
 
 
@@ -116,7 +116,10 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}{notes}"
     if published := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY):
         return published
-    cause = textwrap.shorten(str(error), MAX_CAUSE_CHARS, placeholder=" ...") or "no reason is given"
+    # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
+    line = next(iter(str(error).strip().splitlines()), "no reason is given")
+    clause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
+    cause = textwrap.shorten(clause, MAX_CAUSE_CHARS, placeholder=" ...")
     return f"{LOST_CONTACT} ({cause}){notes}"
 
 
@@ -206,7 +209,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     }
 
     def write() -> None:
-        with suppress(OSError):
+        with suppress(Exception):
             file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
             file.write(line)
             file.close()

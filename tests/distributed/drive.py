@@ -181,7 +181,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
         ids = ids.masked_fill(ends, case.documents.eod)
     columns = case.documents.build(ids[:, :-1].numpy(), ids[:, 1:].numpy())
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
-    positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:])
+    positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
     samples = torch.arange(case.samples) + step * case.samples
     return MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
 

@@ -82,7 +82,7 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
     found = ranges(tmp_path / "signal" / "profiles" / kept(tmp_path / "signal")[1])
     assert {"step 3", "step 4", "forward-compute", "optimizer", "layers.1", f"communication {axes}"} <= found
     assert {name for name in found if name.startswith("layers.")} == {
-        f"layers.{i}" for i in ((1, 3) if axes == "bubble" else range(4))
+        f"layers.{i}" for i in ((1, 3) if axes == "bubble" else (0, 1))
     }
     table = (tmp_path / "signal" / "profiles" / "step_000003-000004_rank_1.txt").read_text()
     rows = [line.split() for line in table.splitlines() if line.split()[:2] == ["communication", axes]]
