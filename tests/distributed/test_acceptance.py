@@ -126,6 +126,7 @@ def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, printed, (folder / "out" / "acceptance.md").read_text()
 
 
+@pytest.mark.slow
 def test_as_a_person_runs_it(tmp_path: Path) -> None:
     flags = ["--nproc", "2", "--parts", "layouts", "bandwidth", "--layouts", "2", "--formats", "fp32"]
     status, printed, page = accept(tmp_path, *flags)

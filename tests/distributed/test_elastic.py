@@ -48,6 +48,7 @@ def test_a_killed_rank_restarts_all_and_nothing_is_lost(tmp_path: Path) -> None:
     assert differences(struck.folder / last, calm.folder / last) == []
 
 
+@pytest.mark.slow
 def test_a_lost_node_makes_the_run_smaller_until_it_is_back(tmp_path: Path) -> None:
     """Two ranks, of which one has a padding sample; one alone, with none; two again: the losses of a calm run."""
     calm = tmp_path / "calm"

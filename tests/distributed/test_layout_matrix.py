@@ -105,7 +105,7 @@ def test_every_recomputed_module_alone(pool: Pool, module: str) -> None:
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 
-@pytest.mark.parametrize("choice", MATRIX[1::10], ids=label)
+@pytest.mark.parametrize("choice", MATRIX[1::20], ids=label)
 def test_in_fp32_up_to_rounding(pool: Pool, choice: Choice) -> None:
     """With SGD: Adam's first steps divide each gradient by its own size, and so make rounding as large as a step."""
     case = case_of(choice | {"optimizer": "sgd"})

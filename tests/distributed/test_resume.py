@@ -204,6 +204,7 @@ def test_a_rank_that_reads_other_samples_is_noticed_at_the_save(pool: Pool, tmp_
     assert saved_steps(tmp_path / "saved") == [2]
 
 
+@LONG
 def test_a_rank_that_is_really_killed_in_a_step(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed in .*: process died: killed by SIGKILL"):
         go_on(pool, run_of(tmp_path / "run", f"{TP2_SP} {DROPOUT}"), "die", 5, 1)

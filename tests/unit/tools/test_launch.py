@@ -169,6 +169,7 @@ def test_a_host_that_fails_fails_the_script(tmp_path: Path, capsys: pytest.Captu
     assert run(script, tmp_path, stand_in(tmp_path, "ssh", '[ "${@: -2:1}" = first ]')).returncode == 1
 
 
+@pytest.mark.slow  # the quickstart starts ranks in CI
 def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = written(
         capsys, tmp_path / "none", f"local --gpus-per-node 2 {TINY} --run-dir {tmp_path} --save {tmp_path}/c"
