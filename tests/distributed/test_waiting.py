@@ -19,8 +19,8 @@ from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gat
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
-NAP = 0.05
-SOON = 0.025
+NAP = 0.1
+SOON = 0.05
 """What a rank that waits for nobody takes at most, in seconds, on a busy machine."""
 
 
