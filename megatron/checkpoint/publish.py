@@ -105,8 +105,12 @@ def is_complete(path: Location) -> bool:
 
 
 def is_interrupted(path: Location) -> bool:
-    """Return True if ``path`` is the remainder of an interrupted upload; on disk these are in staging folders."""
-    return not isinstance(path, Path) and not is_complete(path)
+    """Return True if ``path`` is what an interrupted save has left: no marker, and on a disk nothing but attempts."""
+    if is_complete(path):
+        return False
+    if not isinstance(path, Path):
+        return True
+    return path.is_dir() and not path.is_symlink() and all(n.startswith(ATTEMPT_PREFIX) for n in os.listdir(path))
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,7 @@ class Attempt:
         """Create the folder; StorageError if the path of the checkpoint is used for something else."""
         if not isinstance(self.final, Path):
             return
-        if not _is_replaceable(self.final):
-            raise StorageError(
-                f"{self.final} exists and is not a checkpoint of this program; no checkpoint was written",
-                f"mv {self.final} {self.final}.other",
-                "--save A_NEW_FOLDER",
-            )
+        raise_unless_replaceable(self.final)
         staged = _staged_path(self.final, self.staging)
         if self.staging is None:
             make_folder(self.final.parent)
@@ -179,7 +178,9 @@ class Attempt:
                 if not (folder / MANIFEST).exists():
                     folder.remove_all()
             elif isinstance(self.final, Path):
-                discard_staged(self.final, _staged_path(self.final, self.staging), self.name)
+                staged = _staged_path(self.final, self.staging)
+                withdraw_staged(self.final, staged)
+                _delete(staged)
 
 
 OLD_LINK, NEW_FOLDER = "link", "new"
@@ -195,9 +196,8 @@ def publish_staged(final: Path, staged: Path) -> None:
     """Publish the save in ``staged``, whose marker is written; also after a crash during an earlier call."""
     name = marker_folder((staged / MARKER).read_bytes())
     if not name or staged.is_symlink():  # it is itself the checkpoint
-        if not is_complete(final):
-            delete_checkpoint(final, staged.parent)
-            durable_rename(staged, final)
+        delete_checkpoint(final, staged.parent)
+        durable_rename(staged, final)
         return
     if final.is_symlink():
         os.rename(final, staged / OLD_LINK)
@@ -205,7 +205,8 @@ def publish_staged(final: Path, staged: Path) -> None:
         with suppress(FileExistsError):
             os.mkdir(staged / NEW_FOLDER)
         durable_rename(staged / NEW_FOLDER, final)
-    if (staged / name).exists() and not (final / name).exists():
+    if (staged / name).exists():
+        delete_checkpoint(final / name, staged.parent)  # a damaged copy of the same attempt, on a node's disk
         durable_rename(staged / name, final / name)
     replaces = is_complete(final)
     try:
@@ -217,37 +218,43 @@ def publish_staged(final: Path, staged: Path) -> None:
         raise
 
 
-def discard_staged(final: Path, staged: Path, name: str) -> None:
-    """Undo what `publish_staged` has done of the attempt ``name``, unless that is published, and delete it."""
+def withdraw_staged(final: Path, staged: Path) -> None:
+    """Undo what `publish_staged` has done of a save that is not published; the caller deletes ``staged``."""
     (staged / MARKER).unlink(missing_ok=True)  # first: without it nothing publishes the rest
-    is_published = is_complete(final) and marker_folder((final / MARKER).read_bytes()) == name
-    if name and (final / name).exists() and not is_published:
-        os.rename(final / name, staged / name)
-    if final.is_dir() and not any(final.iterdir()):
+    if is_interrupted(final):
+        _delete(staged / NEW_FOLDER)
         os.rename(final, staged / NEW_FOLDER)
+    else:
+        for path in leftovers(final):
+            delete_checkpoint(path, staged.parent)
     if (staged / OLD_LINK).is_symlink() and not os.path.lexists(final):
         os.rename(staged / OLD_LINK, final)
-    _delete(staged)
 
 
 def finish_staged(folder: Path, staged: Path) -> str | None:
-    """Publish an interrupted save in ``folder`` if only its publication was interrupted; return a note on it, if any.
+    """Publish an interrupted save in ``folder`` if only its publication was interrupted; otherwise undo that.
 
-    What is left at ``staged`` afterwards is to be deleted.
+    Returns a note, or None for what is not a save. The caller deletes what is left at ``staged``.
+
+    Raises:
+        StorageError: if a complete save cannot be published, because its name is used for something else.
     """
     match = STAGED_NAME.fullmatch(staged.name)
     if match is None or not staged.is_dir():
         return None
     final = folder / match[1]
-    if is_complete(staged) and _is_replaceable(final):
-        publish_staged(final, staged)
-        if not is_complete(staged):
+    if is_complete(staged):
+        raise_unless_replaceable(final)
+        if marker_folder((staged / MARKER).read_bytes()) or not is_complete(final):
+            publish_staged(final, staged)
             return f"published {final.name}: its save was complete except for the final rename"
+    if not staged.is_symlink():
+        withdraw_staged(final, staged)
     return f"removed {staged.name}: its save was interrupted"
 
 
 def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
-    """Delete a checkpoint or a leftover, which stops to be a checkpoint before its first file is deleted.
+    """Delete a checkpoint or a leftover, which stops being a checkpoint before its first file is deleted.
 
     Of a symbolic link only the link is deleted.
     """
@@ -272,16 +279,18 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _is_replaceable(path: Path) -> bool:
-    """Return True if ``path`` may be replaced: missing, a checkpoint or its remainder, empty, or a dangling link."""
-    if is_complete(path) or not path.exists():
-        return True
-    names = os.listdir(path)
-    if not names or any(name.startswith(ATTEMPT_PREFIX) for name in names):
-        return True
+def raise_unless_replaceable(path: Path) -> None:
+    """Raise StorageError unless ``path`` is missing, a checkpoint or its remainder, empty, or a dangling link."""
+    if is_complete(path) or not path.exists() or is_interrupted(path) or has_attempts(path):
+        return
     with suppress(OSError, ValueError, AttributeError):
-        return bool(json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT)
-    return False
+        if json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT:
+            return
+    raise StorageError(
+        f"{path} exists and is not a checkpoint of this program; no checkpoint was written",
+        f"mv {path} {path}.other",
+        "--save A_NEW_FOLDER",
+    )
 
 
 def leftovers(path: Location) -> Iterator[Location]:

@@ -63,6 +63,7 @@ from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
+from megatron.distributed.launch import run_on_rank0
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpointer import checkpoint_bytes, local_tensors, run_state, tensors_to_load, tensors_to_save
 from megatron.training.resume_source import (
@@ -427,7 +428,7 @@ class NodeCheckpoints:
         on_leaders(lambda: self._start(attempt, sizes))
         small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})[0]
         ranks = on_all_ranks(lambda: write_rank_file(folder, self.rank, tensors))
-        content = on_all_ranks(lambda: build_manifest(ranks, small, extra) if self.rank == 0 else b"")[0]
+        content = run_on_rank0(lambda: build_manifest(ranks, small, extra), self.group)
         on_all_ranks(lambda: self._copy_to_next_node(folder, ranks))
         on_leaders(lambda: attempt.write_manifest(content))
         on_leaders(lambda: attempt.publish(content))

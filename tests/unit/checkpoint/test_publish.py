@@ -11,8 +11,11 @@ import pytest
 
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.format import MANIFEST
-from megatron.checkpoint.publish import delete_checkpoint, is_complete
+from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, encode_manifest
+from megatron.checkpoint.location import Location, local_path
+from megatron.checkpoint.publish import Attempt, delete_checkpoint, is_complete
+from megatron.config.run import CheckpointConfig
+from megatron.training.resume_source import find_resume_source
 from tests.unit.checkpoint.samples import save, small
 from tests.unit.checkpoint.test_folder import make, values
 
@@ -113,3 +116,85 @@ def test_what_a_failed_save_cannot_delete_is_not_published_later(
             save(tmp_path / "iter_0000002", small(), value=2)
     runs.retain(None)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_repaired_attempt_replaces_the_damaged_one_of_its_name(tmp_path: Path) -> None:
+    """As a node does that fetches a checkpoint whose copy on its disk is damaged."""
+    final = make(tmp_path / "iter_0000001", 1)
+    good = Manifest.read(final)
+    manifest = (good.folder / MANIFEST).read_bytes()
+    (good.folder / MANIFEST).write_bytes(b"damaged")
+    attempt = Attempt(final, None, good.inside)
+    attempt.start()
+    for name in good.files:
+        shutil.copy(good.folder / name, local_path(attempt.folder) / name)
+    attempt.write_manifest(manifest)
+    attempt.publish(manifest)
+    assert values(tmp_path) == [1]
+    assert not CheckpointFolder(tmp_path).leftovers
+
+
+def test_a_copy_without_an_attempt_folder_replaces_another_save_of_its_step(tmp_path: Path) -> None:
+    """A checkpoint of version 1.0, which has its files beside the marker."""
+    final = make(tmp_path / "iter_0000001", 1)
+    manifest = encode_manifest({}, {}, {"value": 2, "iteration": 1}, {})
+    copy = Attempt(final, None, name="")
+    copy.start()
+    copy.write_manifest(manifest)
+    copy.publish(manifest)
+    assert values(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_attempt_that_could_not_be_withdrawn_is_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    """The disk refuses all renames from the one on that would publish the marker; then the program starts again."""
+    runs, elsewhere = CheckpointFolder(tmp_path / "run"), make(tmp_path / "other", 1)
+    runs.folder.mkdir()
+    if linked:
+        runs.path(2).symlink_to(elsewhere)
+    real, refused = os.rename, [False]
+
+    def rename(source: Path, target: Path) -> None:
+        refused[0] = refused[0] or Path(target) == runs.path(2) / MARKER
+        if refused[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(StorageError):
+            save(runs.path(2), small(), value=2)
+    assert find_resume_source(CheckpointConfig(save=str(runs.folder))).fresh, "no start refuses because of it"
+    runs.retain(None)
+    assert values(runs.folder) == ([1] if linked else [])
+    assert runs.path(2).is_symlink() == linked
+    assert len([*runs.folder.iterdir()]) == linked
+
+
+def test_a_reader_passes_over_a_first_save_that_is_being_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "iter_0000001", 1)
+    real, seen = os.rename, list[Location]()
+
+    def rename(source: Path, target: Path) -> None:
+        if Path(target) == tmp_path / "iter_0000002" / MARKER:
+            seen.extend(find_resume_source(CheckpointConfig(load=str(tmp_path))).paths)
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path / "iter_0000002", small(), value=2)
+    assert tmp_path / "iter_0000001" in seen
+    assert values(tmp_path) == [2, 1]
+
+
+def test_a_complete_save_whose_name_is_taken_is_kept(tmp_path: Path) -> None:
+    staged = make(tmp_path / "iter_0000001", 1)
+    staged.rename(tmp_path / "iter_0000001.tmp")
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "mp_rank_00").touch()
+    with pytest.raises(StorageError, match="exists and is not a checkpoint of this program"):
+        CheckpointFolder(tmp_path).retain(None)
+    assert is_complete(tmp_path / "iter_0000001.tmp")
