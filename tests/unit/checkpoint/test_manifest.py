@@ -141,3 +141,8 @@ def test_errors_survive_the_way_between_ranks() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
     assert str(CheckpointError("a", "b", "c")) == "a\n  fix: b | c"
+
+
+@pytest.mark.parametrize("inside", ["../other", "/etc", "a/../../b", "./a", ""])
+def test_a_marker_names_no_folder_elsewhere(inside: str) -> None:
+    assert marker_folder(f"{16 * '0'} {inside}\n".encode()) == ""
