@@ -20,6 +20,7 @@ from megatron.checkpoint.format import (
     TensorRecord,
     encode_manifest,
     marker_content,
+    marker_folder,
 )
 from megatron.distributed.sharding import Box
 
