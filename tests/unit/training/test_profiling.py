@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from megatron.training.callbacks.profiler import (
     Profiler,
     ProfileRequest,
     ProfileRequestListener,
+    StepProfiler,
 )
 from megatron.training.loop import StopRequest
 from tests.runs import before_step, column, records, start, tiny_run
@@ -171,6 +173,18 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (printed.status, kept(tmp_path)) == (0, [])
     assert "could not be written; is the disk full?" in printed.err
+
+
+def test_timelines_of_a_million_steps_cost_no_memory_in_advance(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, "--profile-pipeline --profile-step-end 1000000")
+    trainer: Any = SimpleNamespace(config=config, chunks={}, mesh=SimpleNamespace(rank=0), device=CPU)
+    log: Any = SimpleNamespace(enabled=False)
+    tracemalloc.start()
+    try:
+        StepProfiler(trainer, log, lambda: NO_REQUEST)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
