@@ -210,12 +210,13 @@ class Profiler:
                 torch.cuda.synchronize(self._device)  # wait for the kernels of the last step
             self._folder.mkdir(parents=True, exist_ok=True)
             written = self._write(trace, self._folder / stem)
-            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
         except Exception as error:
             with suppress(OSError):  # remove an incomplete profile
                 for path in self._folder.glob(f"{stem}[._]*"):
                     path.unlink()
             self._give_up(error)
+        else:
+            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
 
     def _write(self, trace: profile, stem: Path) -> list[Path]:
         """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
@@ -344,6 +345,9 @@ class StepProfiler(Callback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(timeline, path)
-            self._say(f"timeline of the pipeline in step {number}: {path}")
         except OSError as error:
+            with suppress(OSError):  # remove an incomplete file
+                path.unlink(missing_ok=True)
             print_warning(f"no timeline of step {number}, training continues: {error}")
+        else:
+            self._say(f"timeline of the pipeline in step {number}: {path}")

@@ -175,6 +175,29 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
     assert "could not be written; is the disk full?" in printed.err
 
 
+def test_a_profile_that_cannot_be_told_is_kept(tmp_path: Path) -> None:
+    def say(text: str) -> None:
+        raise ValueError("nobody listens")
+
+    config = ProfilingConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    profiler = Profiler(config, str(tmp_path), 0, CPU, [], say)
+    with pytest.raises(ValueError, match="nobody listens"), profiler.step(1):
+        torch.ones(1)
+    assert kept(tmp_path) == of_steps(1, 1)
+
+
+def test_a_timeline_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> None:
+    def write_trace(timeline: object, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with patch.object(profiler_module, "write_trace", write_trace):
+        printed = start(tiny_run(tmp_path, f"--profile-pipeline {WINDOW}"))
+    assert (printed.status, kept(tmp_path)) == (0, [])
+    for step in (3, 4):
+        assert f"warning: no timeline of step {step}, training continues: " in printed.err
+
+
 def test_timelines_of_a_million_steps_cost_no_memory_in_advance(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, "--profile-pipeline --profile-step-end 1000000")
     trainer: Any = SimpleNamespace(config=config, chunks={}, mesh=SimpleNamespace(rank=0), device=CPU)
