@@ -20,7 +20,6 @@ import re
 import signal
 import socket
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -118,8 +117,9 @@ def describe_error(error: BaseException) -> str:
         return published
     # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
     line = next(iter(str(error).strip().splitlines()), "no reason is given")
-    clause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
-    cause = textwrap.shorten(clause, MAX_CAUSE_CHARS, placeholder=" ...")
+    cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
+    if len(cause) > MAX_CAUSE_CHARS:
+        cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
     return f"{LOST_CONTACT} ({cause}){notes}"
 
 

@@ -235,6 +235,7 @@ def _recode(file: Path, encoding: str) -> tuple[str, ...]:
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
+SEARCH_BYTES = 1 << 16  # read at once in search of the end of a line, which may be long
 
 
 class LineBlock(NamedTuple):
@@ -311,7 +312,8 @@ def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lin
     with open(file, "rb") as stream:
         while True:
             stream.seek(start + block_bytes - 1)
-            stream.readline()
+            while stream.readline(SEARCH_BYTES)[-1:] not in (b"\n", b""):
+                pass
             end = min(stream.tell(), size)
             yield LineBlock(file, range(start, end), end - start, first=start == 0, last=end == size)
             if end == size:

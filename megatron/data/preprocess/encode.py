@@ -341,7 +341,8 @@ def _encode_blocks(connection: Connection, options: EncodeOptions) -> None:
     while True:
         engine, block = connection.recv()
         encoder = encoder or BlockEncoder(options, tokenizer, build_engine(tokenizer, engine))
-        connection.send_bytes(pickle.dumps(encoder(block), protocol=5))  # copies the ids less often than `send`
+        answer = encoder(block)  # kept until the next one, so that malloc keeps its memory
+        connection.send_bytes(pickle.dumps(answer, protocol=5))  # copies the ids less often than `send`
 
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library

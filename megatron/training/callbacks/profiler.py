@@ -210,12 +210,13 @@ class Profiler:
                 torch.cuda.synchronize(self._device)  # wait for the kernels of the last step
             self._folder.mkdir(parents=True, exist_ok=True)
             written = self._write(trace, self._folder / stem)
-            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
         except Exception as error:
             with suppress(OSError):  # remove an incomplete profile
                 for path in self._folder.glob(f"{stem}[._]*"):
                     path.unlink()
             self._give_up(error)
+        else:
+            self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
 
     def _write(self, trace: profile, stem: Path) -> list[Path]:
         """Write the trace, the table and, if requested, a snapshot of GPU memory; return the paths of the files."""
@@ -300,9 +301,9 @@ class StepProfiler(Callback):
         models = [*trainer.chunks.values()]
         self._profiler = Profiler(config, run_dir, trainer.mesh.rank, trainer.device, models, self._say)
         self._folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None else None
-        self._timeline_steps: set[int] = set()
+        self._timeline_windows: list[range] = []  # of any length, unlike a profile
         if config.profile_pipeline:
-            self._timeline_steps.update(range(config.profile_step_start, config.profile_step_end))
+            self._timeline_windows.append(range(config.profile_step_start, config.profile_step_end))
         self._request = request
         self._step = ExitStack()
 
@@ -311,10 +312,11 @@ class StepProfiler(Callback):
         taken = self.trainer.iteration
         request = self._request()
         self._profiler.ask(taken, request.profile)
-        self._timeline_steps.update(range(taken + 1, taken + 1 + request.pipeline))
+        if request.pipeline:
+            self._timeline_windows.append(range(taken + 1, taken + 1 + request.pipeline))
         self._step.enter_context(self._profiler.step(taken + 1))
-        pipeline = self.trainer.mesh.pipeline
-        if taken + 1 in self._timeline_steps and self._folder is not None and 0 in pipeline.ranks:
+        selected = any(taken + 1 in window for window in self._timeline_windows)
+        if selected and self._folder is not None and 0 in self.trainer.mesh.pipeline.ranks:
             self._step.enter_context(self._timeline(self._folder / f"step_{taken + 1:06d}_pipeline.json", taken + 1))
 
     def on_step_end(self, metrics: StepMetrics) -> None:
@@ -343,6 +345,9 @@ class StepProfiler(Callback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(timeline, path)
-            self._say(f"timeline of the pipeline in step {number}: {path}")
         except OSError as error:
+            with suppress(OSError):  # remove an incomplete file
+                path.unlink(missing_ok=True)
             print_warning(f"no timeline of step {number}, training continues: {error}")
+        else:
+            self._say(f"timeline of the pipeline in step {number}: {path}")

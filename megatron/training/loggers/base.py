@@ -261,6 +261,6 @@ def metrics_under(prefix: str, metrics: Metrics) -> dict[str, Any]:
 
 def error_summary(error: BaseException) -> str:
     """Return the error's message in one line, or its type if there is none."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: pip install {error.name}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name} is not installed: pip install {error.name.partition('.')[0]}"
     return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"

@@ -63,6 +63,10 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
     with rc_context({**STYLE, "axes.grid": grid}):
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         yield figure
+        if out.is_dir():
+            raise OSError(f"{out} cannot be written: it is a folder")
+        if not out.suffix:
+            raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
         image = BytesIO()
         figure.savefig(image, format=out.suffix.removeprefix("."))
         try:

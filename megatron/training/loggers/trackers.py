@@ -6,6 +6,7 @@ what it has of the run and receives the steps after it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron.config.run import LoggingConfig
 from megatron.training.loggers.base import Metrics, error_summary, scalar_metrics
 
 TENSORBOARD_FLUSH_SECONDS = 30
+WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")  # the last three are seldom used
 WANDB_TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
 
 
@@ -137,6 +139,8 @@ def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, 
     """Return the client's run, continued if it exists."""
     import wandb
 
+    if (mode := os.environ.get("WANDB_MODE", "online")) not in WANDB_MODES:
+        raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES[:3])}")
     folder.mkdir(parents=True, exist_ok=True)  # the client would use a temporary folder instead
     try:
         return wandb.init(
@@ -156,4 +160,7 @@ def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, 
             ),
         )
     except Exception as error:  # the client raises many types
-        raise RuntimeError(f"{error_summary(error)}; WANDB_MODE=offline writes to this disk") from error
+        why, fix = error_summary(error), "WANDB_MODE=offline writes to this disk"
+        if "wandb login" in why:
+            why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
+        raise RuntimeError(f"{why}: {fix}") from error

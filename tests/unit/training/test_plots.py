@@ -225,8 +225,8 @@ def test_the_tool_draws_several(
         (["empty"], "1 line could not be read"),
         (["run", "--out", "none/x.png"], "none/x.png"),
         (["run", "--out", "file/x.png"], "file/x.png"),
-        (["run", "--out", "folder.png"], "folder.png cannot be written: Is a directory"),
-        (["run", "--out", "x"], "Format '' is not supported"),
+        (["run", "--out", "folder"], "folder cannot be written: it is a folder"),
+        (["run", "--out", "x"], "x: the file name needs an extension: .png, .pdf or .svg"),
         (["run", "--out", "x.foo"], "Format 'foo' is not supported"),
     ],
 )
@@ -239,7 +239,7 @@ def test_the_tool_fails_with_a_sentence_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir(Path("run"))
-    for folder in ("folder.png", "empty"):
+    for folder in ("folder", "empty"):
         Path(folder).mkdir()
     Path("empty/metrics.jsonl").write_text("junk\n")
     Path("file").touch()

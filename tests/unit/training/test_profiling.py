@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from megatron.training.callbacks.profiler import (
     Profiler,
     ProfileRequest,
     ProfileRequestListener,
+    StepProfiler,
 )
 from megatron.training.loop import StopRequest
 from tests.runs import before_step, column, records, start, tiny_run
@@ -171,6 +173,41 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (printed.status, kept(tmp_path)) == (0, [])
     assert "could not be written; is the disk full?" in printed.err
+
+
+def test_a_profile_that_cannot_be_told_is_kept(tmp_path: Path) -> None:
+    def say(text: str) -> None:
+        raise ValueError("nobody listens")
+
+    config = ProfilingConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    profiler = Profiler(config, str(tmp_path), 0, CPU, [], say)
+    with pytest.raises(ValueError, match="nobody listens"), profiler.step(1):
+        torch.ones(1)
+    assert kept(tmp_path) == of_steps(1, 1)
+
+
+def test_a_timeline_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> None:
+    def write_trace(timeline: object, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with patch.object(profiler_module, "write_trace", write_trace):
+        printed = start(tiny_run(tmp_path, f"--profile-pipeline {WINDOW}"))
+    assert (printed.status, kept(tmp_path)) == (0, [])
+    for step in (3, 4):
+        assert f"warning: no timeline of step {step}, training continues: " in printed.err
+
+
+def test_timelines_of_a_million_steps_cost_no_memory_in_advance(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, "--profile-pipeline --profile-step-end 1000000")
+    trainer: Any = SimpleNamespace(config=config, chunks={}, mesh=SimpleNamespace(rank=0), device=CPU)
+    log: Any = SimpleNamespace(enabled=False)
+    tracemalloc.start()
+    try:
+        StepProfiler(trainer, log, lambda: NO_REQUEST)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:

@@ -203,14 +203,30 @@ def test_the_error_of_a_start_is_not_that_of_the_next_and_a_rollback_is_noted(tm
     assert told[2].endswith(f"send all starts with: wandb sync '{tmp_path}/a b/wandb'/offline-run-*-run12345")
 
 
-def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError("No API key configured. Use `wandb login` to log in."),
+            "no user is logged in: wandb login, or WANDB_MODE=offline",
+        ),
+        (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline writes to this disk"),
+        (TimeoutError(), "it raised TimeoutError: WANDB_MODE=offline writes to this disk"),
+    ],
+)
+def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path, error: Exception, told: str) -> None:
     client = Client(offline=False)
-    error = TimeoutError("It took\n  too long.")
-    with (
-        patch.object(client, "init", side_effect=error),
-        pytest.raises(RuntimeError, match="It took too long; WANDB_MODE=offline writes to this disk"),
-    ):
+    with patch.object(client, "init", side_effect=error), pytest.raises(RuntimeError) as raised:
         logger(client, tmp_path)
+    assert str(raised.value) == told
+
+
+@pytest.mark.parametrize("mode", ["foo", ""])
+def test_an_unknown_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(ValueError, match=f"WANDB_MODE={mode} is unknown: the modes are online, offline, disabled$"):
+        logger(Client(offline=False), tmp_path)
+    assert not (tmp_path / "wandb").exists()
 
 
 def warned(folder: Path) -> list[str]:
