@@ -226,6 +226,19 @@ def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     assert "--cuda-graph step has no effect" not in notes(f"{flags} 2")
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--hidden-dropout 2 --weight-decay-incr-style linear --device cpu", {"E600", "E405", "E906", "E908"}),
+        ("--weight-decay-incr-style odd --device cpu", {"E002", "E906", "E907"}),
+        ("--device odd --use-distributed-optimizer", {"E002", "E907", "E913"}),
+        ("--pipeline-model-parallel-size 0 --distributed-backend gloo", {"E600", "E907", "E909"}),
+    ],
+)
+def test_an_unreadable_value_hides_no_other_problem_of_cuda_graphs(flags: str, expected: set[str]) -> None:
+    assert set(codes(f"--cuda-graph step {flags}", 2)) - {"E203"} == expected
+
+
 def test_a_profile_that_is_kept_in_memory_is_short() -> None:
     flags = "--run-dir runs/a --profile-step-start 1 --profile-step-end 22"
     assert codes(f"{flags} --profile") == codes(f"{flags} --profile-memory") == ["E706"]
