@@ -168,6 +168,8 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
         (tmp_path / name).touch()
     assert fixes(data_path=(prefix,)) == fixes(data_path=(f"{tmp_path}/7",)) == []
     assert f"--data-path {prefix}" in fixes(data_path=(str(tmp_path / "korpus"),))[0]
+    (nothing_near,) = fixes(data_path=(f"{tmp_path}/zebra",))
+    assert nothing_near[0].startswith("python tools/preprocess_data.py")
     for name in ("a", "b", "web_text_document"):
         (tmp_path / f"{name}.idx").touch()
     first = fixes(train_data_path=("3", f"{tmp_path}/web", "4", prefix))[0]
