@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,15 +123,22 @@ OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
 """The flags that are no config fields, besides ``--help``, with the arguments of ``add_argument``."""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wrap lines only at spaces, so that every flag can be found in them."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
     """Build the parser of the flags that are no config fields, and with ``of_settings`` the help of all flags."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
-        description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
+        description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them. Booleans take --x and --no-x.",
         allow_abbrev=False,
         exit_on_error=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=34, width=110),
     )
     order = "Later ones override earlier ones: preset, config, flags, set."
     sources = parser.add_argument_group("sources", order)

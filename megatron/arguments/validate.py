@@ -90,36 +90,58 @@ def no_gpu_problem(mode: str) -> Problem:
 OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
 
 
-def check_cuda_graph(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check what CUDA graphs need: a GPU, and neither constants that change nor communication by the CPU."""
-    mode, model, style = config.compute.cuda_graph, config.model, config.optimizer.weight_decay_incr_style
-    if mode == "none":
-        return
-    if config.training.device == "cpu":
-        yield no_gpu_problem(mode)
-    if mode == "step" and (model.hidden_dropout or model.attention_dropout):  # its counter is the step's number
+def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that CUDA graphs run on a GPU."""
+    if config.compute.cuda_graph != "none" and config.training.device == "cpu":
+        yield no_gpu_problem(config.compute.cuda_graph)
+
+
+def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject dropout: its counter is the step number, which a captured step would not update."""
+    if config.compute.cuda_graph == "step" and (config.model.hidden_dropout or config.model.attention_dropout):
         sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
         yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
-    if style != "constant":
+
+
+def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject a changing weight decay: it is captured as a constant."""
+    mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
+    if mode != "none" and style != "constant":
         needed = f"--cuda-graph {mode} needs a constant weight decay"
         sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
-    ranks = config.parallel.model_ranks if mode == "optimizer" else world_size
-    if ranks > 1 and config.parallel.distributed_backend == "gloo":
+
+
+def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
+    mode, parallel = config.compute.cuda_graph, config.parallel
+    if mode == "none" or parallel.distributed_backend != "gloo":
+        return
+    if (parallel.model_ranks if mode == "optimizer" else world_size) > 1:
         sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
 
 
-def check_untested_graphs(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject flash-attn on documents, whose number is an argument of its call, and layouts that are untested."""
-    mode, words, ranks = config.compute.cuda_graph, config.compute.kernels, config.parallel.pipeline_model_parallel_size
+def check_graph_sharding(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject a sharded optimizer, which is untested."""
+    mode = config.compute.cuda_graph
     if mode != "none" and config.parallel.zero_stage:
         sentence = f"--cuda-graph {mode} is untested with a sharded optimizer"
         yield Problem("E913", sentence, (NO_CUDA_GRAPH, "--data-parallel-sharding-strategy no_shard"))
-    if mode == "step" and ranks > 1:
+
+
+def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing a step with several pipeline ranks, which is untested."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    if config.compute.cuda_graph == "step" and ranks > 1:
         sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
         yield Problem("E912", sentence, OPTIMIZER_ONLY)
-    if mode != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
+
+
+def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject flash-attn on documents: their number is an argument of its call and differs in every step."""
+    words = config.compute.kernels
+    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
         return
     if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
         selection = f"which --kernels {' '.join(words)} selects where it is installed"

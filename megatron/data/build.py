@@ -79,14 +79,16 @@ def file_segment_builders(
         indexed, sequences = short
         cut = "" if source.split is None else f" with {'the default ' if default else ''}--split '{source.split}'"
         seen = (
-            f"the {split_label(split)} data of {indexed.prefix} are {indexed.count_tokens(sequences):,} tokens "
-            f"({len(sequences):,} of its {len(indexed):,} sequences{cut}), no sample of {seq_length} + 1"
+            f"the {split_label(split)} data of {indexed.prefix} have {indexed.count_tokens(sequences):,} tokens "
+            f"({len(sequences):,} of its {len(indexed):,} sequences{cut}), "
+            f"too few for one sample of {seq_length + 1} tokens"
         )
         wanted = [other for other in read if split_kind(other) != "test" or split == "test" or not default]
         better = _suggest_split(sources, wanted, open_files, seq_length)
         if split == "test" and default:
-            notes.append(seen if better is None else f"{seen}; {better} leaves some")
+            notes.append(seen if better is None else f"{seen}; {better} leaves enough")
         else:
+            better = better or _suggest_split(sources, set(wanted) - {"test"}, open_files, seq_length)
             if better is not None:
                 fix = better
             elif cut and split_kind(split) != "train":

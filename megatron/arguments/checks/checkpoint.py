@@ -95,7 +95,8 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if local == "":
         yield Problem("E804", "--local-save '' is empty", (on_node, drop))
-    elif save is None:
+        return
+    if save is None:
         sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
         yield Problem("E804", sentence, ("--save checkpoints", drop))
     elif Path(local).resolve() == parse_location(save).resolve():

@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron.config.data_paths import (
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import DataConfig, RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.text import did_you_mean
 
 MAX_MISSING = 5  # prefixes without files that are reported one by one
 MAX_WORDS_SHOWN = 3
@@ -97,7 +97,8 @@ def _missing_files(paths: DataPathArgs, prefix: str, missing: Sequence[str], dat
     existing = sorted(_datasets(folder) - set(paths.words))
     near = [name for name in existing if name.startswith(start)]
     if not near and not is_text:
-        near = get_close_matches(prefix, existing, cutoff=0)
+        close = did_you_mean(Path(prefix).name, [Path(name).name for name in existing])
+        near = [str(folder / close)] if close else []
     fixes = _replace(paths, prefix, near[:1]) if near else ()
     if is_text:
         sentence = f"{origin} {prefix} is text; tokenize it first and give the prefix of the token files"

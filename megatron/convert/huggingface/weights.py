@@ -109,26 +109,33 @@ def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Te
             missing.append(name)
             continue
         axes, theirs = row
-        sizes = dict(zip(axes.split(), spec.view))  # a bias lacks the last axis
+        names = axes.split()
+        sizes = dict(zip(names, spec.view))
+        # a bias lacks the last axis, its weight's inputs
+        lacking = names[-1] if parameter == "bias" and len(names) == len(sizes) + 1 else None
         mappings = []
         for pattern, their_axes in theirs.items():
             their = (pattern.replace("{i}", layer[1]) if layer else pattern) + suffix
             for expert in range(sizes["e"]) if "{e}" in their else (0,):
                 e = str(expert)
-                mappings.append(_map_tensor(name, their.replace("{e}", e), their_axes.replace("{e}", e), sizes))
+                stored = their_axes.replace("{e}", e)
+                mappings.append(_map_tensor(name, their.replace("{e}", e), stored, sizes, lacking))
         found[name] = tuple(mappings)
     if missing:
         raise KeyError(", ".join(missing))
     return found
 
 
-def _map_tensor(ours: str, name: str, their_axes: str, sizes: Mapping[str, int]) -> TensorMapping:
-    """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``; ``sizes`` are those of our axes, in their order."""
+def _map_tensor(ours: str, name: str, their_axes: str, sizes: Mapping[str, int], lacking: str | None) -> TensorMapping:
+    """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``, without the axis that a bias is ``lacking``.
+
+    ``sizes`` are those of our axes, in their order.
+    """
     box = {axis: (0, size) for axis, size in sizes.items()}  # start and size
     order, shape = [], []
-    for dimension in their_axes.split(", "):
-        if dimension not in sizes and len(dimension) == 1:
-            continue  # the inputs of a weight, which its bias does not have
+    for dimension in their_axes.split(","):
+        if dimension.strip() == lacking:
+            continue
         length = 1
         for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
             if first and not colon:

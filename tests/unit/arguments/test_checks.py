@@ -168,6 +168,8 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
         (tmp_path / name).touch()
     assert fixes(data_path=(prefix,)) == fixes(data_path=(f"{tmp_path}/7",)) == []
     assert f"--data-path {prefix}" in fixes(data_path=(str(tmp_path / "korpus"),))[0]
+    (nothing_near,) = fixes(data_path=(f"{tmp_path}/zebra",))
+    assert nothing_near[0].startswith("python tools/preprocess_data.py")
     for name in ("a", "b", "web_text_document"):
         (tmp_path / f"{name}.idx").touch()
     first = fixes(train_data_path=("3", f"{tmp_path}/web", "4", prefix))[0]
@@ -224,6 +226,19 @@ def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     flags = "--cuda-graph step --hidden-dropout 0 --attention-dropout 0 --run-dir runs/a --log-health-interval"
     assert "--cuda-graph step has no effect" in notes(f"{flags} 1")
     assert "--cuda-graph step has no effect" not in notes(f"{flags} 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--hidden-dropout 2 --weight-decay-incr-style linear --device cpu", {"E600", "E405", "E906", "E908"}),
+        ("--weight-decay-incr-style odd --device cpu", {"E002", "E906", "E907"}),
+        ("--device odd --use-distributed-optimizer", {"E002", "E907", "E913"}),
+        ("--pipeline-model-parallel-size 0 --distributed-backend gloo", {"E600", "E907", "E909"}),
+    ],
+)
+def test_an_unreadable_value_hides_no_other_problem_of_cuda_graphs(flags: str, expected: set[str]) -> None:
+    assert set(codes(f"--cuda-graph step {flags}", 2)) - {"E203"} == expected
 
 
 def test_a_profile_that_is_kept_in_memory_is_short() -> None:

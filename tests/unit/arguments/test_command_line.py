@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -255,6 +256,10 @@ def test_help_is_grouped_and_shows_single_values() -> None:
         assert f"\n{group}:\n  {(cls.__doc__ or '').splitlines()[0]}" in text
     assert "--rampup-batch-size N N N" in text
     assert max(map(len, text.splitlines())) <= 110
+    assert "--no-x" in text
+    words = set(re.findall(r"--[\w-]+", text))
+    negated = {f"--no-{setting.flag.removeprefix('--')}" for setting in SETTINGS.values()}
+    assert not SPELLINGS.keys() - words - negated
 
 
 def _pretrain(*argv: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:

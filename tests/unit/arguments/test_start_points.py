@@ -61,6 +61,7 @@ def test_accepted_folders(flags: str) -> None:
     [
         ("--local-save here --local-save-interval 5", "E804"),
         ("--save new --local-save here", "E804"),
+        ("--local-save ''", "E804"),
         ("--save new --local-save ./new --local-save-interval 5", "E804"),
         ("--save new --local-save 'a/{host}' --local-save-interval 5", "E804"),
         ("--lr-warmup-samples 200 --save other", "E403"),

@@ -104,6 +104,26 @@ def test_rows_of_every_family_are_unambiguous() -> None:
         assert len(set(theirs)) == len(theirs)
 
 
+def mlp_mappings(monkeypatch: pytest.MonkeyPatch, parameter: str, stored: str) -> tuple[TensorMapping, ...]:
+    """The mappings of an MLP's first layer in a GPT-2 that stores it by these axes."""
+    family = MODEL_FAMILIES["gpt2"]
+    rows = {**family.weights, "layers.{i}.mlp.linear_fc1": ("f h", {"transformer.h.{i}.mlp.c_fc": stored})}
+    monkeypatch.setitem(MODEL_FAMILIES, "gpt2", replace(family, weights=rows))
+    ours = f"layers.0.mlp.linear_fc1.{parameter}"
+    return map_tensors("gpt2", {ours: build_on_meta(tiny()).specs[ours]})[ours]
+
+
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_rows_are_read_without_spaces_and_refused_with_unknown_axes(
+    monkeypatch: pytest.MonkeyPatch, parameter: str
+) -> None:
+    expected = mlp_mappings(monkeypatch, parameter, "h, f")
+    assert mlp_mappings(monkeypatch, parameter, "h,f") == mlp_mappings(monkeypatch, parameter, " h ,  f ") == expected
+    for unknown in ("z, f", "h, f, z"):
+        with pytest.raises(KeyError, match="z"):
+            mlp_mappings(monkeypatch, parameter, unknown)
+
+
 # --- reading ---
 
 MODELS = {"gpt2": tiny(hidden_size=24, num_attention_heads=3), "llama": llama(kv_channels=6)}

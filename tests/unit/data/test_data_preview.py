@@ -122,7 +122,7 @@ def test_splits_that_the_start_leaves_out_are_noted() -> None:
     argv = ("--data-path", "a", "--eval-iters", "1")
     (note,) = [row for row in told(*argv) if row.startswith("note ")]
     assert note in at_the_start(*argv).summary()
-    assert note.startswith("note       the test data of a are 0 tokens")
+    assert note.startswith("note       the test data of a have 0 tokens")
     assert len(told("--data-path", "a", "--eval-iters", "0")) == 2
 
 

@@ -134,6 +134,8 @@ def test_reading_past_the_end_is_refused() -> None:
         (None, 1, "validation", "--eval-iters 0"),
         ("1,0,0", 10, "validation", "--split 9,1,0"),
         ("0,1,0", 10, "training", "--split 9,1,0"),
+        ("8,1,1", 2, "validation", "--split 1,1,0"),  # without test data
+        ("9,1,1", 2, "validation", "--split 1,1,0"),
         ("1,1,0", 1, "training", "a dataset of more documents than 1"),
     ],
 )
@@ -146,7 +148,7 @@ def test_an_empty_split_is_named_and_the_fix_works(
     text = str(caught.value)
     cut = f"the default --split '{DEFAULT_SPLIT}'" if split is None else f"--split '{split}'"
     assert text.startswith(
-        f"the {missing} data of {tmp_path / 'x'} are 0 tokens (0 of its {sequences} sequences with {cut})"
+        f"the {missing} data of {tmp_path / 'x'} have 0 tokens (0 of its {sequences} sequences with {cut})"
     )
     assert f"fix: {fix}" in text
     if fix.startswith("--split"):

@@ -184,8 +184,8 @@ def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str,
     with pytest.raises(DataError) as printed:
         build(data)
     assert str(printed.value) == (
-        f"the validation data of {tiny} are 0 tokens (0 of its 5 sequences with --split '48,1,1'), "
-        "no sample of 16 + 1, but 8 samples are needed\n  fix: --split 3,1,1"
+        f"the validation data of {tiny} have 0 tokens (0 of its 5 sequences with --split '48,1,1'), "
+        "too few for one sample of 17 tokens, but 8 samples are needed\n  fix: --split 3,1,1"
     )
     assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
 
@@ -196,9 +196,9 @@ def test_test_data_that_nobody_asked_for_may_be_missing(corpora: dict[str, str])
     data = DataConfig(data_path=("1", wiki, "1", code))
     source = build(data)
     assert list(source.used) == ["train", "valid"]
-    seen = f"the test data of {wiki} are 0 tokens (0 of its 60 sequences with the default --split '969, 30, 1'), "
-    seen += "no sample of 16 + 1"
-    assert f"{seen}; --split 43,1,1 leaves some" in source.notes
+    seen = f"the test data of {wiki} have 0 tokens (0 of its 60 sequences with the default --split '969, 30, 1'), "
+    seen += "too few for one sample of 17 tokens"
+    assert f"{seen}; --split 43,1,1 leaves enough" in source.notes
     assert list(build(replace(data, split="43,1,1")).used) == ["train", "valid", "test"]
     with pytest.raises(DataError, match=r"the test data of .* 60 sequences with --split '969, 30, 1'"):
         build(replace(data, split="969, 30, 1"))
@@ -224,8 +224,8 @@ def test_a_source_too_short_for_a_sample_is_named_and_the_fix_works(uneven: list
         build(data)
     sentence, split = str(printed.value).split("\n  fix: --split ")
     assert sentence == (
-        f"the validation data of {uneven[1]} are 10 tokens (1 of its 40 sequences with the default "
-        "--split '969, 30, 1'), no sample of 16 + 1, but 8 samples are needed"
+        f"the validation data of {uneven[1]} have 10 tokens (1 of its 40 sequences with the default "
+        "--split '969, 30, 1'), too few for one sample of 17 tokens, but 8 samples are needed"
     )
     assert list(build(replace(data, split=split)).used) == ["train", "valid"]
 
@@ -236,7 +236,7 @@ def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None
     with pytest.raises(DataError) as printed:
         build(DataConfig(train_data_path=(uneven[0], str(tmp_path / "tiny"))), eval_iters=0)
     sentence, fix = str(printed.value).split("\n  fix: ")
-    assert sentence.startswith(f"the training data of {tmp_path}/tiny are 10 tokens (1 of its 1 sequences), no sample")
+    assert sentence.startswith(f"the training data of {tmp_path}/tiny have 10 tokens (1 of its 1 sequences), too few")
     assert fix == f"leave out {tmp_path}/tiny"
     build(DataConfig(train_data_path=("1", uneven[0], "1", str(tmp_path / "tiny"))), eval_iters=0)
 
@@ -244,11 +244,11 @@ def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None
 def test_what_no_split_can_mend(corpora: dict[str, str], tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "one", np.uint16) as writer:
         writer.add_document([1] * 100)
-    with pytest.raises(DataError, match=r"one are 0 tokens \(0 of its 1 sequences .*\n  fix: a dataset of more"):
+    with pytest.raises(DataError, match=r"one have 0 tokens \(0 of its 1 sequences .*\n  fix: a dataset of more"):
         build(DataConfig(data_path=(str(tmp_path / "one"),), split="1,1,0"))
     with IndexedDatasetWriter(tmp_path / "none", np.uint16):
         pass
-    with pytest.raises(DataError, match=f"validation data of {tmp_path}/none are 0 tokens .0 of its 0 sequences"):
+    with pytest.raises(DataError, match=f"validation data of {tmp_path}/none have 0 tokens .0 of its 0 sequences"):
         build(DataConfig(train_data_path=(corpora["wiki"],), valid_data_path=(str(tmp_path / "none"),)))
     with pytest.raises(DataError, match="there are no validation data\n  fix: --valid-data-path PREFIX"):
         build(DataConfig(train_data_path=(corpora["wiki"],)))

@@ -90,7 +90,7 @@ def test_a_folder_that_takes_nothing_is_a_failure(tmp_path: Path, capsys: pytest
     [
         (["--data-path", CASES[0]], "--data-cache-path FOLDER"),
         (["--mock-data", "--data-cache-path", "x"], "--mock-data needs no tables"),
-        (["--data-path", CASES[0], "--data-cache-path", "x", "--split", "99999,1,0"], "no sample of"),
+        (["--data-path", CASES[0], "--data-cache-path", "x", "--split", "99999,1,0"], "too few for one sample of"),
         (["--data-path", CASES[0], "--data-cache-path", "x", "--seq-length", "0"], "seq"),
     ],
 )
