@@ -179,7 +179,7 @@ class Attempt:
                     folder.remove_all()
             elif isinstance(self.final, Path):
                 staged = _staged_path(self.final, self.staging)
-                withdraw_staged(self.final, staged)
+                withdraw_staged(self.final, staged, self.name)
                 _delete(staged)
 
 
@@ -218,15 +218,20 @@ def publish_staged(final: Path, staged: Path) -> None:
         raise
 
 
-def withdraw_staged(final: Path, staged: Path) -> None:
-    """Undo what `publish_staged` has done of a save that is not published; the caller deletes ``staged``."""
+def withdraw_staged(final: Path, staged: Path, name: str = "") -> None:
+    """Undo what `publish_staged` has done of a save that is not published; the caller deletes ``staged``.
+
+    Of a checkpoint that counts, only the attempt ``name`` is deleted: another one may count again after a crash, if the
+    marker that replaced its marker was not flushed.
+    """
     (staged / MARKER).unlink(missing_ok=True)  # first: without it nothing publishes the rest
     if is_interrupted(final):
         _delete(staged / NEW_FOLDER)
         os.rename(final, staged / NEW_FOLDER)
     else:
         for path in leftovers(final):
-            delete_checkpoint(path, staged.parent)
+            if path.name == name:
+                delete_checkpoint(path, staged.parent)
     if (staged / OLD_LINK).is_symlink() and not os.path.lexists(final):
         os.rename(staged / OLD_LINK, final)
 

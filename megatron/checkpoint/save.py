@@ -138,7 +138,7 @@ TensorKind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank has written of a checkpoint."""
+    """Chunks and file that one rank has written of a checkpoint."""
 
     kinds: dict[str, TensorKind]  # of all its tensors
     chunks: list[tuple[str, TensorChunk]]  # each with the name of its tensor

@@ -198,3 +198,25 @@ def test_a_complete_save_whose_name_is_taken_is_kept(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="exists and is not a checkpoint of this program"):
         CheckpointFolder(tmp_path).retain(None)
     assert is_complete(tmp_path / "iter_0000001.tmp")
+
+
+def test_both_attempts_are_kept_if_the_new_marker_is_not_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure may bring the old marker back."""
+    final = tmp_path / "iter_0000001"
+    save(final, small(), value=1)
+    marker, real = (final / MARKER).read_bytes(), os.fsync
+
+    def fsync(file: int) -> None:
+        if (final / MARKER).read_bytes() != marker and os.readlink(f"/proc/self/fd/{file}") == str(final):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError):
+            save(final, small(), value=2)
+    assert values(tmp_path) == [2]
+    (final / MARKER).write_bytes(marker)
+    assert values(tmp_path) == [1]

@@ -84,7 +84,7 @@ def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale:
 
 
 def of_rank(seconds: float, waits: dict[str, float], timers: dict[str, float]) -> dict[str, float]:
-    """What a rank measured."""
+    """Measurements of one rank, by metric."""
     return {
         "iteration-time": seconds,
         **{f"communication-{axes}": wait for axes, wait in waits.items()},
