@@ -15,7 +15,7 @@ def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], boo
     """Greedy and deterministic: each case takes up a pair that is left, of values of which most are, and adds what
     covers most others.
 
-    Among equals the value used least so far is taken, so that values are spread evenly.
+    Among equals the value named first is taken: name the cheap ones first.
 
     Args:
         factors: values by name; values are hashable.
@@ -24,21 +24,16 @@ def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], boo
     """
     left = valid_pairs(factors, valid)
     cases: list[Choice] = []
-    used: Counter[tuple[str, Any]] = Counter()
     while left:
         waiting, often = set(left), Counter(value for pair in left for value in pair)
         choice = dict(sorted(max(left, key=lambda pair: sum(often[value] for value in pair))))
         for name in sorted(set(factors) - set(choice), key=lambda n: (-len(factors[n]), n)):
             choice[name] = max(
                 (v for v in factors[name] if valid(choice | {name: v})),
-                key=lambda v: (
-                    sum(frozenset(((name, v), known)) in waiting for known in choice.items()),
-                    -used[name, v],
-                ),
+                key=lambda v: sum(frozenset(((name, v), known)) in waiting for known in choice.items()),
             )
         done = pairs_of(choice)
         left = [pair for pair in left if pair not in done]
-        used.update(choice.items())
         cases.append({name: choice[name] for name in factors})
     return cases
 

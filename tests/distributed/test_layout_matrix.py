@@ -105,7 +105,7 @@ def test_every_recomputed_module_alone(pool: Pool, module: str) -> None:
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 
-@pytest.mark.parametrize("choice", MATRIX[1::20], ids=label)
+@pytest.mark.parametrize("choice", MATRIX[1::30], ids=label)
 def test_in_fp32_up_to_rounding(pool: Pool, choice: Choice) -> None:
     """With SGD: Adam's first steps divide each gradient by its own size, and so make rounding as large as a step."""
     case = case_of(choice | {"optimizer": "sgd"})
@@ -211,11 +211,9 @@ def test_twenty_steps(pool: Pool, case: Case) -> None:
     assert steps[-1].drifted == []
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [(*LONG[0].values, "fp32"), (*LONG[-1].values, "bf16")], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize(("case", "dtype"), [(Case(GQA, TP2_SP), "fp32"), (*LONG[-1].values, "bf16")])
 def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str) -> None:
-    case = replace(case, precision=PrecisionConfig(params_dtype=dtype), steps=3)
+    case = replace(case, precision=PrecisionConfig(params_dtype=dtype), steps=2)
     first, second = run_on(pool, case), run_on(pool, case)
     for a, b in zip(first, second, strict=True):
         assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
@@ -275,7 +273,7 @@ def test_the_product_crosses_what_is_cut_with_how_experts_are_dealt_out() -> Non
     assert mixed == {*itertools.product(ZERO, (1, 2, 4), (None, 1, 2))} - small
 
 
-@pytest.mark.parametrize("case", LONG[1:])
+@pytest.mark.parametrize("case", LONG[-1:])
 def test_evaluation_in_every_layout(pool: Pool, case: Case) -> None:
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]
