@@ -14,6 +14,7 @@ import pytest
 
 from megatron.arguments.cli import parse
 from megatron.training.loggers.run_folder import read_history
+from tests.processes import free_port
 from tools import generate, inspect_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """This checkout with the environment of these tests in the place of the one that the set-up would make."""
     root = tmp_path / "checkout"
     tools = ("train_tokenizer", "preprocess_data", "convert_checkpoint", "generate", "inspect_checkpoint")
@@ -43,10 +44,40 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+FORKED = """
+import os, sys, torch
+import megatron.training.main, pretrain_gpt
+
+*launch, program = sys.argv[1:5]
+assert (launch, program) == (["--standalone", "--nproc-per-node", "2"], "pretrain_gpt.py")
+os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d"}
+ranks = []
+for rank in ("0", "1"):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[5:]))
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
+"""
+"""In the place of torchrun: the ranks are forked after one import of torch, the dearest part of a short run."""
+
+
+@pytest.fixture
+def forked(checkout: Path) -> Path:
+    """That checkout, in which two ranks cost little more than one."""
+    torchrun = checkout / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text(f"#!{sys.executable}\n{FORKED % free_port()}")
+    torchrun.chmod(0o755)
+    with (checkout / "tools" / "setup_env.sh").open("a") as file:
+        file.write("export PATH=$PWD/bin:$PATH\n")
+    return checkout
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--steps"], "--steps needs a value"),
+        (["--steps"], "--steps needs a value (see --help)"),
         (["--steps", "0"], "--steps must be a whole number above 0, not '0'"),
         (["--steps", "1e3"], "not '1e3'"),
         (["--input-dir", "missing"], "there is no folder 'missing'"),
@@ -69,10 +100,10 @@ def test_help(tmp_path: Path) -> None:
     assert "--input-dir DIR" in done.stdout
 
 
-def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, checkout: Path) -> None:
+def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, forked: Path) -> None:
     write_text(tmp_path / "text")
     flags = ["--", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "128"]
-    done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=checkout)
+    done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=forked)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("== killed at step ")
     assert "2 = DP 1 (copies of the model) x TP 2 (tensor and sequence parallel)" in before
@@ -115,28 +146,22 @@ def next_commands_can_be_pasted(told: str) -> None:
     assert again == ["bash", "examples/quickstart.sh", "--input-dir", "DIR"]
 
 
-def test_text_under_another_key(tmp_path: Path, checkout: Path) -> None:
+def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, checkout: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"body": "the quick brown fox"}\n' * 200)
-    flags = ["--input-dir", "text", "--out", "run"]
-    refused = quickstart(*flags, cwd=tmp_path, root=checkout)
-    assert refused.returncode == 1
-    assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
-    done = quickstart(*flags, "--json-keys", "body", "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
-    assert (tmp_path / "run" / "data" / "corpus_body_document.idx").exists()
-    assert done.returncode == 2
-    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is told once"
-
-
-def test_what_is_there_already_is_left_alone(tmp_path: Path, checkout: Path) -> None:
-    write_text(tmp_path / "text")
     for name in ("run", "run-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
-    flags = ["--input-dir", "text", "--out", "run/", "--", "--num-layers", "0"]
-    done = quickstart(*flags, cwd=tmp_path, root=checkout)
-    assert "there is something in run already; this time, all goes to run-3\n" in done.stdout
+    flags = ["--input-dir", "text", "--out", "run/"]
+    refused = quickstart(*flags, cwd=tmp_path, root=checkout)
+    assert refused.returncode == 1
+    assert "there is something in run already; this time, all goes to run-3\n" in refused.stdout
+    assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
+    done = quickstart(*flags, "--json-keys", "body", "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
+    assert (tmp_path / "run-3" / "data" / "corpus_body_document.idx").exists()
+    assert done.returncode == 2
+    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is told once"
     assert [path.name for name in ("run", "run-2") for path in (tmp_path / name).iterdir()] == ["mine"] * 2
 
 

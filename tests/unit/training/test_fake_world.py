@@ -6,7 +6,7 @@ import os
 import resource
 import shlex
 import subprocess
-import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tests.unit.planner.test_memory import CUT, EXPERTS, config_of, every_rank
 
 ROOT = Path(__file__).parents[3]
 MOST_SECONDS = 30
-"""Seconds of CPU time for the largest recipe, import of torch included."""
+"""Seconds of CPU time for the largest recipe."""
 
 MOST_MEMORY = 2**31
 """Memory limit in bytes: less than the weights of one rank."""
@@ -49,40 +49,21 @@ def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool) -> None:
     assert not dist.is_initialized()
 
 
-def recipe(name: str) -> list[str]:
-    """Return the training flags of a Slurm recipe."""
-    printed = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env=os.environ | {"DRY_RUN": "1"}, **OUTPUT)
+@pytest.fixture(scope="module")
+def gpt3() -> FakeWorld:
+    """Rank 77 of the recipe for 175B parameters; takes seconds and little memory."""
+    shown = {"cwd": ROOT, "env": os.environ | {"DRY_RUN": "1"}, "timeout": 120}
+    printed = subprocess.run(["bash", "slurm/train_175b.sh"], capture_output=True, text=True, check=True, **shown)
     words = shlex.split(printed.stdout)
     reading = parse_flags(words[words.index("pretrain_gpt.py") + 1 :])
     kept = [flag for flag in reading.given if flag.setting.group in OF_THE_MODEL and flag.setting.name != "stop_file"]
-    return ["--preset", reading.known.preset, *(word for flag in kept for word in (flag.spelling, *flag.words))]
-
-
-OUTPUT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": True}
-
-
-def test_a_rank_of_the_175b_recipe_takes_seconds_and_little_memory(tmp_path: Path) -> None:
-    flags = [*recipe("train_175b.sh"), "--mock-data", "--vocab-size", "50257", "--world-size", "1024"]
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--fake-world", "--fake-rank", "77"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = subprocess.run(command, cwd=tmp_path, **OUTPUT).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_SECONDS
-    if before.ru_maxrss * 1024 < MOST_MEMORY:  # of all children so far, the largest
-        assert after.ru_maxrss * 1024 < MOST_MEMORY
-    assert [*tmp_path.iterdir()] == []
-    assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in printed
-    assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in printed
-    foretold = rank_state_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
-    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, main params" in printed
-
-
-@pytest.fixture(scope="module")
-def gpt3() -> FakeWorld:
-    flags = "--preset gpt3-175b --bf16 --tensor-model-parallel-size 8 --sequence-parallel --use-distributed-optimizer"
-    pipeline = "--pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 3 --overlap-param-gather"
-    argv = f"{flags} {pipeline} --global-batch-size 128 --mock-data --vocab-size 50257 --train-iters 1".split()
-    return fake_world(parse([*argv, "--world-size", "1024", "--check-config"], {}).config, 1024, 77)
+    flags = ["--preset", reading.known.preset, *(word for flag in kept for word in (flag.spelling, *flag.words))]
+    flags += ["--mock-data", "--vocab-size", "50257", "--world-size", "1024", "--check-config"]
+    memory, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    world = fake_world(parse(flags, {}).config, 1024, 77)
+    assert time.process_time() - seconds < MOST_SECONDS
+    assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) < MOST_MEMORY
+    return world
 
 
 def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
@@ -97,6 +78,11 @@ def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
     assert gpt3.chosen.state["gradients"] == 4 * gpt3.chosen.parameters
     assert gpt3.chosen.state["moments"] == 8 * gpt3.chosen.parameters // 8
     assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", fake.OTHER_RANKS}
+    report = gpt3.report()
+    assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in report
+    assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in report
+    held = gpt3.chosen.state
+    assert f"weights {held['weights']:,}, gradients {held['gradients']:,}, main params" in report
 
 
 def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gpt3: FakeWorld) -> None:
@@ -195,13 +181,15 @@ def test_bytes_that_differ_from_the_prediction_are_an_error_which_leaves_no_grou
 
 
 def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_it(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     flags = "--mock-data --vocab-size 257 --train-iters 1 --fake-world --world-size 4 --pipeline-model-parallel-size 4"
     argv = [*flags.split(), "--num-layers", "4", "--global-batch-size", "8", "--lr-factors"]
     assert pretrain_gpt.main([*argv, "layers.3.*=2"]) == 0
     printed = capsys.readouterr().out
     assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in printed
+    assert [*tmp_path.iterdir()] == [], "it leaves no files"
     assert pretrain_gpt.main([*argv, "layers.4.*=2"]) == 2
     assert "E407 'layers.4.*' in --lr-factors matches no parameter" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ LENGTH = f"--train-iters {STEPS}"
 
 def run_of(folder: Path, flags: str = "") -> RunConfig:
     """A run of 6 steps, unless ``flags`` have another length, that saves every 2."""
-    return tiny_run(folder, f"--save {folder}/saved --save-interval 2 {flags}")
+    return tiny_run(folder, f"--micro-batch-size 2 --save {folder}/saved --save-interval 2 {flags}")
 
 
 def go_on(folder: Path, flags: str = "") -> Told:
@@ -83,32 +83,6 @@ def check_twins(folder: Path, flags: str, *kills: int) -> Path:
     return parts
 
 
-FP16 = "--fp16 --initial-loss-scale 1e13 --hysteresis 1 --loss-scale-window 2"
-RUNS = {
-    "fp32, dropout, weight decay, evaluation": "--weight-decay-incr-style cosine --start-weight-decay 0 "
-    "--end-weight-decay 0.6 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 3 --eval-iters 2",
-    "bf16 sgd, untied": "--bf16 --optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 3 --swiglu "
-    "--untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear",
-    "bf16 adam, ramp": "--bf16 --rampup-batch-size 2 2 16 --micro-batch-size 1 --global-batch-size 6",
-    "fp64, rope, recompute": "--params-dtype fp64 --position-embedding-type rope --num-query-groups 1 "
-    "--recompute-granularity full --hidden-dropout 0.1 --micro-batch-size 2 --lr-warmup-iters 3",
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, name: str) -> None:
-    check_twins(tmp_path, RUNS[name], random.Random(name).randrange(3, STEPS + 1))
-
-
-def test_killed_in_several_starts_with_skipped_steps(tmp_path: Path) -> None:
-    parts = check_twins(tmp_path, f"{FP16} --hidden-dropout 0.1", 3, 4, 6, 9)
-    skipped = {step for step, numbers in steps(parts).items() if numbers["skipped-iterations"]}
-    assert min(skipped) < 4 < max(skipped)
-    _, numbers = checkpoint(parts / "saved/iter_0000004")
-    assert numbers["optimizer"]["steps"] == 4 - len([step for step in skipped if step <= 4])
-    assert numbers["loss_scaler"].keys() == {"scale", "good_steps", "lives"}
-
-
 def write_documents(prefix: Path, seed: int = 0) -> str:
     """Write a small dataset of random documents, which a run reads twice; return its flags."""
     random = np.random.default_rng(seed)
@@ -118,9 +92,34 @@ def write_documents(prefix: Path, seed: int = 0) -> str:
     return f"--no-mock-data --data-path {prefix} --split 30,10"
 
 
-def test_into_another_epoch(tmp_path: Path) -> None:
-    flags = write_documents(tmp_path / "documents")
-    parts = check_twins(tmp_path, f"{flags} --eval-interval 4 --eval-iters 1", 6)
+RUNS = {
+    "bf16 sgd, untied, ramp": "--bf16 --optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 3 --swiglu "
+    "--untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear "
+    "--rampup-batch-size 2 2 16 --global-batch-size 6",
+    "fp64, rope, recompute": "--params-dtype fp64 --position-embedding-type rope --num-query-groups 1 "
+    "--recompute-granularity full --hidden-dropout 0.1 --lr-warmup-iters 3",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, name: str) -> None:
+    check_twins(tmp_path, RUNS[name], random.Random(name).randrange(3, STEPS + 1))
+
+
+def test_killed_in_several_starts_with_skipped_steps(tmp_path: Path) -> None:
+    fp16 = "--fp16 --initial-loss-scale 1e13 --hysteresis 1 --loss-scale-window 2 --hidden-dropout 0.1"
+    parts = check_twins(tmp_path, fp16, 3, 4, 9)
+    skipped = {step for step, numbers in steps(parts).items() if numbers["skipped-iterations"]}
+    assert min(skipped) < 4 < max(skipped)
+    _, numbers = checkpoint(parts / "saved/iter_0000004")
+    assert numbers["optimizer"]["steps"] == 4 - len([step for step in skipped if step <= 4])
+    assert numbers["loss_scaler"].keys() == {"scale", "good_steps", "lives"}
+
+
+def test_into_another_epoch_with_evaluations(tmp_path: Path) -> None:
+    decay = "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.6"
+    flags = f"{decay} --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 4 --eval-iters 1"
+    parts = check_twins(tmp_path, f"{write_documents(tmp_path / 'documents')} {flags}", 6)
     (summary,) = {text for text in column(parts, "text", "text") if "epochs of" in text}
     assert "288 tokens = 1.9" in summary
 
@@ -130,7 +129,7 @@ def test_another_micro_batch_size_is_the_same_run_up_to_rounding(tmp_path: Path)
     go_on(tmp_path / "whole", fp64)
     start(run_of(tmp_path / "parts", fp64), before_step(6, kill))
     printed = go_on(tmp_path / "parts", f"{fp64} --micro-batch-size 4 --recompute-granularity full")
-    assert "--micro-batch-size: checkpoint 1 -> now 4" in printed.out
+    assert "--micro-batch-size: checkpoint 2 -> now 4" in printed.out
     losses = [[numbers["lm loss"] for numbers in steps(tmp_path / run).values()] for run in ("whole", "parts")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
@@ -199,7 +198,7 @@ def test_data_that_changed_in_their_validation_part_are_refused(reading: tuple[P
     path = folder / "documents.bin"
     content = path.read_bytes()
     path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
-    printed = go_on(folder, flags.replace("reading_run", "run"))
+    printed = go_on(folder, flags)
     assert printed.status == 2
     saved = folder / "saved"
     assert "E815 the training and validation data are not those of the checkpoint" in printed.err
@@ -260,7 +259,6 @@ TENSORS, MANIFEST, MARKER = "tensors_00000.safetensors", "manifest.json", "COMPL
 
 
 def file_of(path: Path, name: str) -> Path:
-    """A file of a checkpoint."""
     return path / name if name == MARKER else attempt(path) / name
 
 
@@ -285,15 +283,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(killed: Path, how: str
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
 
-@pytest.mark.parametrize("how", ["a bit flipped", "manifest flipped"])
-def test_when_all_are_damaged_nothing_is_begun(killed: Path, how: str) -> None:
-    damage, name, why = DAMAGE[how]
-    for step in (2, 4):
-        damage(file_of(killed / f"saved/iter_000000{step}", name))
+def test_when_all_are_damaged_nothing_is_begun(killed: Path) -> None:
+    """One is found to be when its manifest is read, the other when its tensors are."""
+    flip(file_of(killed / "saved/iter_0000002", TENSORS))
+    flip(file_of(killed / "saved/iter_0000004", MANIFEST))
     printed = go_on(killed)
     assert (printed.status, printed.samples) == (2, {})
     assert printed.err.startswith("error: E811 no checkpoint ")
-    assert printed.err.count(why) == 2
+    assert printed.err.count("flipped") == 2
 
 
 def test_a_damaged_checkpoint_newer_than_those_a_run_writes_costs_none_of_them(killed: Path) -> None:
@@ -356,7 +353,7 @@ def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
 
 def test_load_a_copy_of_a_checkpoint_under_a_name_of_its_own(killed: Path, tmp_path: Path) -> None:
     best = Path(shutil.copytree(killed / "saved/iter_0000002", killed / "best"))
-    printed = start(tiny_run(tmp_path / "other", f"--load {best}"))  # without saving
+    printed = start(tiny_run(tmp_path / "other", f"--micro-batch-size 2 --load {best}"))  # without saving
     assert (printed.status, sorted(printed.samples)) == (0, [3, 4, 5, 6])
     assert f"resumed from {best}: step 2, 8 samples" in printed.out
     wrong_step = go_on(tmp_path / "new", f"--load {best} --ckpt-step 4").err
@@ -454,7 +451,6 @@ def test_ids_of_another_tokenizer_do_not_stay(
 # ---- Another schedule
 
 NEW_SCHEDULES = {
-    "--lr 2e-2": ([4, 4], 24),
     "--global-batch-size 8 --train-iters 7": ([8, 8, 8], 40),
     "--train-iters 5": ([4], 20),
     "--train-iters null --train-samples 30 --global-batch-size 6": ([6, 6], 28),
@@ -504,7 +500,7 @@ def rates(folder: Path) -> list[float]:
 def test_after_a_change_of_batch_size_the_schedule_continues(tmp_path: Path) -> None:
     """Steps 1-4 of 4 samples, then 8 of 16: the warm-up took 12 samples, and the run takes 144."""
     start(run_of(tmp_path, WARM_UP), before_step(5, kill))
-    larger = f"{WARM_UP} --global-batch-size 16"
+    larger = f"{WARM_UP} --global-batch-size 16 --micro-batch-size 16"
     start(run_of(tmp_path, f"{larger} --resume-mode new-schedule"), before_step(8, kill))
     shutil.copytree(tmp_path, tmp_path / "another")
     printed = go_on(tmp_path, larger)  # exactly so after another start
@@ -518,7 +514,7 @@ def test_after_a_change_of_batch_size_the_schedule_continues(tmp_path: Path) -> 
 
 def test_a_schedule_is_checked_from_where_the_run_resumes(tmp_path: Path) -> None:
     """20 samples of warm-up are over; 12 steps of the new batch would not be as many."""
-    flags = "--train-iters 12 --lr-warmup-samples 20 --global-batch-size {}"
+    flags = "--train-iters 12 --lr-warmup-samples 20 --micro-batch-size 1 --global-batch-size {}"
     start(run_of(tmp_path, flags.format(8)), before_step(7, kill))
     smaller = flags.format(1)
     assert start(run_of(tmp_path, f"{smaller} --resume-mode new-schedule"), before_step(10, kill)).err == ""
@@ -538,9 +534,9 @@ def test_a_schedule_that_does_not_fit_where_the_run_resumes(killed: Path) -> Non
 
 
 def test_ids_differ_whatever_the_seed() -> None:
-    random.seed(1)
+    state = random.getstate()
     first = new_run_id()
-    random.seed(1)
+    random.setstate(state)
     assert first != new_run_id()
     assert re.fullmatch("[a-z0-9]{8}", first)
 

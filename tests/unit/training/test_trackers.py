@@ -147,7 +147,7 @@ def test_a_step_and_its_evaluation_are_one_row_of_a_run_asked_for_by_its_id(tmp_
 STARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans()), max_size=5)
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(starts=STARTS, offline=st.booleans())
 def test_steps_appear_once_and_in_order_and_a_crash_costs_what_had_not_arrived(
     starts: list[tuple[int, int, bool]], offline: bool
@@ -271,16 +271,14 @@ def written(folder: Path, step: int) -> Callable[[], bool]:
     return ready
 
 
-def test_a_run_that_is_killed_twice_is_one_curve(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_is_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The packages themselves, W&B offline: its files are sent as users send them. A kill costs W&B no row here."""
     flags = f"{FLAGS} --wandb-exp-name killed --eval-interval 4 --eval-iters 1 --tensorboard-dir {{0}}/board"
     flags, run = flags.format(tmp_path), tmp_path / "run"
-    offline = {"WANDB_MODE": "offline", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}
-    statuses = [
-        run_in_process(run, flags, kill_after, written(tmp_path, kill_after - 1), **offline)
-        for kill_after in (7, 10, 0)
-    ]
-    assert statuses == [-9, -9, 0]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.1")
+    assert run_in_process(run, flags, 7, written(tmp_path, 6)) == -9
+    assert start(tiny_run(run, flags)).status == 0
     start(tiny_run(tmp_path / "whole", "--train-iters 12 --eval-interval 4 --eval-iters 1"))
     whole = steps(tmp_path / "whole")
 
@@ -294,7 +292,7 @@ def test_a_run_that_is_killed_twice_is_one_curve(tmp_path: Path) -> None:
     for step, row in rows.items():
         numbers = {name: value for name, value in whole[step].items() if name != "skipped-iterations"}
         assert {name: row[name] for name in numbers} == pytest.approx(numbers)
-    assert [row["restarts"] for row in rows.values()] == [0] * 6 + [1] * 3 + [2] * 3
+    assert [row["restarts"] for row in rows.values()] == [0] * 6 + [1] * 6
     assert set(rows[LAST]) >= MEGATRON_LM | {"samples vs steps"}
 
     by_step, by_samples = board(tmp_path / "board"), board(tmp_path / "board/samples")
@@ -307,10 +305,7 @@ def test_a_run_that_is_killed_twice_is_one_curve(tmp_path: Path) -> None:
     assert by_samples.keys() == {f"{name} vs samples" for name in by_step}
 
     incidents = [line.split(" step ", 1)[1].split(",")[0] for line in (run / "incidents.md").read_text().splitlines()]
-    assert incidents == [
-        *("0: started on 1 rank", "4: started again on 1 rank", "8: started again on 1 rank"),
-        "12: ended in good order",
-    ]
+    assert incidents == ["0: started on 1 rank", "4: started again on 1 rank", "12: ended in good order"]
     data = json.loads((run / "data.json").read_text())
     assert (data["train"]["samples"], data["train"]["tokens"]) == (48, 384)
 
