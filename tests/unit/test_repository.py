@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.location import parse_location
 from tests.unit import rules
 from tests.unit.rules import Module
 
@@ -95,6 +97,17 @@ def test_only_the_reader_may_use_the_storage_of_torch_distributed() -> None:
     )
 
 
+def test_a_run_on_disks_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module for object stores alone imports their libraries, and nobody imports it before a URI is given."""
+    store = "megatron.contrib.object_store"
+    needed = ("tenacity", "upath", "s3fs", store)
+    users = {m.name for m in sources() if any(rules.prefix_of(n, needed) for n in rules.imports(m, at_import=True))}
+    assert users == {store}
+    monkeypatch.delitem(sys.modules, store, raising=False)
+    assert parse_location("runs/a") == Path("runs/a")
+    assert store not in sys.modules
+
+
 def test_benchmarks_do_not_import_the_tests() -> None:
     benchmarks = rules.load(ROOT, "benchmarks/**/*.py")
     assert len(benchmarks) > 10
@@ -159,7 +172,10 @@ def test_a_path_of_a_machine_is_found(before: str) -> None:
 
 
 def test_dependencies_are_those_imported() -> None:
-    everything = rules.load(ROOT, *(f"{folder}/**/*.py" for folder in FOLDERS), "*.py")
+    statement = re.compile(r"^[ \t]*(?:import ([\w.]+)|from ([\w.]+) import )", re.MULTILINE)
+    texts = "".join(path.read_text(encoding="utf-8") for path in text_files() if path.suffix == ".py")
+    imported = {name for names in statement.findall(texts) for name in names if name}
+    everything = [Module.parse("everything", "".join(f"import {name}\n" for name in sorted(imported)))]
     own = ["megatron", "pretrain_gpt", *FOLDERS]
     declared = rules.declared_dependencies((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     used = rules.third_party(everything, own, sys.stdlib_module_names)

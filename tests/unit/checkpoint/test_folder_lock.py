@@ -77,16 +77,6 @@ def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK])
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def flock(file: int, operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with acquire_lease(tmp_path), acquire_lease(tmp_path):
-        pass
-
-
 def test_a_lock_that_fails_for_another_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: int, operation: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
