@@ -121,16 +121,6 @@ def test_samples_come_from_their_datasets() -> None:
             dataset[i]
 
 
-def test_source_usage_count_each_source() -> None:
-    dataset, parts = blended([0.7, 0.3], 50)
-    one, other = dataset.source_usage(10)
-    assert (one.tokens, other.tokens) == (7 * 16, 3 * 16)
-    assert (one.source, one.once) == (parts[0].source, parts[0].tokens)
-    assert (one.epochs, other.epochs) == (7 * 16 / one.once, 3 * 16 / other.once)
-    lines = dataset.describe(160).splitlines()
-    assert lines == [part.describe(n * 16) for part, n in zip(parts, (7, 3))]
-
-
 def test_identities_tell_samples_and_datasets_apart() -> None:
     dataset, _ = blended([0.7, 0.3], 500)
     places = np.arange(500)

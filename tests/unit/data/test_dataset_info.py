@@ -74,19 +74,6 @@ def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
         resolve_vocab_size(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
 
 
-def test_training_needs_the_record_and_not_the_tokenizer(tmp_path: Path) -> None:
-    facts = TokenizerRecord("HuggingFaceTokenizer", 50257, 50256, "0" * 16)
-    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(facts.to_bytes())
-    data = DataConfig(data_path=(str(tmp_path / "x"),), tokenizer_type="HuggingFaceTokenizer")
-    assert resolve_vocab_size(data, None) == 50257
-    with pytest.raises(DataError, match="50000 is too small for HuggingFaceTokenizer, which has 50257 ids"):
-        resolve_vocab_size(data, 50000)
-    bare = DataConfig(data_path=(str(tmp_path / "y"),), tokenizer_type="HuggingFaceTokenizer")
-    assert resolve_vocab_size(bare, 77) == 77
-    with pytest.raises(DataError, match="vocabulary size is unknown\n  fix: --vocab-size"):
-        resolve_vocab_size(bare, None)
-
-
 # --- several datasets ---
 
 

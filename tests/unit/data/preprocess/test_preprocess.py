@@ -28,22 +28,8 @@ from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
 from tools.lib.tokenizer_training import save_tokenizer, train_bpe
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "stream",
-    "token",
-    "naïve",
-    "Zürich",
-    "東京",
-    "ещё",
-    "123",
-    "4567",
-    "it's",
-    "<|endoftext|>",
-]
-WORDS += ["\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
+WORDS = ["the", "of", "and", "stream", "token", "naïve", "Zürich", "東京", "ещё", "123", "4567", "it's"]
+WORDS += ["<|endoftext|>", "\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
 BYTES = TokenizerOptions("ByteTokenizer")
 
 
@@ -127,7 +113,7 @@ def pair(prefix: str) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize(
     ("workers", "engine", "block_bytes"),
-    [(1, "hf", 1), (1, "gigatoken", 1 << 20), (2, "gigatoken", 700), (3, "auto", 2000)],
+    [(1, "hf", 1), (1, "gigatoken", 1 << 20), (3, "auto", 700)],
 )
 def test_the_bytes_are_those_of_a_plain_loop(
     corpus: Path,
@@ -292,15 +278,6 @@ def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -
     with pytest.raises(DataError, match="is a folder, but a file must be written there"):
         run(plan)
     assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
-
-
-def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
-    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
-    monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 1000)
-    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
 
 
 def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
