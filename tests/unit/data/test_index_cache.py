@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
@@ -112,20 +111,6 @@ def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
     assert "describes other tables" in cache.notes[0]
 
 
-def test_what_is_mapped_is_the_file_that_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = fill(tmp_path)
-    proving = hashlib.file_digest
-
-    def replaced(file: Any, *args: Any) -> Any:
-        found = proving(file, *args)
-        np.save(tmp_path / "other.npy", np.zeros(1000, dtype=np.uint32))
-        os.replace(tmp_path / "other.npy", entry / "a.npy")
-        return found
-
-    monkeypatch.setattr(hashlib, "file_digest", replaced)
-    assert same({"a": IndexCache(tmp_path).tables("order", FACTS, refuse)["a"]}, {"a": example()["a"]})
-
-
 @pytest.mark.parametrize("table", [np.arange(6).reshape(2, 3).T, np.array([[7]], dtype=">i2")])
 def test_tables_of_every_layout_are_mapped(tmp_path: Path, table: NDArray[Any]) -> None:
     found = IndexCache(tmp_path).tables("order", FACTS, lambda: {"c": table})["c"]
@@ -179,18 +164,6 @@ def test_a_folder_that_cannot_be_written(
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing half-written is left"
     monkeypatch.undo()
     assert is_mapped(IndexCache(tmp_path).tables("order", FACTS, example)["a"])
-
-
-def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    cache = IndexCache(tmp_path)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-        assert same(cache.tables("order", FACTS, example), example())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert cache.notes == [f"{tmp_path} cannot be used (File too large): tables are built in memory"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_could_not_be_written_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,18 +138,6 @@ def test_a_pair_that_changes_while_it_is_copied_is_refused(small: Path, tmp_path
 # --- whole or absent ---
 
 
-def test_an_interrupted_writer_leaves_the_old_pair_alone(small: Path) -> None:
-    before = content(small.parent)
-
-    def interrupted() -> Iterator[list[int]]:
-        yield [9, 9, 9]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(small, interrupted())
-    assert content(small.parent) == before
-
-
 def test_what_a_killed_writer_leaves_can_be_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -18,12 +18,11 @@ from megatron.data.inspect import (
     ValueCounts,
     check_ids,
     document_bounds,
-    sample_documents,
     summarize,
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
-from tests.unit.data.pairs import NAMES, packed, write
+from tests.unit.data.pairs import packed, write
 from tools.inspect_dataset import main
 
 ROOT = Path(__file__).parents[3]
@@ -290,25 +289,4 @@ def test_every_id_is_looked_at(
     assert sum(seen) == 4 * data.num_tokens
 
 
-@pytest.mark.parametrize("code", [1, 5, 8])
-def test_ids_of_every_type_are_looked_at(tmp_path: Path, code: int) -> None:
-    data = dataset(tmp_path, [[[0, 7, np.iinfo(NAMES[code]).max]]], code)
-    assert check_ids(data, 8, None).first_wrong == f"{np.iinfo(NAMES[code]).max} is token 2 of document 0"
-    assert check_ids(data, None, None).wrong == 0
-
-
 # --- samples ---
-
-
-def test_samples_lie_from_the_first_to_the_last_document(tmp_path: Path) -> None:
-    data = dataset(tmp_path, [[list(b"ab"), list(b"c")], [], [list(b"d") + [256]], [list(b"ef")], [list(b"xyz")]])
-    chosen = sample_documents(data, 3, ByteTokenizer())
-    assert [(s.document, s.tokens, s.ids, s.text) for s in chosen] == [
-        (0, 3, [97, 98, 99], "abc"),
-        (2, 2, [100, 256], "d<|endoftext|>"),
-        (4, 3, [120, 121, 122], "xyz"),
-    ]
-    assert [s.document for s in sample_documents(data, 99, None)] == [0, 1, 2, 3, 4]
-    assert [(s.tokens, s.ids, s.text) for s in sample_documents(data, 99, None)][1] == (0, [], None)
-    assert sample_documents(data, 0, None) == []
-    assert sample_documents(data, 1, None)[0].document == 0

@@ -51,7 +51,7 @@ def layout(script: str, ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("where", ["slurm --nodes 8", "ssh --hosts a,b,c,d,e,f,g,h", "local"])
 def test_shells_find_no_fault(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preset = NAMED if where != "local" else NAMED.replace("70b", "8b")
+    preset = NAMED if where != "local" else LARGE.replace("70b", "8b")
     script = written(capsys, tmp_path / "none", f"{where} {preset} --container it.sif")
     done = subprocess.run(
         ["shellcheck", "--exclude", "SC1091", "-"], input=script, capture_output=True, text=True, check=False

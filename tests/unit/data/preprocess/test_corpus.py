@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -173,21 +172,6 @@ def test_blocks_are_the_file(content: bytes, block_bytes: int, suffix: str) -> N
     assert sum(block.stored for block in blocks) == len(stored)
     if not suffix:  # as short as lines allow
         assert all(part.count(b"\n", block_bytes - 1, -1) == 0 for part in read)
-
-
-def test_a_long_line_is_not_read_whole_in_search_of_its_end(tmp_path: Path) -> None:
-    file, size = tmp_path / "x.jsonl", 8 << 20
-    with file.open("wb") as stream:
-        stream.truncate(size)
-        stream.seek(size - 3)
-        stream.write(b"\na\n")
-    tracemalloc.start()
-    try:
-        blocks = list(split_lines_file(file, 10))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert [block.content for block in blocks] == [range(size - 2), range(size - 2, size)]
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

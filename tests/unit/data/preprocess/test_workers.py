@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import active_children
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
-from megatron.data.errors import DataError, StoppedError, stop_on_signals
+from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import Block, LineBlock
 from megatron.data.preprocess.encode import (
     BLOCKS_PER_WORKER,
@@ -164,16 +163,3 @@ def test_it_ends_with_the_call_however_that_ends(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_in_subprocess(work, str(path), Until())
     wait_until_gone([int(path.read_text())])
-
-
-def test_a_signal_during_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = SpawnProcess.start
-
-    def interrupted(process: SpawnProcess) -> None:
-        start(process)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(SpawnProcess, "start", interrupted)
-    with pytest.raises(StoppedError, match="SIGTERM"), stop_on_signals():
-        run_in_subprocess(work, "work", Listener())
-    assert not active_children()
