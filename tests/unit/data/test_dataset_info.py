@@ -25,12 +25,22 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, byte_tokenizer
 from megatron.data.tokenizers.huggingface import make_tokenizer_files as files_of
 from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerRecord
+from tests.unit.data.made_tokenizers import write_files
+
+HF = "HuggingFaceTokenizer"
+FACTS = TokenizerRecord(HF, 257, 256, "0" * 16)
+
+
+def record(prefix: Path, facts: TokenizerRecord | Tokenizer) -> str:
+    """Leave a record beside a dataset that need not be there."""
+    found = facts if isinstance(facts, TokenizerRecord) else TokenizerRecord.of(facts)
+    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(found.to_bytes())
+    return str(prefix)
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> DataConfig:
-    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(NullTokenizer(500)).to_bytes())
-    return DataConfig(data_path=(str(tmp_path / "x"),))
+    return DataConfig(data_path=(record(tmp_path / "x", NullTokenizer(500)),))
 
 
 def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataConfig) -> None:
@@ -39,18 +49,25 @@ def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataCon
         resolve_vocab_size(recorded, 499)
 
 
+def test_weights_that_know_fewer_ids_are_not_made_larger(recorded: DataConfig) -> None:
+    with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs") as error:
+        resolve_vocab_size(recorded, 499, "hf:theirs")
+    assert "--vocab-size" not in str(error.value)
+    assert f"--output-prefix PREFIX --tokenizer-type {HF} --tokenizer-model theirs" in str(error.value)
+    with pytest.raises(DataError, match="fix: data written with the tokenizer of the weights"):
+        resolve_vocab_size(recorded, 499, "runs/a/checkpoints")
+
+
 def test_names_of_one_tokenizer_and_how_texts_were_read_do_not_matter(tmp_path: Path) -> None:
-    for name, other, settings in (
-        ("a", "SentencePieceTokenizer", {}),
-        ("b", "Llama2Tokenizer", {"parse_special_tokens": True}),
-    ):
-        record = TokenizerRecord(other, 500, 2, "same", None, {"</s>": 2}, settings)
-        (tmp_path / f"{name}.{RECORD_SUFFIX}").write_bytes(record.to_bytes())
+    names = {"a": ("SentencePieceTokenizer", {}), "b": ("Llama2Tokenizer", {"parse_special_tokens": True})}
+    paths = tuple(
+        record(tmp_path / name, TokenizerRecord(kind, 500, 2, "same", None, {"</s>": 2}, settings))
+        for name, (kind, settings) in names.items()
+    )
     for named in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        data = DataConfig(data_path=(str(tmp_path / "a"), str(tmp_path / "b")), tokenizer_type=named)
-        assert resolve_vocab_size(data, None) == 500
+        assert resolve_vocab_size(DataConfig(data_path=paths, tokenizer_type=named), None) == 500
     with pytest.raises(DataError, match="was written with SentencePieceTokenizer, not with GPT2BPETokenizer"):
-        resolve_vocab_size(replace(data, tokenizer_type="GPT2BPETokenizer"), None)
+        resolve_vocab_size(DataConfig(data_path=paths, tokenizer_type="GPT2BPETokenizer"), None)
 
 
 def test_entries_that_no_text_can_use(recorded: DataConfig) -> None:
@@ -63,37 +80,17 @@ def test_entries_that_no_text_can_use(recorded: DataConfig) -> None:
 
 @pytest.mark.parametrize("mock", [True, False])
 def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
-    path = () if mock else (str(tmp_path / "x"),)
-    bare = DataConfig(mock_data=mock, data_path=path)
+    bare = DataConfig(mock_data=mock, data_path=() if mock else (str(tmp_path / "x"),))
+    null = replace(bare, tokenizer_type="NullTokenizer")
     assert resolve_vocab_size(bare, 77) == 77
-    assert resolve_vocab_size(DataConfig(mock_data=mock, data_path=path, tokenizer_type="ByteTokenizer"), None) == 257
-    assert resolve_vocab_size(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), 99) == 99
-    with pytest.raises(DataError, match="vocabulary size is unknown"):
-        resolve_vocab_size(bare, None)
-    with pytest.raises(DataError, match="needs --vocab-size"):
-        resolve_vocab_size(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
-
-
-def test_training_needs_the_record_and_not_the_tokenizer(tmp_path: Path) -> None:
-    facts = TokenizerRecord("HuggingFaceTokenizer", 50257, 50256, "0" * 16)
-    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(facts.to_bytes())
-    data = DataConfig(data_path=(str(tmp_path / "x"),), tokenizer_type="HuggingFaceTokenizer")
-    assert resolve_vocab_size(data, None) == 50257
-    with pytest.raises(DataError, match="50000 is too small for HuggingFaceTokenizer, which has 50257 ids"):
-        resolve_vocab_size(data, 50000)
-    bare = DataConfig(data_path=(str(tmp_path / "y"),), tokenizer_type="HuggingFaceTokenizer")
-    assert resolve_vocab_size(bare, 77) == 77
-    with pytest.raises(DataError, match="vocabulary size is unknown\n  fix: --vocab-size"):
-        resolve_vocab_size(bare, None)
+    assert resolve_vocab_size(replace(bare, tokenizer_type="ByteTokenizer"), None) == 257
+    assert resolve_vocab_size(null, 99) == 99
+    for data, message in ((bare, "vocabulary size is unknown\n  fix: --vocab-size"), (null, "needs --vocab-size")):
+        with pytest.raises(DataError, match=message):
+            resolve_vocab_size(data, None)
 
 
 # --- several datasets ---
-
-
-def record(prefix: Path, tokenizer: Tokenizer) -> str:
-    """Leave the record of a tokenizer beside a dataset that need not be there."""
-    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
-    return str(prefix)
 
 
 def test_every_dataset_is_named_once() -> None:
@@ -104,13 +101,10 @@ def test_every_dataset_is_named_once() -> None:
 
 
 def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
-    a, b, c = (
-        record(tmp_path / n, t) for n, t in (("a", ByteTokenizer()), ("b", ByteTokenizer()), ("c", NullTokenizer(9)))
-    )
+    a, b = (record(tmp_path / name, ByteTokenizer()) for name in "ab")
+    c = record(tmp_path / "c", NullTokenizer(9))
     assert resolve_vocab_size(DataConfig(data_path=(a, b)), None) == 257
-    sentence = (
-        f"{a} was written with ByteTokenizer .* of 257 ids, 256 at the end, but {c} with NullTokenizer .* of 9 ids"
-    )
+    sentence = f"{a} was written with ByteTokenizer .* of 257 ids, 256 at the end, but {c} with NullTokenizer .* of 9"
     for data in (DataConfig(data_path=("1", a, "1", b, "1", c)), DataConfig(train_data_path=(a,), test_data_path=(c,))):
         with pytest.raises(DataError, match=sentence):
             resolve_vocab_size(data, 300)
@@ -118,10 +112,9 @@ def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 def test_a_dataset_without_a_record_is_trusted_and_told(tmp_path: Path) -> None:
     a, b, c = record(tmp_path / "a", ByteTokenizer()), str(tmp_path / "b"), str(tmp_path / "c")
-    assert resolve_vocab_size(DataConfig(data_path=(b, a, c)), None) == 257
-    assert f"no tokenizer is recorded beside {b} and 1 more" in (
-        note_missing_records(DataConfig(data_path=(b, a, c))) or ""
-    )
+    mixed = DataConfig(data_path=(b, a, c))
+    assert resolve_vocab_size(mixed, None) == 257
+    assert f"no tokenizer is recorded beside {b} and 1 more" in (note_missing_records(mixed) or "")
     assert note_missing_records(DataConfig(data_path=(a,))) is None
     assert note_missing_records(DataConfig(data_path=(b, c))) is None, "nobody has one"
 
@@ -130,89 +123,64 @@ def test_a_dataset_without_a_record_is_trusted_and_told(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> tuple[str, str]:
-    """Two Hugging Face tokenizers of 257 ids: bytes in their order, and turned round."""
-    folders = []
-    for name, ids in (("straight", byte_tokenizer()), ("turned", _turned())):
-        folder = tmp_path / name
-        folder.mkdir()
-        for file, content in files_of(ids).items():
-            (folder / file).write_bytes(content)
-        folders.append(str(folder))
-    return folders[0], folders[1]
+def straight(tmp_path: Path) -> str:
+    """A Hugging Face tokenizer whose ids are bytes."""
+    return str(write_files(tmp_path / "straight", files_of(byte_tokenizer())))
 
 
-def _turned() -> tokenizers.Tokenizer:
-    """`byte_tokenizer` with the ids of a and b exchanged."""
+def test_the_tokenizer_that_flags_name_is_compared_with_the_record(tmp_path: Path, straight: str) -> None:
     tree = json.loads(byte_tokenizer().to_str())
     words = tree["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
-    return tokenizers.Tokenizer.from_str(json.dumps(tree))
-
-
-def test_the_tokenizer_that_flags_name_is_compared_with_the_record(tmp_path: Path, models: tuple[str, str]) -> None:
-    straight, turned = models
+    turned = write_files(tmp_path / "turned", files_of(tokenizers.Tokenizer.from_str(json.dumps(tree))))
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(straight))
-    data = DataConfig(data_path=(prefix,), tokenizer_type="HuggingFaceTokenizer", tokenizer_model=straight)
+    data = DataConfig(data_path=(prefix,), tokenizer_type=HF, tokenizer_model=straight)
     assert resolve_vocab_size(data, 300) == 300
-    with pytest.raises(
-        DataError, match=f"{prefix} was written with another HuggingFaceTokenizer than that of"
-    ) as printed:
-        resolve_vocab_size(replace(data, tokenizer_model=turned), 300)
+    with pytest.raises(DataError, match=f"{prefix} was written with another {HF} than that of") as printed:
+        resolve_vocab_size(replace(data, tokenizer_model=str(turned)), 300)
     assert "fix: --set data.tokenizer_model=null | " in str(printed.value)
     assert resolve_vocab_size(replace(data, tokenizer_model=None), 300) == 300
 
 
-def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, models: tuple[str, str]) -> None:
+def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, straight: str) -> None:
     bare = DataConfig(data_path=(str(tmp_path / "x"),))
-    data = replace(bare, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=models[0])
+    data = replace(bare, tokenizer_type=HF, tokenizer_model=straight)
     assert resolve_vocab_size(data, None) == 257
-    assert find_tokenizer_info(data, None) == TokenizerInfo("HuggingFaceTokenizer", 257, 256)
-    assert tokenizer_files_to_save(data, None) == {file.name: file.read_bytes() for file in Path(models[0]).iterdir()}
+    assert find_tokenizer_info(data, None) == TokenizerInfo(HF, 257, 256)
+    assert tokenizer_files_to_save(data, None) == {file.name: file.read_bytes() for file in Path(straight).iterdir()}
     assert (find_tokenizer_info(bare, None), dict(tokenizer_files_to_save(bare, None))) == (None, {})
     assert tokenizer_files_to_save(DataConfig(mock_data=True, tokenizer_type="ByteTokenizer"), None) == {}
 
 
 def test_the_end_of_a_document() -> None:
     """From the flag or from the tokenizer, which must not say different things."""
-    known, message = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",), eod_id=256)
-    assert find_eod_id(DataConfig(data_path=("x",)), None, 300) is None
-    assert find_eod_id(DataConfig(data_path=("x",)), known, 300) == 256
-    assert find_eod_id(message, None, 300) == find_eod_id(message, known, 300) == 256
+    known, silent = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",))
+    said = replace(silent, eod_id=256)
+    assert [find_eod_id(silent, who, 300) for who in (None, known)] == [None, 256]
+    assert [find_eod_id(said, who, 300) for who in (None, known)] == [256, 256]
     with pytest.raises(DataError, match=r"--eod-id 256, but the vocabulary has ids 0\.\.99"):
-        find_eod_id(message, None, 100)
-    with pytest.raises(
-        DataError, match=r"ByteTokenizer of the data ends documents with 256\n  fix: --eod-id 256 \| --set"
-    ):
-        find_eod_id(replace(message, eod_id=0), known, 300)
+        find_eod_id(said, None, 100)
+    message = r"ByteTokenizer of the data ends documents with 256\n  fix: --eod-id 256 \| --set"
+    with pytest.raises(DataError, match=message):
+        find_eod_id(replace(said, eod_id=0), known, 300)
 
 
-@pytest.mark.parametrize(("pad", "meant"), [(None, None), (256, None), (7, 7)])
-def test_padding_that_is_also_the_end_of_a_document_is_none(tmp_path: Path, pad: int | None, meant: int | None) -> None:
-    facts = TokenizerRecord("HuggingFaceTokenizer", 257, 256, "0" * 16, pad=pad)
-    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(facts.to_bytes())
-    prefix = str(tmp_path / "x")
-    assert find_tokenizer_info(DataConfig(data_path=(prefix,)), None) == TokenizerInfo(
-        "HuggingFaceTokenizer", 257, 256, meant
-    )
-
-
-@pytest.mark.parametrize(("role", "meant"), [("unk_token", None), ("bos_token", None), ("made_up", 7)])
-def test_padding_that_has_another_role_is_none(tmp_path: Path, role: str, meant: int | None) -> None:
-    facts = TokenizerRecord("HuggingFaceTokenizer", 257, 256, "0" * 16, pad=7)
-    (tmp_path / f"x.{RECORD_SUFFIX}").write_bytes(facts.to_bytes())
-    folder = tmp_path / f"x.{FILES_SUFFIX}"
-    folder.mkdir()
-    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": {"content": "<p>"}, role: "<p>"}))
-    known = find_tokenizer_info(DataConfig(data_path=(str(tmp_path / "x"),)), None)
-    assert known is not None
-    assert known.pad == meant
-
-
-def test_weights_that_know_fewer_ids_are_not_made_larger(recorded: DataConfig) -> None:
-    with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs") as error:
-        resolve_vocab_size(recorded, 499, "hf:theirs")
-    assert "--vocab-size" not in str(error.value)
-    assert "--output-prefix PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model theirs" in str(error.value)
-    with pytest.raises(DataError, match="fix: data written with the tokenizer of the weights"):
-        resolve_vocab_size(recorded, 499, "runs/a/checkpoints")
+@pytest.mark.parametrize(
+    ("pad", "role", "meant"),
+    [
+        (None, None, None),
+        (256, None, None),  # the end of a document
+        (7, None, 7),
+        (7, "unk_token", None),
+        (7, "bos_token", None),
+        (7, "made_up", 7),
+    ],
+)
+def test_padding_that_has_another_role_is_none(
+    tmp_path: Path, pad: int | None, role: str | None, meant: int | None
+) -> None:
+    prefix = record(tmp_path / "x", replace(FACTS, pad=pad))
+    if role is not None:
+        config = json.dumps({"pad_token": {"content": "<p>"}, role: "<p>"}).encode()
+        write_files(Path(f"{prefix}.{FILES_SUFFIX}"), {"tokenizer_config.json": config})
+    assert find_tokenizer_info(DataConfig(data_path=(prefix,)), None) == TokenizerInfo(HF, 257, 256, meant)

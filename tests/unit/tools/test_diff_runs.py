@@ -33,7 +33,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, flags in {
         "plain": f"{data}/x",
         "again": f"{data}/x --log-interval 2",
-        "short": f"{data}/x --exit-interval 4",
         "lr": f"{data}/x --lr 1.1e-2",
         "seed": f"{data}/x --seed 7",
         "twice": f"{data}/x --micro-batch-size 2",
@@ -61,7 +60,6 @@ def told(runs: Path, a: str, b: str, capsys: pytest.CaptureFixture[str], *flags:
         ("plain", "steps: equal to the bit up to step 6, in 6 log lines"),
         ("resumed", "steps: equal to the bit up to step 6, in 6 log lines"),
         ("again", "steps: equal to the bit up to step 6, in 3 log lines"),
-        ("short", "steps: equal to the bit up to step 4, in 4 log lines"),
     ],
 )
 def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str], other: str, steps: str) -> None:

@@ -15,17 +15,14 @@ from hypothesis import strategies as st
 from megatron.data import inspect
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import (
-    SAMPLE_TOKENS,
     ValueCounts,
     check_ids,
-    describe_position,
     document_bounds,
-    sample_documents,
     summarize,
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
-from tests.unit.data.pairs import NAMES, packed, write
+from tests.unit.data.pairs import packed, write
 from tools.inspect_dataset import main
 
 ROOT = Path(__file__).parents[3]
@@ -263,15 +260,6 @@ def test_a_summary_counts_documents_sequences_and_tokens(
     assert all(before[-1] == after[0] for before, after in zip(segments, segments[1:]))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(documents=DOCUMENTS)
-def test_every_token_has_a_place(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:
-    data = dataset(tmp_path_factory.mktemp("any"), documents)
-    lengths = [sum(map(len, document)) for document in documents]
-    expected = [f"token {token} of document {document}" for document, n in enumerate(lengths) for token in range(n)]
-    assert [describe_position(data, token) for token in range(data.num_tokens)] == expected
-
-
 # --- ids ---
 
 
@@ -301,38 +289,4 @@ def test_every_id_is_looked_at(
     assert sum(seen) == 4 * data.num_tokens
 
 
-@pytest.mark.parametrize("code", [1, 5, 8])
-def test_ids_of_every_type_are_looked_at(tmp_path: Path, code: int) -> None:
-    data = dataset(tmp_path, [[[0, 7, np.iinfo(NAMES[code]).max]]], code)
-    assert check_ids(data, 8, None).first_wrong == f"{np.iinfo(NAMES[code]).max} is token 2 of document 0"
-    assert check_ids(data, None, None).wrong == 0
-
-
 # --- samples ---
-
-
-def test_samples_lie_from_the_first_to_the_last_document(tmp_path: Path) -> None:
-    data = dataset(tmp_path, [[list(b"ab"), list(b"c")], [], [list(b"d") + [256]], [list(b"ef")], [list(b"xyz")]])
-    chosen = sample_documents(data, 3, ByteTokenizer())
-    assert [(s.document, s.tokens, s.ids, s.text) for s in chosen] == [
-        (0, 3, [97, 98, 99], "abc"),
-        (2, 2, [100, 256], "d<|endoftext|>"),
-        (4, 3, [120, 121, 122], "xyz"),
-    ]
-    assert [s.document for s in sample_documents(data, 99, None)] == [0, 1, 2, 3, 4]
-    assert [(s.tokens, s.ids, s.text) for s in sample_documents(data, 99, None)][1] == (0, [], None)
-    assert sample_documents(data, 0, None) == []
-    assert sample_documents(data, 1, None)[0].document == 0
-
-
-def test_a_long_sample_is_cut_and_a_strange_one_not_decoded(tmp_path: Path) -> None:
-    write(tmp_path / "x", [[97] * (SAMPLE_TOKENS + 1), [97, 257]])
-    long, strange = sample_documents(IndexedDataset(tmp_path / "x"), 2, ByteTokenizer())
-    assert (long.tokens, long.ids, long.text) == (SAMPLE_TOKENS + 1, [97] * SAMPLE_TOKENS, "a" * SAMPLE_TOKENS)
-    assert (strange.ids, strange.text) == ([97, 257], None)
-
-
-def test_numbers_that_are_no_ids_are_not_decoded(tmp_path: Path) -> None:
-    write(tmp_path / "x", [[97.0, 0.5]], np.float32)
-    (sample,) = sample_documents(IndexedDataset(tmp_path / "x", floats=True), 1, ByteTokenizer())
-    assert (sample.ids, sample.text) == ([97.0, 0.5], None)

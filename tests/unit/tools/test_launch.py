@@ -19,6 +19,8 @@ TINY = (
     "--preset tiny-llama --mock-data --vocab-size 64 --seq-length 16 --train-iters 2 --device cpu --params-dtype fp32"
 )
 LARGE = "--preset llama3-70b --mock-data --train-iters 1000"
+NAMED = f"{LARGE} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
+"""With a layout, so that none is searched for."""
 
 
 def written(capsys: pytest.CaptureFixture[str], cluster: Path, arguments: str) -> str:
@@ -49,7 +51,7 @@ def layout(script: str, ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("where", ["slurm --nodes 8", "ssh --hosts a,b,c,d,e,f,g,h", "local"])
 def test_shells_find_no_fault(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preset = LARGE if where != "local" else LARGE.replace("70b", "8b")
+    preset = NAMED if where != "local" else LARGE.replace("70b", "8b")
     script = written(capsys, tmp_path / "none", f"{where} {preset} --container it.sif")
     done = subprocess.run(
         ["shellcheck", "--exclude", "SC1091", "-"], input=script, capture_output=True, text=True, check=False
@@ -59,7 +61,7 @@ def test_shells_find_no_fault(where: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--partition gpu --account lab --time 12:00:00 --network ethernet --gpus-per-node 4"
-    script = written(capsys, tmp_path / "none", f"slurm --nodes 32 {flags} {LARGE}")
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 32 {flags} {NAMED}")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     words = " ".join(asked).split()
     assert {"--partition=gpu", "--account=lab", "--nodes=32", "--gpus-per-node=4", "--requeue"} <= {*words}
@@ -69,13 +71,13 @@ def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pyt
 
 
 def test_a_job_says_where_its_run_is_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"slurm --nodes 32 {LARGE} --save elsewhere --cluster {tmp_path / 'none'}"
+    arguments = f"slurm --nodes 32 {NAMED} --save elsewhere --cluster {tmp_path / 'none'}"
     assert launch.main(arguments.split()) == 2
     assert "RUN=FOLDER sbatch mine.sh" in capsys.readouterr().err
 
 
 def test_a_job_is_a_recipe_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {LARGE}")
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {NAMED}")
     done = run(script, tmp_path, {"DRY_RUN": "1"}, "--seed", "7")
     words = shlex.split(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -95,8 +97,7 @@ def test_the_chosen_layout_is_the_smallest_whose_state_fits(tmp_path: Path, caps
 
 
 def test_a_layout_that_is_named_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    named = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
-    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {LARGE} {named}")
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {NAMED}")
     assert script.count("--tensor-model-parallel-size") == 1
     assert layout(script, 64) == (4, 4)
 
@@ -130,13 +131,13 @@ def test_a_cluster_is_asked_for_once(
 ) -> None:
     path = tmp_path / "made" / "cluster.json"
     monkeypatch.setattr("sys.stdin", Terminal("lab\n\n\nib\nethernet\nmany\n4\n\n"))
-    first = written(capsys, path, f"slurm --nodes 16 {LARGE} --partition gpu")
+    first = written(capsys, path, f"slurm --nodes 16 {NAMED} --partition gpu")
     kept = json.loads(path.read_text())
     assert (kept["partition"], kept["account"], kept["network"], kept["gpus_per_node"]) == ("gpu", "lab", "ethernet", 4)
     assert "--account=lab" in first
     monkeypatch.setattr("sys.stdin", Terminal(""))
-    assert written(capsys, path, f"slurm --nodes 16 {LARGE}") == first
-    assert "--partition=other" in written(capsys, path, f"slurm --nodes 16 {LARGE} --partition other")
+    assert written(capsys, path, f"slurm --nodes 16 {NAMED}") == first
+    assert "--partition=other" in written(capsys, path, f"slurm --nodes 16 {NAMED} --partition other")
 
 
 def test_a_network_that_no_recipe_knows(capsys: pytest.CaptureFixture[str]) -> None:

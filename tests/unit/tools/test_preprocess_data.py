@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -27,10 +26,17 @@ from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerRecord, load_recorded_tokenizer, read_tokenizer_record
 from tests.processes import wait_until_gone
-from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, available_cores, main
+from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, main
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["first", "", "zwölf", "x" * 300]
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def command(*flags: str | Path) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, flags)]
 
 
 def run(folder: Path, *flags: str) -> int:
@@ -79,37 +85,29 @@ def test_ids_written_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "flags", "message"),
+    ("flags", "status", "message"),
     [
-        ('{"text": ', [], "c.jsonl:5 is not JSON"),
-        ("", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "c.jsonl:1: NullTokenizer reads ids 0..8"),
-        ("", ["--input", "nothing.jsonl"], "--input nothing.jsonl: there is no such file"),
+        (["--input", "bad.jsonl"], 1, "bad.jsonl:1 is not JSON"),
+        (["--input", "nothing.jsonl"], 1, "--input nothing.jsonl: there is no such file"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], 1, "c.jsonl:1: NullTokenizer reads ids 0..8"),
+        (["--tokenizer-type", "NullTokenizer"], 2, "needs --vocab-size"),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], 2, "there is no nowhere"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, flags: list[str], message: str
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    status: int,
+    message: str,
 ) -> None:
-    if line:
-        with corpus.open("a") as file:
-            file.write(line + "\n")
-    assert run(tmp_path, "--input", str(corpus), *flags) == 1
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    assert run(tmp_path, "--input", str(corpus), *flags) == status
     assert message in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
-        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "there is no nowhere"),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    assert run(tmp_path, "--input", str(corpus), *flags) == 2
-    assert message in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "c.jsonl"]
 
 
 # --- a tokenizer of Hugging Face ---
@@ -168,32 +166,24 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(
         f"{tmp_path}/out_title_document.bin is there already, and 2 more\n  fix: --overwrite | another --output-prefix"
     )
     assert printed in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    flags = ["--json-keys", "title", "--overwrite"]
+    assert run(tmp_path, "--input", str(corpus), str(tmp_path / "bad.jsonl"), *flags) == 1
     assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
-def test_a_failed_run_leaves_an_older_dataset_whole(corpus: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, "--input", str(corpus)) == 0
-    before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
+def test_it_runs_without_torch(tmp_path: Path) -> None:
+    """The whole process, whose exit status says what happened."""
     (tmp_path / "bad.jsonl").write_text("{\n")
-    assert run(tmp_path, "--input", str(corpus), str(tmp_path / "bad.jsonl"), "--overwrite") == 1
-    assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
-
-
-def test_it_starts_without_torch_and_exits_by_what_happened(tmp_path: Path) -> None:
-    """The real process: no traceback, exit status 1, and torch not imported on the way."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    command = [sys.executable, "-X", "importtime", str(ROOT / "tools" / "preprocess_data.py")]
-    command += ["--input", str(tmp_path / "bad.jsonl"), "--output-prefix", str(tmp_path / "o")]
-    done = subprocess.run(
-        [*command, "--tokenizer-type", "ByteTokenizer"], env=environment, capture_output=True, text=True, check=False
+    program = (
+        "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_module('tools.preprocess_data', {}, '__main__')"
     )
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    flags = ["--input", tmp_path / "bad.jsonl", "--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer"]
+    words = [sys.executable, "-c", program, *map(str, flags)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "bad.jsonl:1 is not JSON" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "megatron.data.indexed_writer" in imported
-    assert "torch" not in imported
 
 
 # --- Megatron-LM's flags ---
@@ -208,70 +198,34 @@ def test_flags_without_effect_are_taken_and_said(
     assert all(f"{flag} has no effect: " in printed for flag in IGNORED_FLAGS)
 
 
-@pytest.mark.parametrize("flag", ["--split-sentences", "--max-documents=5"])
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--split-sentences", "sentences are for BERT and T5"),
+        ("--max-documents=5", REFUSED_FLAGS["--max-documents"]),
+        ("--workers=0", "--workers is 0, must be at least 1"),
+    ],
+)
 def test_what_is_not_done_is_refused_by_name(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         run(tmp_path, "--input", str(corpus), flag)
     assert caught.value.code == 2
-    name = flag.split("=")[0]
-    assert f"preprocess_data: {name}: {REFUSED_FLAGS[name]}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("prefix", "why"), [("/proc/x", "No such file"), ("c.jsonl/x", "File exists|Not a directory")])
-def test_a_place_that_cannot_be_written_is_named(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str, why: str
-) -> None:
-    prefix = str(tmp_path / prefix)
-    flags = ["--input", str(corpus), "--tokenizer-type", "ByteTokenizer", "--output-prefix", prefix]
-    assert main(flags) == 1
-    printed = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
-    assert re.search(printed, capsys.readouterr().err)
-
-
-def test_a_number_of_workers_that_cannot_be(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--input", str(corpus), "--workers", "0")
-    assert "--workers is 0, must be at least 1" in capsys.readouterr().err
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
-
-
-def test_bad_lines_are_passed_over_if_asked_to(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with corpus.open("a") as file:
-        file.write('{"text": \n{"text": "last"}\n')
-    assert run(tmp_path, "--input", str(corpus), "--on-bad-line", "skip") == 0
-    out, err = capsys.readouterr()
-    assert f"passed over: {corpus}:5 is not JSON" in err
-    assert out.splitlines()[0] == "files: 1, documents: 5, empty texts: 1, passed over: 1"
-    assert documents(tmp_path / "out_text_document") == [*(list(t.encode()) for t in TEXTS), list(b"last")]
+    err = capsys.readouterr().err
+    assert err.startswith(f"preprocess_data: {flag.split('=')[0]}")
+    assert message in err
 
 
 # --- processes: how the command ends ---
 
 
-def command(*flags: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, flags)]
-
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-def start(folder: Path, corpus: Path, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, corpus: Path) -> subprocess.Popen[str]:
     """The command with two workers and work for half a minute."""
     flags = ["--input", corpus, "--output-prefix", folder / "out", "--workers", "2", "--log-interval", "1"]
-    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]
-    return subprocess.Popen(
-        command(*flags, *tokenizer),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-        preexec_fn=before,
-    )
+    words = command(*flags, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, **pipes, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
 @pytest.fixture(scope="module")
@@ -295,19 +249,14 @@ def wait_for_work(process: subprocess.Popen[str]) -> list[int]:
     raise AssertionError("the command ended too soon")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_all_its_processes_ends_it_with_a_sentence(
-    long_corpus: Path, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_signal_to_all_its_processes_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
     process = start(tmp_path, long_corpus)
     workers = wait_for_work(process)
     assert len(workers) == 2
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == status
-    assert (
-        err.splitlines()[-1] == f"preprocess_data: stopped by {number.name}; nothing was written under {tmp_path}/out"
-    )
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == f"preprocess_data: stopped by SIGINT; nothing was written under {tmp_path}/out"
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(workers)
@@ -330,6 +279,7 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
 
 
+@pytest.mark.slow  # starts the command four times
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, workers: str) -> None:
     tokenizer = huggingface.byte_tokenizer()
@@ -349,60 +299,40 @@ def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, 
         assert not list((tmp_path / "data").glob("*"))
 
 
-def test_a_worker_that_is_killed_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
-    process = start(tmp_path, long_corpus)
-    workers = wait_for_work(process)
-    os.kill(workers[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 1
-    assert (
-        "preprocess_data: a worker process was killed by SIGKILL; it may have run out of memory\n  fix: --workers 1"
-        in err
-    )
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
-    wait_until_gone(workers)
-
-
 def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
-    long_corpus: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = start(tmp_path / "data", long_corpus)
-    workers = wait_for_work(process)
-    process.kill()
-    process.communicate(timeout=20)
-    wait_until_gone(workers)
-    assert all(path.suffix == ".part" for path in (tmp_path / "data").iterdir())
-    assert run(tmp_path / "data", "--input", str(corpus)) == 0
-    assert "left by a run that was killed" in capsys.readouterr().err
-    names = {path.name for path in (tmp_path / "data").iterdir()}
-    assert names == {f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")}
-
-
-def test_workers_do_not_outlive_a_kill_even_in_a_long_document(tmp_path: Path) -> None:
-    """What they are at takes many seconds; they end within two."""
-    short, long = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    short.write_text('{"text": "1 2 3"}\n')
-    long.write_text(json.dumps({"text": "1 " * 20_000_000}))
-    process = start(tmp_path / "data", tmp_path)
+    """Workers that are in a long document end within two seconds."""
+    texts, data = tmp_path / "texts", tmp_path / "data"
+    texts.mkdir()
+    (texts / "a.jsonl").write_text('{"text": "1 2 3"}\n')
+    (texts / "b.jsonl").write_text(json.dumps({"text": "1 " * 20_000_000}))
+    process = start(data, texts)
     workers = wait_for_work(process)
     process.kill()
     wait_until_gone(workers, seconds=2)
     process.communicate(timeout=20)
+    assert {path.suffix for path in data.iterdir()} == {".part"}
+    assert run(data, "--input", str(corpus)) == 0
+    assert "left by a run that was killed" in capsys.readouterr().err
+    assert {path.name for path in data.iterdir()} == {
+        f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")
+    }
 
 
-def test_a_full_disk_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-
-    process = start(tmp_path, long_corpus, fill)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.splitlines()[-2:] == [
+def test_a_full_disk_ends_it_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.txt").write_text("x" * 1_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+        assert run(tmp_path, "--input", str(tmp_path / "c.txt")) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.splitlines()[-2:] == [
         f"preprocess_data: {tmp_path}/out cannot be written: File too large",
         "  fix: make room on that disk | another --output-prefix",
     ]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["c.txt"]
 
 
 # --- memory and time ---
@@ -428,6 +358,7 @@ def peak_memory(folder: Path, corpus: Path, workers: int) -> int:
     return 1024 * int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow  # 100 MB of text; test_workers.py has what is taken ahead, test_corpus.py what is held of a file
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     draw = Random(0)
     lines = b"".join(json.dumps({"text": f"{draw.getrandbits(4000):x}"}).encode() + b"\n" for _ in range(20_000))

@@ -40,7 +40,6 @@ from tools import preprocess_data
 from tools.lib import tokenizer_training
 from tools.lib.tokenizer_training import (
     MIN_BPE_SIZE,
-    MIN_SENTENCEPIECE_SIZE,
     sample_lines,
     save_tokenizer,
     train_bpe,
@@ -295,12 +294,6 @@ def test_properties_of_a_sentencepiece_model(model_type: str) -> None:
     lines = sum(line != "" for text in TEXT for line in text.split("\n"))
     assert trained.notes[0] == f"lines: {lines}, trained on all of them"
     assert train_sentencepiece(documents(TEXT), 360, model_type, 10**6).files == trained.files
-
-
-def test_frequent_words_become_pieces() -> None:
-    trained = train_sentencepiece(documents(["ab ab ab ab cd cd"] * 5), MIN_SENTENCEPIECE_SIZE + 20, "bpe", 10)
-    pieces = [piece.piece for piece in ModelProto.FromString(trained.files[SENTENCEPIECE_MODEL]).pieces]
-    assert pieces.index("\u2581ab") < pieces.index("\u2581cd")
 
 
 def test_a_sample_of_lines_is_uniform_and_in_order() -> None:
