@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -154,6 +155,13 @@ def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
     for pair in valid_pairs(FACTORS, lambda choice: True):
         ruled = {name for name, _ in pair} <= {*LAYOUT, *SHARING}
         assert (pair in together if ruled else valid(dict(pair))) == (pair in covered), sorted(pair)
+
+
+@pytest.mark.parametrize("page", ["architecture", "performance"])
+def test_the_pages_count_its_cases(page: str) -> None:
+    text = " ".join((product.FILE.parents[2] / "docs" / f"{page}.md").read_text().split())
+    pattern = rf"CI runs {len(MATRIX)} further (ones|cases) that cover every pair of {len(FACTORS)}"
+    assert re.search(pattern, text), pattern
 
 
 def pairs_that_fit() -> set[Pair]:

@@ -11,8 +11,6 @@ import pytest
 
 from megatron.arguments.cli import parse
 from tests.distributed import product
-from tests.distributed.grid import FACTORS, valid
-from tests.distributed.pairwise import covering
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -112,24 +110,6 @@ def test_flags_of_the_readme_exist() -> None:
     known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs" / "flags.md").read_text()))
     known |= set(re.findall(r"--[a-z0-9-]+", "".join(map(Path.read_text, sources))))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGES[0].read_text())) <= known | OF_OTHERS
-
-
-@pytest.mark.parametrize("page", ["architecture", "performance"])
-def test_the_layout_matrix_covers_the_factors_that_the_pages_say(page: str) -> None:
-    assert count_of_layouts(page, len(FACTORS)) > 0
-
-
-@pytest.mark.slow
-def test_the_layout_matrix_is_as_large_as_the_pages_say() -> None:
-    cases = len(covering(FACTORS, valid))
-    assert count_of_layouts("architecture", len(FACTORS)) == count_of_layouts("performance", len(FACTORS)) == cases
-
-
-def count_of_layouts(page: str, factors: int) -> int:
-    """Cases that a page says to cover every pair of so many factors."""
-    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
-    (count,) = re.findall(rf"CI runs (\d+) further (?:ones|cases) that cover every pair of {factors}", text)
-    return int(count)
 
 
 def test_the_table_of_layouts_is_that_of_the_log() -> None:

@@ -134,8 +134,10 @@ def test_compiled_proves_to_be_torch(operation: str, dtype: torch.dtype) -> None
     assert check_kernel(OPERATIONS[operation], getattr(compiled_kernels(), operation), CPU, dtype) is None
 
 
-def test_compiled_dropout_drops_the_same() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_dropout_drops_the_same(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """To the bit, for every key with one graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     ours = compiled(dropout)()
     x, samples = torch.ones(7, 2, 33), torch.tensor([5, 2**40 + 1])
     seen, before = [], graphs()

@@ -51,8 +51,7 @@ def waited(happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow  # a process; for shorter forms see tests/unit/checkpoint/test_fencing.py and test_saving.py
-@pytest.mark.parametrize("how", ["--async-save", ""])
+@pytest.mark.parametrize("how", ["--async-save", pytest.param("", marks=pytest.mark.slow)])
 def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     flags, hangs = f"--save {tmp_path}/saved --save-interval 2 {how}", tmp_path / "hangs"
     command = [sys.executable, "-c", HANGING, str(tmp_path), flags]
