@@ -32,7 +32,7 @@ KINDS = ("kill in a save", "agent lost, ranks frozen", "told to stop")
 
 
 @pytest.mark.parametrize(
-    ("setup", "faults"), [pytest.param(8, 2, id="1 rank"), pytest.param(0, 3, id="2 ranks", marks=pytest.mark.slow)]
+    ("setup", "faults"), [pytest.param(8, 1, id="1 rank"), pytest.param(0, 3, id="2 ranks", marks=pytest.mark.slow)]
 )
 def test_a_fault_of_each_kind(setup: int, faults: int, tmp_path: Path) -> None:
     kinds, count = KINDS[:faults], str(faults)
