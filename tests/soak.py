@@ -81,17 +81,18 @@ def places(jobs: int, with_slurm: bool) -> Iterator[tuple[Path, Cluster | None]]
         os._exit(128 + number)
 
     folder, cluster = Path(tempfile.mkdtemp(prefix="soak.")), None
-    os.environ["MINISLURM_MESSAGE_TIMEOUT"] = str(MESSAGE_TIMEOUT)
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if not with_slurm:
             yield folder, None
         else:
+            os.environ["MINISLURM_MESSAGE_TIMEOUT"] = str(MESSAGE_TIMEOUT)
             with slurm.running(NODES_OF_A_RUN * jobs, GPUS) as cluster:
                 yield folder, cluster
     finally:
         end(str(folder))
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -49,9 +50,6 @@ class Cluster:
             root: a folder that everybody can enter, with a short path; see ``minislurm.sh``.
             nodes: without the login node.
             gpus: of each node; they are none, but Slurm counts and deals them out.
-
-        Raises:
-            RuntimeError: with the words of ``minislurm.sh``, when it does not start.
         """
         self.root, self.submitted = root, dict[str, Path]()
         self._unplugged = set[str]()
@@ -77,19 +75,11 @@ class Cluster:
         return done.stdout
 
     def login(self, *words: str, environ: Mapping[str, str] | None = None, seconds: float = 120.0) -> str:
-        """What a command prints on the login node, in the folder of the repository.
-
-        Raises:
-            RuntimeError: when it fails.
-        """
+        """What a command prints on the login node, in the folder of the repository."""
         return self._do("login", *words, environ=environ, seconds=seconds)
 
     def on(self, node: str, *words: str) -> str:
-        """What a command prints inside a node.
-
-        Raises:
-            RuntimeError: when it fails.
-        """
+        """What a command prints inside a node."""
         return self._do("on", node, *words)
 
     def processes(self, node: str, pattern: str) -> list[int]:
@@ -159,7 +149,7 @@ class Cluster:
         """Wait until something holds.
 
         Args:
-            holds: asked five times a second.
+            holds: asked twice a second: a question to Slurm takes five processes.
             what: in words, for the complaint.
             job: a job that must not end before.
             seconds: of patience.
@@ -167,20 +157,19 @@ class Cluster:
         Raises:
             AssertionError: when it does not hold in time, or the job has ended without it.
         """
-        end = time.monotonic() + seconds
-        while not holds():
-            if job is not None and (state := self.job(job)["JobState"]) in ENDED and not holds():
-                raise AssertionError(f"job {job} ended as {state}; awaited: {what}")
-            if time.monotonic() > end:
+        began = time.monotonic()
+        for turn in itertools.count():
+            if holds():
+                return
+            ended = job is not None and turn % 4 == 3 and self.job(job)["JobState"] in ENDED
+            if ended and not holds():
+                raise AssertionError(f"job {job} ended; awaited: {what}")
+            if time.monotonic() > began + seconds:
                 raise AssertionError(f"not within {seconds:.0f} s: {what}")
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def wait(self, number: str, seconds: float = PATIENCE) -> dict[str, str]:
-        """Wait for the end of a job; returns what Slurm knows of it then.
-
-        Raises:
-            AssertionError: when it takes longer.
-        """
+        """Wait for the end of a job; returns what Slurm knows of it then."""
         self.until(lambda: self.job(number)["JobState"] in ENDED, f"the end of job {number}", seconds=seconds)
         return self.job(number)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
-from tests.slurm.training import LIGHT, SIX_RANKS, Training
+from tests.slurm.training import LARGE, SMALL, Shape, Training
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +21,17 @@ def the_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="session", params=[SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=str)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    """The size of the runs of a test."""
+    found: Shape = request.param
+    return found
+
+
 @pytest.fixture(scope="session")
-def undisturbed(the_cluster: Cluster) -> Training:
+def undisturbed(the_cluster: Cluster, shape: Shape) -> Training:
     """A run from its start to its end that nothing happened to, its ranks started by srun alone; it has ended."""
-    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=SIX_RANKS | {"LAUNCHER": "srun"})
+    training = Training.submit(the_cluster, "undisturbed", shape, launcher="srun")
     the_cluster.wait(training.job)
     return training
 

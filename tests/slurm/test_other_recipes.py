@@ -9,7 +9,7 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import STEPS, Training
+from tests.slurm.training import SMALL, Training
 
 
 @pytest.mark.slow  # a quarter of a minute of waiting for Slurm
@@ -29,12 +29,12 @@ def test_a_job_array_makes_the_parts_of_a_corpus_and_a_job_after_it_puts_them_to
     assert sorted(bytes(tokens[i][:-1].tolist()).decode() for i in range(len(tokens))) == sorted(texts.values())
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SMALL], indirect=True)
 def test_a_checkpoint_is_evaluated_in_another_layout_and_converted(undisturbed: Training, cluster: Cluster) -> None:
-    environ = {"SMALL": "1", "RUN": str(undisturbed.folder), "ITERS": "2"}
+    environ = {"SMALL": "1", "RUN": str(undisturbed.folder), "ITERS": "2", "RANKS_PER_NODE": "2", "LAUNCHER": "srun"}
     evaluation = cluster.sbatch("--nodes=1", "slurm/evaluate.sh", environ=environ)
-    conversion = cluster.sbatch("slurm/convert_to_hf.sh", environ=environ)
+    conversion = cluster.sbatch("slurm/convert_to_hf.sh", "--no-check", environ=environ)
     assert cluster.wait(evaluation)["JobState"] == "COMPLETED"
-    assert re.search(f"validation at {STEPS}: loss", cluster.log(evaluation))
+    assert re.search(f"validation at {SMALL.steps}: loss", cluster.log(evaluation))
     assert cluster.wait(conversion)["JobState"] == "COMPLETED"
     assert json.loads((undisturbed.folder / "hf" / "config.json").read_text())["n_layer"] == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,24 @@ from tests.slurm.cluster import Cluster
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
-STEPS = 24
-SIX_RANKS = {"STEPS": str(STEPS), "SAVE_EVERY": "2", "RANKS_PER_NODE": "2"}
-"""Settings of ``slurm/lib.sh`` for a short run with two ranks on each of its three nodes."""
 
-LIGHT = (
-    *("--num-layers", "4", "--global-batch-size", "12"),
-    *("--tensor-model-parallel-size", "1", "--no-sequence-parallel"),
-)
-"""Flags for PP2 x VPP2 x DP3, and for a step of less than a second on two cores."""
+@dataclass(frozen=True)
+class Shape:
+    """The size of a run: nodes of the job, ranks of each node, and steps."""
+
+    nodes: int
+    ranks: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks}"
+
+
+SMALL, LARGE = Shape(2, 1, 16), Shape(3, 2, 30)
+"""PP2 x VPP2, and in the large one x DP3 besides."""
+
+LIGHT = ("--num-layers", "4", "--tensor-model-parallel-size", "1", "--no-sequence-parallel")
+"""Flags that leave of the recipe's layout PP2 x VPP2, and take less than a second for a step on two cores."""
 
 SLOWED = ("--plugin", "tests.slurm.pace")
 
@@ -34,34 +43,40 @@ class Training:
         cluster: where it runs.
         job: its number.
         folder: the run's.
+        shape: its size.
     """
 
     cluster: Cluster
     job: str
     folder: Path
+    shape: Shape
 
     @classmethod
     def submit(
         cls,
         cluster: Cluster,
         name: str,
+        shape: Shape,
         *flags: str,
         sbatch: Sequence[str] = (),
-        environ: Mapping[str, str],
+        launcher: str = "torchrun",
     ) -> Training:
-        """Submit ``slurm/train_175b.sh`` with ``SMALL=1``, on three nodes.
+        """Submit ``slurm/train_175b.sh`` with ``SMALL=1``.
 
         Args:
             cluster: where.
-            name: of its run folder.
-            flags: of ``pretrain_gpt.py``, besides the recipe's.
+            name: of its run folder, to which its shape is added.
+            shape: its size.
+            flags: of ``pretrain_gpt.py``, besides the recipe's and :data:`LIGHT`.
             sbatch: its own flags, besides.
-            environ: what ``slurm/lib.sh`` reads, such as ``STEPS``.
+            launcher: of the ranks.
         """
-        folder = cluster.root / name
-        words = {"SMALL": "1", "RUN": str(folder), **environ}
-        job = cluster.sbatch("--nodes=3", *sbatch, "slurm/train_175b.sh", *flags, environ=words)
-        return cls(cluster, job, folder)
+        folder = cluster.root / f"{name}{shape}"
+        environ = {"SMALL": "1", "RUN": str(folder), "LAUNCHER": launcher}
+        environ |= {"STEPS": str(shape.steps), "SAVE_EVERY": "2", "RANKS_PER_NODE": str(shape.ranks)}
+        nodes, batch = f"--nodes={shape.nodes}", ("--global-batch-size", str(2 * shape.nodes * shape.ranks))
+        job = cluster.sbatch(nodes, *sbatch, "slurm/train_175b.sh", *LIGHT, *batch, *flags, environ=environ)
+        return cls(cluster, job, folder, shape)
 
     @property
     def checkpoints(self) -> Path:
@@ -70,7 +85,7 @@ class Training:
 
     def last(self) -> Path:
         """The checkpoint of the last step."""
-        return self.checkpoints / f"iter_{STEPS:07d}"
+        return self.checkpoints / f"iter_{self.shape.steps:07d}"
 
     def records(self) -> list[Record]:
         """The lines of metrics.jsonl that are whole: a killed process may have left a piece of one."""

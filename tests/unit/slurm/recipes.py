@@ -170,10 +170,3 @@ def layer_bytes(model: ModelConfig) -> int:
     if model.position_embedding_type == "rope":
         kept += query + key
     return 2 * kept + (12 * model.hidden_size if model.normalization == "RMSNorm" else 0)
-
-
-def exports() -> list[tuple[str, str]]:
-    """Every line of lib.sh that sets something of NCCL, gloo or CUDA, and the line before it."""
-    lines = (ROOT / "slurm" / "lib.sh").read_text().splitlines()
-    pattern = re.compile(r"^\s*export (NCCL|GLOO|CUDA|TORCH)_")
-    return [(line.strip(), lines[i - 1].strip()) for i, line in enumerate(lines) if pattern.match(line)]

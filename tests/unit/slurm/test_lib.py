@@ -34,6 +34,7 @@ STANDINS = {
 
 FINISH = 'touch "$RUN/finished.json"'
 UNTIL_STOPPED = 'until ls "$RUN"/slurm/stop.7.*; do sleep 1; done'
+IS_CANCELLED = 'echo COMPLETING >"$(dirname "$ALLOCATED")/state"'
 SAVE = 'at=$RUN/checkpoints/iter_$(printf %07d $(wc -l <"$CALLS")); mkdir -p "$at"; touch "$at/COMPLETE"'
 
 
@@ -119,18 +120,33 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-def test_the_marker_ends_it_whatever_srun_says(job: Job) -> None:
-    status, message = job.start(f"{FINISH}; exit 9")
-    assert status == 0
-    assert "slurm: finished" in message
-    assert job.calls("scontrol") == []
+@pytest.mark.parametrize(
+    ("case", "status", "says", "told"),
+    [
+        pytest.param(f"{FINISH}; exit 9", 0, "slurm: finished", [], id="the marker ends it whatever srun says"),
+        pytest.param(f"{SAVE}; exit 0", 0, "has not finished", ["requeue 7"], id="status 0 without it is no end"),
+        pytest.param('echo n1 n3 >"$ALLOCATED"; exit 1', 0, "queued again", ["requeue 7"], id="a node is lost"),
+        pytest.param(
+            'echo 7.1 >"$RUN/slurm/attempt.7"; exit 1', 1, "a later start of this job", [], id="runs elsewhere"
+        ),
+        # Slurm would do it: its signal to the script may come after the end of srun on other nodes.
+        pytest.param(f"{IS_CANCELLED}; exit 1", 143, "Slurm is ending it (COMPLETING)", [], id="is cancelled"),
+    ],
+)
+def test_what_becomes_of_a_start(job: Job, case: str, status: int, says: str, told: list[str]) -> None:
+    done, message = job.start(case)
+    assert done == status
+    assert says in message
+    assert job.calls("scontrol") == told, "and what sbatch --exclude has said is left alone"
+    assert len(job.calls("srun")) == 1, "agents start their ranks again themselves"
+    assert "--max-restarts=3" in job.calls("srun")[0]
 
 
-def test_status_0_without_the_marker_is_no_end(job: Job) -> None:
-    status, message = job.start(f"{SAVE}; exit 0")
-    assert status == 0
-    assert "has not finished" in message
-    assert job.calls("scontrol") == ["requeue 7"], "and what sbatch --exclude has said is left alone"
+def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
+    job.environ["DENIED"] = "1"
+    status, message = job.start("exit 1")
+    assert status == 1
+    assert "sbatch it" in message
 
 
 def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
@@ -158,13 +174,6 @@ def test_a_chain_without_progress_stops(job: Job) -> None:
 
 def test_a_chain_with_progress_goes_on(job: Job) -> None:
     assert [job.start(f"{SAVE}; exit 1", restart)[0] for restart in range(5)] == [0] * 5
-
-
-def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
-    job.environ["DENIED"] = "1"
-    status, message = job.start("exit 1")
-    assert status == 1
-    assert "sbatch it" in message
 
 
 def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
@@ -238,12 +247,6 @@ def test_ranks_of_srun_are_started_again_in_the_job(job: Job) -> None:
     assert len(job.calls("srun")) == 3
 
 
-def test_agents_start_their_ranks_again_themselves(job: Job) -> None:
-    job.start("exit 1")
-    assert len(job.calls("srun")) == 1
-    assert "--max-restarts=3" in job.calls("srun")[0]
-
-
 def test_a_job_that_lost_a_node_goes_on_with_whole_copies_of_the_model(job: Job) -> None:
     job.environ |= {"MIN_NODES": "1", "RANKS_PER_NODE": "2"}  # a copy has TP2 x PP2, two nodes
     job.environ["SLURM_JOB_NUM_NODES"] = "5"
@@ -252,27 +255,6 @@ def test_a_job_that_lost_a_node_goes_on_with_whole_copies_of_the_model(job: Job)
     assert job.start(lost)[0] == 0
     assert "--nodelist=n1,n3 " in job.calls("srun")[1]
     assert "--pad-global-batch" in job.calls("srun")[1]
-
-
-def test_a_job_that_lost_a_node_and_needs_it_is_queued_again(job: Job) -> None:
-    job.start('echo n1 n3 >"$ALLOCATED"; exit 1')
-    assert len(job.calls("srun")) == 1
-    assert "requeue 7" in job.calls("scontrol")
-
-
-def test_a_script_whose_job_runs_elsewhere_by_now_does_nothing(job: Job) -> None:
-    status, message = job.start('echo 7.1 >"$RUN/slurm/attempt.7"; exit 1')
-    assert status == 1
-    assert "a later start of this job has taken over" in message
-    assert job.calls("scontrol") == []
-
-
-def test_a_job_that_is_being_cancelled_is_not_queued_again(job: Job) -> None:
-    """Slurm would do it: its signal to the script may come after the end of srun on other nodes."""
-    status, message = job.start('echo COMPLETING >"$(dirname "$ALLOCATED")/state"; exit 1')
-    assert status == 143
-    assert "Slurm is ending it (COMPLETING)" in message
-    assert job.calls("scontrol") == []
 
 
 def test_starts_that_slurm_ends_do_not_count_as_stalled(job: Job) -> None:
