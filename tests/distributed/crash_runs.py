@@ -133,6 +133,7 @@ def _rank(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None)
     out = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not a test's own
     size = setup.node or setup.ranks
     place = {"RANK": rank, "WORLD_SIZE": setup.ranks, "LOCAL_RANK": rank % size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(value) for name, value in place.items()}

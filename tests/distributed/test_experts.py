@@ -44,14 +44,12 @@ def parallel(**sizes: int | bool) -> ParallelConfig:
 ONE_SAMPLE = TrainingConfig(micro_batch_size=1)
 CASES = {
     "dp4, ep4": Case(EXPERTS, parallel(ep=4), dp=4, steps=2),
-    "dp2, tp2, ep2": Case(EXPERTS, parallel(tp=2, sp=True, ep=2, etp=1), dp=2, steps=2),
     "dp2, tp2, ep2, etp2": Case(EXPERTS, parallel(tp=2, sp=True, ep=2, etp=2), dp=2, steps=2),
-    "pp2, tp2, etp2": Case(EXPERTS, parallel(pp=2, tp=2, sp=True, etp=2), training=ONE_SAMPLE, steps=2),
     "pp2, dp2, ep2, everything recomputed": Case(
         EXPERTS, parallel(pp=2, ep=2), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
-    "tp4, ep4, modules recomputed": Case(
-        EXPERTS, parallel(tp=4, sp=True, ep=4, etp=1), training=TrainingConfig(**RECOMPUTE["all modules"]), steps=2
+    "tp2, ep2, modules recomputed": Case(
+        EXPERTS, parallel(tp=2, sp=True, ep=2, etp=1), training=TrainingConfig(**RECOMPUTE["all modules"]), steps=2
     ),
 }
 
@@ -141,11 +139,11 @@ def all_the_same(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     return metrics.loss.item(), metrics.grad_norm.item()
 
 
-@pytest.mark.parametrize("name", ["dp4, ep4", "tp4, ep4, modules recomputed"])
+@pytest.mark.parametrize("name", ["dp4, ep4", "tp2, ep2, modules recomputed"])
 def test_ranks_without_tokens_keep_up(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(4, all_the_same, case, check_collectives=False)
-    assert ranks == [ranks[0]] * 4
+    ranks = pool.run(case.world_size, all_the_same, case, check_collectives=False)
+    assert ranks == [ranks[0]] * len(ranks)
     assert ranks[0] == pytest.approx(all_the_same(0, 1, case.twin()), rel=1e-10)
 
 

@@ -132,7 +132,6 @@ GQA = replace(
     window_size=5,
     untie_embeddings_and_output_weights=True,
 )
-MQA = replace(MODEL, num_query_groups=1, hidden_dropout=0.2, attention_dropout=0.2, position_embedding_type="rope")
 
 
 def parallel(tp: int, sequence: bool = False) -> ParallelConfig:
@@ -158,7 +157,7 @@ CASES = {
         steps=2,
     ),
     "tp2": Case(parallel=parallel(2), training=TrainingConfig(micro_batch_size=4), steps=2),
-    "tp4, kv copies": Case(GQA, parallel(4), documents=DOCUMENTS["attention"], steps=2),
+    "tp2, kv copies": Case(replace(GQA, num_query_groups=1), parallel(2), documents=DOCUMENTS["attention"], steps=2),
     "tp2, sequence, dp2, everything recomputed": Case(
         GQA, parallel(2, sequence=True), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
@@ -230,9 +229,8 @@ def every_copy() -> AbstractContextManager[Any]:
     return patch.object(ShardSpec, "owned", property(lambda spec: spec.pieces))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_copy_counted_twice_is_noticed(pool: Pool, layout: str) -> None:
-    case = CASES[layout]
+def test_a_copy_counted_twice_is_noticed(pool: Pool) -> None:
+    case = CASES["tp2"]
     got = pool.run(2, report, case, every_copy)[0][0]
     assert difference(got, report(0, 1, case.twin())[0], zeros=False) > 1e-3
 
@@ -248,8 +246,7 @@ def a_bad_query(rank: int, world_size: int, at: int) -> dict[str, float]:
     return vitals.report(metrics)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_nan_of_one_rank_is_not_lost(pool: Pool, at: int) -> None:
-    for record in pool.run(2, a_bad_query, at):
+def test_a_nan_of_one_rank_is_not_lost(pool: Pool) -> None:
+    for record in pool.run(2, a_bad_query, 1):
         assert record["health/attention-logit/layers.0"] == math.inf
         assert math.isfinite(record["health/attention-logit/layers.1"])

@@ -99,7 +99,9 @@ def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: in
     return ""
 
 
-@pytest.mark.parametrize(("failing", "call", "at"), [(1, "open", 1), (2, "mkdir", 0)])
+@pytest.mark.parametrize(
+    ("failing", "call", "at"), [(1, "open", 1), pytest.param(2, "mkdir", 0, marks=pytest.mark.slow)]
+)
 def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, failing: int, call: str, at: int) -> None:
     pool.run(WORLD, step, tmp_path, 1)
     (text,) = {*pool.run(WORLD, refused, tmp_path, failing, call, at)}

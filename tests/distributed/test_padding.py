@@ -22,7 +22,6 @@ CASES: dict[str, dict[str, Any]] = {
         "dp": 3, "samples": 8, "micro_batch": 2, "dropout": "hidden", "documents": "all", "recompute": "all modules",
     },
     "a rank that has nothing else": {"dp": 4, "samples": 2, "optimizer": "muon", "z_loss": 1e-2},
-    "several stages": {"pp": 2, "vpp": 2, "schedule": "interleaved", "dp": 3, "samples": 8, "layers": 3},
     "weights later": {"pp": 2, "schedule": "zb-h1", "dp": 2, "samples": 6, "micro_batch": 2, "zero": "2"},
     "experts": {
         "tp": "2sp", "dp": 3, "samples": 8, "micro_batch": 2, "experts": "balanced", "ep": 2, "etp": 1, "biases": "no",

@@ -85,7 +85,12 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
+SHORT = ("PP 2 (1f1b) x DP 1 x TP 1", "PP 2 x VPP 2 (zb-v) x DP 2 x TP 1")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in PIPELINES]
+)
 def test_pipelines(pool: Pool, capsys: pytest.CaptureFixture[str], layout: str) -> None:
     ranks = "2" if layout.endswith("(1f1b) x DP 1 x TP 1") else "4"
     flags = ["--preset", "tiny-llama", "--world-size", ranks, "--steps", "1", "--shrink", *PIPELINES[layout].split()]
@@ -178,6 +183,7 @@ def test_a_short_pipeline_keeps_its_stages(flags: str, shrunk: str) -> None:
     assert note.startswith(f"shrunk: {shrunk}")
 
 
+@pytest.mark.slow
 def test_as_a_person_runs_it() -> None:
     command = [sys.executable, "tools/verify_parallel.py", *FLAGS, "--steps", "1"]
     done = subprocess.run(

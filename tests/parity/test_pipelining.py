@@ -186,7 +186,10 @@ def compared(rank: int, world_size: int, name: str, folder: Path) -> Found:
     return Found(theirs, in_our_order, ours(trainer, batches, program), order)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+SHORT = {"Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in SCHEDULES])
 def test_gradients_are_those_of_stock_pytorch(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 2 if name in ("ScheduleGPipe", "ScheduleInterleaved1F1B") else 4
     results = pool.run(ranks, compared, name, tmp_path, check_collectives=False)

@@ -166,7 +166,6 @@ TWO = {"data_parallel_sharding_strategy": "optim_grads", "overlap_param_gather":
 TWICE = {"num_distributed_optimizer_instances": 2}
 
 BESIDE: dict[str, tuple[tuple[Case, ...], int | None]] = {
-    "DDP on two": ((case_of(2), case_of(2, **ONE), case_of(2, **TWO)), None),
     "DDP on three": ((case_of(3), case_of(3, **ONE), case_of(3, **TWO)), None),
     "FSDP2 on two": ((case_of(2, **ONE), case_of(2, **TWO)), 1),
     "FSDP2 on three": ((case_of(3, **ONE), case_of(3, **TWO)), 1),
@@ -177,7 +176,10 @@ BESIDE: dict[str, tuple[tuple[Case, ...], int | None]] = {
 TOLERANCE = 1e-11
 
 
-@pytest.mark.parametrize("name", BESIDE)
+LONG = {"FSDP2 on three", "FSDP2 on four, two copies"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in BESIDE])
 def test_trains_like_what_pytorch_has(pool: Pool, name: str) -> None:
     cases, instances = BESIDE[name]
     for errors in pool.run(cases[0].world_size, run_beside, cases, instances, timeout=60.0, check_collectives=False):
