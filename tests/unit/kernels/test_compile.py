@@ -172,6 +172,7 @@ def peak(kernel: CrossEntropyKernel) -> float:
     return most / (tokens * rows)
 
 
+@pytest.mark.slow  # a cold compilation takes 20 s
 def test_the_compiled_loss_stores_logits_once_and_in_the_format_of_the_product() -> None:
     """Eager holds them in fp32 beside that, and then the gradient."""
     assert peak(EAGER_CROSS_ENTROPY) >= 6.0
