@@ -121,6 +121,16 @@ def test_samples_come_from_their_datasets() -> None:
             dataset[i]
 
 
+def test_source_usage_count_each_source() -> None:
+    dataset, parts = blended([0.7, 0.3], 50)
+    one, other = dataset.source_usage(10)
+    assert (one.tokens, other.tokens) == (7 * 16, 3 * 16)
+    assert (one.source, one.once) == (parts[0].source, parts[0].tokens)
+    assert (one.epochs, other.epochs) == (7 * 16 / one.once, 3 * 16 / other.once)
+    lines = dataset.describe(160).splitlines()
+    assert lines == [part.describe(n * 16) for part, n in zip(parts, (7, 3))]
+
+
 def test_identities_tell_samples_and_datasets_apart() -> None:
     dataset, _ = blended([0.7, 0.3], 500)
     places = np.arange(500)
@@ -183,3 +193,17 @@ def test_it_is_its_segments_one_after_another(make: type[Dataset], counts: list[
     assert chain.seq_length == 32
     assert segments_of(chain) == tuple(segments)
     assert segments_of(segments[0]) == (segments[0],)
+
+
+@pytest.mark.parametrize("make", [alone, two_files])
+def test_source_usage_add_up_over_segments(make: type[Dataset]) -> None:
+    segments = [make(100, 7), make(50, 8)]
+    chain, first = ConcatDataset(segments), len(segments[0])
+    for samples in (0, 1, first - 1, first, first + 1, len(chain)):
+        before, after = min(samples, first), max(0, samples - first)
+        pairs = zip(segments[0].source_usage(before), segments[1].source_usage(after))
+        expected = tuple(one._replace(tokens=one.tokens + other.tokens) for one, other in pairs)
+        assert chain.source_usage(samples) == expected
+        assert sum(reading.tokens for reading in expected) == samples * 32
+    assert chain.describe(64) == segments[0].describe(64)
+    assert len(chain.describe(64).splitlines()) == len(segments[0].source_usage(0))

@@ -68,7 +68,7 @@ def ids(dataset: Dataset) -> list[list[int]]:
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sources=st.lists(st.tuples(LENGTHS, st.sampled_from([0.1, 0.3, 1.0, 1.0, 7.0])), min_size=1, max_size=5),
     weighted=st.booleans(),
@@ -132,7 +132,7 @@ def expected_segments(
     return read
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     sources=st.lists(st.tuples(LENGTHS, st.sampled_from([0.1, 1.0, 1.0, 7.0])), min_size=1, max_size=4),
     weighted=st.booleans(),

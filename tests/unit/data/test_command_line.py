@@ -9,9 +9,12 @@ import signal
 import pytest
 
 from megatron.data.errors import (
+    DataError,
     StoppedError,
+    StopSignal,
     ToolParser,
     disk_error,
+    run_tool,
     stop_on_signals,
 )
 
@@ -39,6 +42,13 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", BOTH)
+def test_at_first_a_signal_raises_at_once(number: signal.Signals) -> None:
+    with pytest.raises(StoppedError, match=number.name) as caught, stop_on_signals():
+        send(number)
+    assert caught.value.status == 128 + number
+
+
+@pytest.mark.parametrize("number", BOTH)
 def test_later_it_waits_for_a_check(number: signal.Signals) -> None:
     before = [signal.getsignal(one) for one in BOTH]
     with stop_on_signals() as stop:
@@ -49,6 +59,24 @@ def test_later_it_waits_for_a_check(number: signal.Signals) -> None:
         with pytest.raises(StoppedError, match=number.name):
             stop.check()
     assert [signal.getsignal(one) for one in BOTH] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (DataError("it is wrong", "mend it"), 1, "x: it is wrong\n  fix: mend it\n"),
+        (OSError(errno.EIO, "W", "in"), 1, "x: in cannot be read: W\n"),
+        (StoppedError(signal.SIGINT), 130, "x: stopped by SIGINT; nothing was written under d/out\n"),
+    ],
+)
+def test_errors_become_a_message_and_a_status(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(stop: StopSignal) -> None:
+        raise error
+
+    assert run_tool(ToolParser("x.py", "", ""), fail, "d/out", "--output") == status
+    assert capsys.readouterr().err == line
 
 
 def test_unknown_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

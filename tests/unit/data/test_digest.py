@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import DataConfig, TrainingConfig
-from megatron.data.dataset import sample_digest, splitmix64
+from megatron.data.dataset import DIGEST_BLOCK, sample_digest, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS, IndexedDataset
@@ -104,6 +104,12 @@ def test_parts_add_up_whoever_reads_them(files: DataConfig, mock: bool) -> None:
     assert (source.digest("train", 8, 9) + source.digest("train", 9, 32)) % 2**64 == whole
 
 
+def test_blocks_change_nothing() -> None:
+    source = build(MOCK, train_iters=DIGEST_BLOCK // 4)
+    places = range(3, DIGEST_BLOCK + 77)
+    assert source.digest("train", places.start, places.stop) == source.digest_places("train", [places])
+
+
 # --- what changes it ---
 
 
@@ -159,6 +165,17 @@ def test_every_byte_of_a_small_file_counts(files: DataConfig, tmp_path: Path) ->
         assert IndexedDataset(tmp_path / "x").fingerprint != before
     path.write_bytes(content)
     assert IndexedDataset(tmp_path / "x").fingerprint == before
+
+
+def test_boundaries_of_sequences_count(tmp_path: Path) -> None:
+    """The same ids, cut elsewhere."""
+    marks = set()
+    for lengths in ([10, 20], [20, 10]):
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+            for length in lengths:
+                writer.add_document(np.ones(length, dtype=np.uint16))
+        marks.add(IndexedDataset(tmp_path / "x").fingerprint)
+    assert len(marks) == 2
 
 
 def test_of_a_large_file_first_and_last_bytes_and_documents_count(tmp_path: Path) -> None:

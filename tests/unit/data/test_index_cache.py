@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -111,6 +112,20 @@ def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
     assert "describes other tables" in cache.notes[0]
 
 
+def test_what_is_mapped_is_the_file_that_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = fill(tmp_path)
+    proving = hashlib.file_digest
+
+    def replaced(file: Any, *args: Any) -> Any:
+        found = proving(file, *args)
+        np.save(tmp_path / "other.npy", np.zeros(1000, dtype=np.uint32))
+        os.replace(tmp_path / "other.npy", entry / "a.npy")
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", replaced)
+    assert same({"a": IndexCache(tmp_path).tables("order", FACTS, refuse)["a"]}, {"a": example()["a"]})
+
+
 @pytest.mark.parametrize("table", [np.arange(6).reshape(2, 3).T, np.array([[7]], dtype=">i2")])
 def test_tables_of_every_layout_are_mapped(tmp_path: Path, table: NDArray[Any]) -> None:
     found = IndexCache(tmp_path).tables("order", FACTS, lambda: {"c": table})["c"]
@@ -164,6 +179,18 @@ def test_a_folder_that_cannot_be_written(
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing half-written is left"
     monkeypatch.undo()
     assert is_mapped(IndexCache(tmp_path).tables("order", FACTS, example)["a"])
+
+
+def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cache = IndexCache(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        assert same(cache.tables("order", FACTS, example), example())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert cache.notes == [f"{tmp_path} cannot be used (File too large): tables are built in memory"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_could_not_be_written_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +268,15 @@ def test_without_locks_everyone_builds_and_the_first_is_kept(tmp_path: Path, mon
 # --- several processes ---
 
 
-def ask(folder: Path, log: Path, seconds: float, patience: float = 30.0) -> None:
-    """Ask for the example; building takes ``seconds``; ``log`` gets begin and result."""
+def ask(folder: Path, log: Path, seconds: float, patience: float = 30.0, release: Path | None = None) -> None:
+    """Ask for the example; building takes ``seconds``, or until ``release`` exists; ``log`` gets begin and result."""
     cache_module.WAIT_MESSAGE_SECONDS = patience
 
     def build() -> Tables:
         note(log, "begin")
         time.sleep(seconds)
+        while release is not None and not release.exists():
+            time.sleep(0.01)
         return example()
 
     cache = IndexCache(folder)
@@ -275,16 +304,14 @@ def wait_for(log: Path, line: str, times: int = 1) -> None:
 
 def test_of_many_processes_one_builds(tmp_path: Path) -> None:
     folder, log = tmp_path / "folder", tmp_path / "log"
-    processes = [start(folder, log, 0.5) for _ in range(3)]
+    processes = [start(folder, log, 0.5) for _ in range(5)]
     for process in processes:
         process.join(60)
-    assert sorted(log.read_text().split("\n")[:-1]) == ["True True 0"] * 3 + ["begin"]
+    assert sorted(log.read_text().split("\n")[:-1]) == ["True True 0"] * 5 + ["begin"]
     assert not list(folder.glob(f"*{BUILDING}"))
 
 
-def test_others_wait_and_take_over_from_a_killed_process_and_clean_up(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_others_take_over_from_a_killed_process_and_clean_up(tmp_path: Path) -> None:
     folder, log, second = tmp_path / "folder", tmp_path / "log", tmp_path / "second"
     first = start(folder, log, 1000.0)
     wait_for(log, "begin")
@@ -293,11 +320,7 @@ def test_others_wait_and_take_over_from_a_killed_process_and_clean_up(
     half.mkdir()
     (half / "a.npy").write_bytes(b"half")
     waiting = start(folder, second, 0.0, 0.2)
-    text, end = "", time.monotonic() + 60
-    while f"for another process to build {folder}/order-" not in text:
-        assert time.monotonic() < end
-        text += capfd.readouterr().err
-        time.sleep(0.01)
+    time.sleep(1.0)
     assert not second.exists(), "it waits for its turn"
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
@@ -305,6 +328,21 @@ def test_others_wait_and_take_over_from_a_killed_process_and_clean_up(
     first.join(30)
     assert second.read_text().split("\n")[:-1] == ["begin", "True True 0"]
     assert sorted(path.name for path in folder.iterdir()) == [entry.name, f"{entry.name}.lock"]
+
+
+def test_waiting_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, log, second = tmp_path / "folder", tmp_path / "log", tmp_path / "second"
+    release, text, end = tmp_path / "release", "", time.monotonic() + 60
+    first = start(folder, log, 0.0, 30.0, release)
+    wait_for(log, "begin")
+    waiting = start(folder, second, 0.0, 0.3)
+    while f"for another process to build {folder}/order-" not in text:
+        assert time.monotonic() < end
+        text += capfd.readouterr().err
+    release.touch()
+    waiting.join(30)
+    first.join(30)
+    assert second.read_text() == "True True 0\n"
 
 
 def ask_in_vain(folder: Path, log: Path, processes: int) -> None:
@@ -325,12 +363,12 @@ def ask_in_vain(folder: Path, log: Path, processes: int) -> None:
 
 def test_all_who_wait_for_a_process_that_cannot_publish_build_at_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "folder", tmp_path / "log"
-    processes = [SPAWN.Process(target=ask_in_vain, args=(folder, log, 3)) for _ in range(3)]
+    processes = [SPAWN.Process(target=ask_in_vain, args=(folder, log, 5)) for _ in range(5)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     printed = [line for line in log.read_text().splitlines() if "True" in line]
-    assert len(printed) == 3
+    assert len(printed) == 5
     reasons = {"File too large", "another process could not write to it"}
     assert {*printed} == {f"True False: {reason}): tables are built in memory" for reason in reasons}

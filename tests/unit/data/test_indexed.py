@@ -7,6 +7,7 @@ import resource
 import struct
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,18 @@ def test_a_damaged_field_is_named(small: Path, field: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000  # bytes: nothing is made as large as a header says
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(at=st.integers(0, 141), data=st.binary(min_size=1, max_size=12))
+def test_any_bytes_in_an_index_are_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, at: int, data: bytes
+) -> None:
+    small = write(tmp_path_factory.mktemp("any") / "small", [list(range(n)) for n in (2, 3, 4, 5, 6)])
+    corrupt(small, ".idx", at, data)
+    with suppress(DataError):
+        read = IndexedDataset(small, floats=True)
+        assert sum(len(read[i]) for i in range(len(read))) == read.num_tokens
 
 
 def test_damage_far_into_a_large_index_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

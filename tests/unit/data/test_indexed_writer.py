@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_id_type_of_a_vocabulary(vocab: int, name: str) -> None:
 # --- what is refused ---
 
 
-@pytest.mark.parametrize("ids", [[-1, 5], [0.5]])
+@pytest.mark.parametrize("ids", [[0, 65536], [-1, 5], [0.5]])
 def test_ids_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, ids: list[float]) -> None:
     with pytest.raises(DataError, match="does not fit uint16"):
         write(tmp_path / "x", [[1, 2], ids])
@@ -138,15 +139,41 @@ def test_a_pair_that_changes_while_it_is_copied_is_refused(small: Path, tmp_path
 # --- whole or absent ---
 
 
-def test_what_a_killed_writer_leaves_can_be_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left = [tmp_path / f"x.{suffix}.{ended.pid}.part" for suffix in ("bin", "idx")]
-    for path in left:
-        path.touch()
+def test_an_interrupted_writer_leaves_the_old_pair_alone(small: Path) -> None:
+    before = content(small.parent)
+
+    def interrupted() -> Iterator[list[int]]:
+        yield [9, 9, 9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(small, interrupted())
+    assert content(small.parent) == before
+
+
+def killed(prefix: Path) -> None:
+    """Write ``prefix`` in a process that is killed before it is whole."""
+    script = (
+        "import os, signal, sys\n"
+        "from megatron.data.indexed_writer import IndexedDatasetWriter\n"
+        "with IndexedDatasetWriter(sys.argv[1], 'u2') as writer:\n"
+        "    writer.add_document(range(1000))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(prefix)], cwd=Path(__file__).parents[3], check=False)
+
+
+def test_a_killed_writer_leaves_no_pair_and_what_it_leaves_can_be_removed(tmp_path: Path) -> None:
+    killed(tmp_path / "x")
+    (left,) = tmp_path.iterdir()
+    assert left.name.split(".")[1::2] == ["bin", "part"]
+    with pytest.raises(DataError, match="No such file"):
+        IndexedDataset(tmp_path / "x")
+    process = left.name.split(".")[-2]
+    (tmp_path / f"x.idx.{process}.part").touch()
     assert remove_unfinished_files(tmp_path / "other") == []
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        assert sorted(remove_unfinished_files(tmp_path / "x")) == left
+        assert sorted(remove_unfinished_files(tmp_path / "x")) == [left, tmp_path / f"x.idx.{process}.part"]
         writer.add_document([7])
         assert remove_unfinished_files(tmp_path / "x") == []
     assert IndexedDataset(tmp_path / "x").num_tokens == 1

@@ -192,6 +192,15 @@ def test_summary_counts_epochs() -> None:
     assert train == "train      400 samples, 12,800 generated tokens over 256 ids"
 
 
+@pytest.mark.parametrize(("epochs", "told"), [(4, []), (5, ["5.0 times"])])
+def test_many_epochs_are_told(tmp_path: Path, epochs: int, told: list[str]) -> None:
+    data = write(tmp_path / "x", [[1] * 32] * 8)
+    training = replace(TRAINING, global_batch_size=8, train_iters=epochs, eval_iters=0)
+    notes = build_data(data, training, 1000, 1).summary()[1:]
+    assert len(notes) == len(told)
+    assert all(note.startswith("note       training reads") and words in note for note, words in zip(notes, told))
+
+
 # --- a run that goes on ---
 
 
@@ -221,11 +230,11 @@ def test_segments_are_frozen_in_their_turn() -> None:
     """As read back from JSON, twice extended; the third run reads what the second did."""
     segments = {"train": [40, 8], "valid": [24]}
     for data in (FILES, MOCK):
-        second = build_data(data, replace(TRAINING, train_iters=100), 1000, 1, segments=segments)
-        third = build_data(data, replace(TRAINING, train_iters=300), 1000, 1, segments=second.segments)
+        second = build_data(data, replace(TRAINING, train_iters=300), 1000, 1, segments=segments)
+        third = build_data(data, replace(TRAINING, train_iters=900), 1000, 1, segments=second.segments)
         assert second.segments["train"][:2] == (40, 8)
         assert third.segments["train"][:3] == second.segments["train"]
-        assert read(third, range(800)) == read(second, range(800))
+        assert read(third, range(2400)) == read(second, range(2400))
 
 
 def test_evaluation_reads_the_same_after_an_extension() -> None:

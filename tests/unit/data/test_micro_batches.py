@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset
-from megatron.data.loader import MaskBuilder, rank_micro_batches
+from megatron.data.loader import MaskBuilder, document_boundaries, rank_micro_batches
 
 
 def sequential(total: int, consumed: int, micro: int, rank: int, size: int) -> list[list[int]]:
@@ -39,10 +39,27 @@ def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int
     assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
 
 
+@settings(max_examples=50, deadline=None)
+@given(SHAPE)
+def test_steps_follow_each_other_as_one_stream(shape: tuple[int, int, int, int]) -> None:
+    """Two steps are the two halves of one twice as large: a batch ramp moves no sample."""
+    consumed, micro, size, groups = shape
+    batch = micro * size * groups
+    for rank in range(size):
+        halves = [rank_micro_batches(at, batch, micro, rank, size) for at in (consumed, consumed + batch)]
+        assert halves[0] + halves[1] == rank_micro_batches(consumed, 2 * batch, micro, rank, size)
+
+
 @pytest.mark.parametrize("batch", [7, 5, 0, -6])
 def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match=f"{batch} is not a multiple of micro-batch 2 x DP 3 = 6"):
         rank_micro_batches(0, batch, 2, 0, 3)
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} of 3"):
+        rank_micro_batches(0, 6, 2, rank, 3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -111,10 +128,40 @@ def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilde
         assert hidden == wanted["hidden"]
 
 
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
+    with pytest.raises(ValueError, match="end-of-document id"):
+        MaskBuilder(**{flag: True})
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_boundaries_are_where_documents_begin(rows: list[list[int]]) -> None:
+    flat = [(row, id) for row, ids in enumerate(rows) for id in ids]
+    begins = [i for i in range(len(flat)) if i == 0 or flat[i] != flat[i - 1]]
+    found = document_boundaries(np.array(rows))
+    assert (found.tolist(), found.dtype) == ([*begins, len(flat)], np.int32)
+
+
 def ids(dataset: MockDataset, i: int) -> list[int]:
     tokens, labels = dataset[i]
     assert tokens[1:].tolist() == labels[:-1].tolist()
     return [*tokens.tolist(), int(labels[-1])]
+
+
+def test_a_sample_depends_on_its_key_only() -> None:
+    first, again = MockDataset(1000, 64, 50, 7), MockDataset(1000, 64, 9999, 7)
+    assert ids(first, 49) == ids(again, 49)
+    assert len(ids(first, 0)) == 65
+    assert first[0].tokens.dtype == np.int64
+
+
+def test_a_later_part_of_a_stream() -> None:
+    whole, rest = MockDataset(1000, 64, 50, 7, 1), MockDataset(1000, 64, 10, 7, 1, first=40)
+    assert [ids(rest, i) for i in range(10)] == [ids(whole, 40 + i) for i in range(10)]
+    assert rest.sample_hashes(np.arange(10)).tolist() == list(range(40, 50))
+    assert rest.fingerprint == whole.fingerprint
+    assert rest.seq_length == 64
 
 
 def test_index_seed_and_stream_change_the_sample() -> None:

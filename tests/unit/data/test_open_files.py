@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
@@ -13,12 +15,12 @@ from tests.unit.data.pairs import write
 
 ROOT = Path(__file__).parents[3]
 SOURCES = 40
-PROGRAM = """
+OPENED = """
 import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 from tests.unit.data.test_open_files import notes
-for limits in ((50, 1024), (50, 150)):
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    print(notes(sys.argv[1]), resource.getrlimit(resource.RLIMIT_NOFILE))
+print(notes(sys.argv[3]))
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
@@ -33,13 +35,26 @@ def notes(folder: str) -> list[str]:
         return [str(error)]
 
 
-def test_what_the_system_allows_is_asked_for_and_otherwise_the_remedy_is_told(tmp_path: Path) -> None:
+def told(folder: Path, soft: int, hard: int) -> list[str]:
+    """What a process says that may have ``soft`` files open, and ask for ``hard``; and what it may have then."""
+    command = [sys.executable, "-c", OPENED, str(soft), str(hard), str(folder)]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     for number in range(SOURCES):
         write(tmp_path / str(number), [[number] * 9] * 4)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    enough, too_few = done.stdout.splitlines()
-    assert enough == "[] (1024, 1024)"
-    assert "Too many open files" in too_few
-    assert "ulimit -n 65536" in too_few
-    assert too_few.endswith("(150, 150)")
+    return tmp_path
+
+
+def test_what_the_system_allows_is_asked_for(folder: Path) -> None:
+    assert told(folder, 50, 1024) == ["[]", "(1024, 1024)"]
+
+
+def test_where_that_does_not_do_the_remedy_is_told(folder: Path) -> None:
+    (message, limits) = told(folder, 50, 150)
+    assert "Too many open files" in message
+    assert "ulimit -n 65536" in message
+    assert limits == "(150, 150)"

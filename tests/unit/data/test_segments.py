@@ -138,6 +138,19 @@ def test_several_validation_sets_each_get_all_samples(corpora: dict[str, str], n
         cut.rank_places("valid", 0, 8, 0, 1)
 
 
+def test_files_are_opened_once(corpora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def opening(prefix: str) -> IndexedDataset:
+        opened.append(prefix)
+        return IndexedDataset(prefix)
+
+    monkeypatch.setattr("megatron.data.build.IndexedDataset", opening)
+    wiki, code, _ = corpora.values()
+    build(DataConfig(data_path=("1", wiki, "1", code, "2", wiki), split="8,1,1"))
+    assert sorted(opened) == sorted([wiki, code])
+
+
 def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:
     wiki, code, _ = corpora.values()
     source = build(DataConfig(data_path=("3", wiki, "7", code), split="8,1,1", eod_id=3, eod_mask_loss=True))
@@ -162,6 +175,19 @@ def test_the_summary_of_many_sources_is_short(corpora: dict[str, str]) -> None:
 
 
 # --- splits that round to nothing ---
+
+
+@pytest.mark.parametrize("blend", [True, False])
+def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str, str], blend: bool) -> None:
+    wiki, _, tiny = corpora.values()
+    data = DataConfig(data_path=("1", wiki, "1", tiny) if blend else (tiny,), split="48,1,1")
+    with pytest.raises(DataError) as printed:
+        build(data)
+    assert str(printed.value) == (
+        f"the validation data of {tiny} have 0 tokens (0 of its 5 sequences with --split '48,1,1'), "
+        "too few for one sample of 17 tokens, but 8 samples are needed\n  fix: --split 3,1,1"
+    )
+    assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
 
 
 def test_test_data_that_nobody_asked_for_may_be_missing(corpora: dict[str, str]) -> None:

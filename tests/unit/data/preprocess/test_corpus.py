@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,12 +25,16 @@ from megatron.data.preprocess import corpus
 from megatron.data.preprocess.corpus import (
     COMPRESSION_SUFFIXES,
     BadDocumentError,
+    Block,
     DamagedStreamError,
+    FileBlock,
+    LineBlock,
     decompress,
     find_text_files,
     parse_line,
     parse_valid_lines,
     read_documents,
+    split_into_blocks,
     split_lines,
     split_lines_file,
 )
@@ -83,6 +88,13 @@ def test_files_and_patterns_keep_their_order(tree: Path) -> None:
 def test_an_input_without_files_is_refused(tree: Path, name: str, message: str) -> None:
     with pytest.raises(DataError, match=f"--input .*{name}: {message}"):
         find_text_files([str(tree / "b.py"), str(tree / name)], (".md",), ())
+
+
+def test_a_file_without_a_document_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n \n")
+    with pytest.raises(DataError, match=r"x\.jsonl has no documents\n  fix: .*--exclude x\.jsonl"):
+        list(read_documents([path], ["text"]))
 
 
 @pytest.mark.parametrize(
@@ -174,11 +186,38 @@ def test_blocks_are_the_file(content: bytes, block_bytes: int, suffix: str) -> N
         assert all(part.count(b"\n", block_bytes - 1, -1) == 0 for part in read)
 
 
+def test_a_long_line_is_not_read_whole_in_search_of_its_end(tmp_path: Path) -> None:
+    file, size = tmp_path / "x.jsonl", 8 << 20
+    with file.open("wb") as stream:
+        stream.truncate(size)
+        stream.seek(size - 3)
+        stream.write(b"\na\n")
+    tracemalloc.start()
+    try:
+        blocks = list(split_lines_file(file, 10))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert [block.content for block in blocks] == [range(size - 2), range(size - 2, size)]
+
+
 def write(folder: Path, **files: bytes) -> list[Path]:
     paths = [folder / name.replace("_", ".") for name in files]
     for path, content in zip(paths, files.values()):
         path.write_bytes(content)
     return paths
+
+
+def test_small_texts_share_a_block_and_the_order_is_kept(tmp_path: Path) -> None:
+    files = write(tmp_path, a_txt=b"a" * 6, b_txt=b"b" * 6, c_txt=b"c", d_jsonl=b"{}\n", e_txt=b"e", f_md=b"f" * 99)
+    blocks: list[Block] = list(split_into_blocks(files, 10))
+    a, b, c, d, e, f = files
+    assert blocks == [
+        FileBlock((a, b), 12),
+        FileBlock((c,), 1),
+        LineBlock(d, range(3), 3, first=True, last=True),
+        FileBlock((e, f), 100),
+    ]
 
 
 def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
@@ -247,7 +286,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
 def test_pieces_are_small_however_well_a_text_compresses(suffix: str) -> None:
-    size = 25_000_000
+    size = 40_000_000
     pieces = [len(piece) for piece in decompress(Path(f"x{suffix}"), io.BytesIO(COMPRESS[suffix](bytes(size))))]
     assert sum(pieces) == size
     assert max(pieces) <= 17_000_000

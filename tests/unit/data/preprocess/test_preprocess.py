@@ -24,12 +24,26 @@ from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions, Preproc
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
-from megatron.data.tokenizers.huggingface import ByteTokenizer
+from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
 from tools.lib.tokenizer_training import save_tokenizer, train_bpe
 
-WORDS = ["the", "of", "and", "stream", "token", "naïve", "Zürich", "東京", "ещё", "123", "4567", "it's"]
-WORDS += ["<|endoftext|>", "\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "stream",
+    "token",
+    "naïve",
+    "Zürich",
+    "東京",
+    "ещё",
+    "123",
+    "4567",
+    "it's",
+    "<|endoftext|>",
+]
+WORDS += ["\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
 BYTES = TokenizerOptions("ByteTokenizer")
 
 
@@ -113,7 +127,7 @@ def pair(prefix: str) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize(
     ("workers", "engine", "block_bytes"),
-    [(1, "hf", 1), (1, "gigatoken", 1 << 20), (3, "auto", 700)],
+    [(1, "hf", 1), (1, "gigatoken", 1 << 20), (2, "gigatoken", 700), (3, "auto", 2000)],
 )
 def test_the_bytes_are_those_of_a_plain_loop(
     corpus: Path,
@@ -280,6 +294,15 @@ def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -
     assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
 
 
+def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
+    monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 1000)
+    assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
+
+
 def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
     corpus = tmp_path / "a.jsonl"
     corpus.write_bytes(b'{"text": "a"}\n')
@@ -292,6 +315,28 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"a\.jsonl was changed while it was read"):
         write_dataset(plan, build_tokenizer(BYTES), Heard(), grow)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_what_a_check_raises_after_the_last_block_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+
+    class Ended(BaseException):
+        pass
+
+    def end_at(last: int) -> Callable[[], None]:
+        calls = iter(range(9))
+
+        def check() -> None:
+            if next(calls) == last:
+                raise Ended
+
+        return check
+
+    for last in (0, 1):
+        plan = PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES)
+        with pytest.raises(Ended):
+            write_dataset(plan, build_tokenizer(BYTES), Heard(), end_at(last))
+        assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_the_sample_is_the_beginning_of_what_can_be_read(tmp_path: Path) -> None:
@@ -320,6 +365,19 @@ def encoder(
     return BlockEncoder(job, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
 
 
+def apart(encoded: EncodedBatch) -> list[list[int]]:
+    return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]]
+
+
+def test_what_the_tokenizer_refuses_is_bad_too() -> None:
+    null = NullTokenizer(10)
+    block = block_of({"text": "1 2"}, {"text": "x"}, "not JSON\n", {"text": "12"}, {"text": "9"})
+    done = encoder(tokenizer=null)(block)
+    assert apart(done.columns[0]) == [[1, 2], [9]]
+    assert [bad.line for bad in done.described] == [2, 3, 4]
+    assert "NullTokenizer reads ids 0..9 separated by spaces, not 'x'" in str(done.described[0].of(0))
+
+
 @pytest.mark.parametrize("wrong", [-1, 257])
 def test_an_id_that_the_tokenizer_does_not_have_is_refused(wrong: int) -> None:
     def encode(texts: Sequence[str | bytes]) -> EncodedBatch:
@@ -344,3 +402,17 @@ def test_an_engine_that_differs_is_found() -> None:
     assert message.startswith(("x.jsonl:7: gigatoken 0 and numpy give different ids", "x.jsonl:8: gigatoken 0"))
     assert message.endswith("fix: --engine hf")
     assert encoder(engine=EncodeEngine("gigatoken 0", "", BYTE_TOKENIZER.encode_batch))(block).differs is None
+
+
+def test_blocks_are_checked_in_different_places() -> None:
+    pieces: list[str] = []
+
+    def encode(texts: Sequence[str | bytes]) -> EncodedBatch:
+        pieces.extend(text for text in texts if isinstance(text, str))
+        return BYTE_TOKENIZER.encode_batch(texts)
+
+    encode_block = encoder(engine=EncodeEngine("gigatoken 0", "", encode))
+    for number in range(100, 130):
+        encode_block(block_of(*({"text": f"{document}: {number}"} for document in range(8))))
+    assert len(pieces) == 30
+    assert {piece[0] for piece in pieces} == set("01234567")

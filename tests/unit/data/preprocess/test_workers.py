@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import active_children
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
-from megatron.data.errors import DataError
+from megatron.data.errors import DataError, StoppedError, stop_on_signals
 from megatron.data.preprocess.corpus import Block, LineBlock
 from megatron.data.preprocess.encode import (
     BLOCKS_PER_WORKER,
@@ -66,7 +67,7 @@ def test_order_and_back_pressure() -> None:
     assert not active_children()
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.01])
+@pytest.mark.parametrize("moment", [0.0, 0.002, 0.01])
 def test_a_dead_worker_is_told_and_the_others_end(moment: float) -> None:
     """Also if it dies while it sends a result, of which this process has the beginning only."""
     with encoded(block(number, 4_000_000) for number in range(1000)) as results:
@@ -134,6 +135,8 @@ def work(plan: str, report: Report) -> str:
         raise DataError("bad data", "mend them")
     if plan == "gone":
         raise FileNotFoundError(2, "No such file", "x")
+    if plan == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if plan.startswith("/"):
         Path(plan).write_text(str(os.getpid()))
         time.sleep(60)
@@ -150,6 +153,8 @@ def test_what_a_process_returns_tells_and_raises() -> None:
     with pytest.raises(FileNotFoundError) as gone:
         run_in_subprocess(work, "gone", Listener())
     assert gone.value.filename == "x"
+    with pytest.raises(DataError, match="a worker process was killed by SIGKILL; it may have run out of memory"):
+        run_in_subprocess(work, "killed", Listener())
 
 
 def test_it_ends_with_the_call_however_that_ends(tmp_path: Path) -> None:
@@ -163,3 +168,16 @@ def test_it_ends_with_the_call_however_that_ends(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_in_subprocess(work, str(path), Until())
     wait_until_gone([int(path.read_text())])
+
+
+def test_a_signal_during_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SpawnProcess.start
+
+    def interrupted(process: SpawnProcess) -> None:
+        start(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(StoppedError, match="SIGTERM"), stop_on_signals():
+        run_in_subprocess(work, "work", Listener())
+    assert not active_children()

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import LineBlock
 from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.data.tokenizers import engine as engine_module
-from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
+from megatron.data.tokenizers.base import EncodedBatch, Tokenizer, convert_library_errors
 from megatron.data.tokenizers.engine import EDGE_CASE_TEXTS, build_engine, choose_engine
 from megatron.data.tokenizers.huggingface import (
     TOKENIZER_JSON,
@@ -81,6 +83,19 @@ def test_other_added_tokens_do_not_keep_gigatoken_out(tmp_path: Path) -> None:
     assert engine.name.startswith("gigatoken "), engine.reason
     texts = [f"{before}<t{number}>{after}" for number in range(4) for before in ("", "a", " \n ") for after in "b "]
     assert apart(engine.encode_batch(texts)) == apart(tokenizer.encode_batch(texts))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(tokens=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
+def test_overlaps_are_complete(tokens: list[str]) -> None:
+    brute = {
+        one + other[shared:]
+        for one in tokens
+        for other in tokens
+        for shared in range(1, min(len(one), len(other)))
+        if one.endswith(other[:shared])
+    }
+    assert set(engine_module._overlaps(tokens)) == brute
 
 
 # --- the choice ---
@@ -159,6 +174,26 @@ def test_tokenizers_without_gigatoken(tokenizer: Tokenizer, tmp_path: Path, monk
 
 
 # --- failures of the libraries ---
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Exception("no such word\nat lib.rs"), "no such word"),
+        (PanicException("index"), "index"),
+        (RuntimeError(), "Run"),
+    ],
+)
+def test_failures_become_errors_of_the_text(error: BaseException, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^it failed: {message}"), convert_library_errors(ValueError, "it failed"):
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseException("of a signal handler"), MemoryError()])
+def test_other_exceptions_pass_through(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, convert_library_errors(ValueError, "it failed"):
+        raise error
+    assert caught.value is error
 
 
 def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple[int, list[str]]:
