@@ -66,7 +66,7 @@ LONG = pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "names"),
     [
-        ("fp32", ["EP2 DP2"]),
+        ("fp32", ["TP2 SP", "EP2 DP2"]),
         pytest.param("fp32", [*CASES][::2], marks=LONG),
         pytest.param("bf16", ["TP2 SP", "EP2 DP2"], marks=LONG),
     ],
