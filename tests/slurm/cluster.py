@@ -75,11 +75,19 @@ class Cluster:
         return done.stdout
 
     def login(self, *words: str, environ: Mapping[str, str] | None = None, seconds: float = 120.0) -> str:
-        """What a command prints on the login node, in the folder of the repository."""
+        """Run a command on the login node, in the folder of the repository; return its output.
+
+        Raises:
+            RuntimeError: when it fails.
+        """
         return self._do("login", *words, environ=environ, seconds=seconds)
 
     def on(self, node: str, *words: str) -> str:
-        """What a command prints inside a node."""
+        """Run a command on a node; return its output.
+
+        Raises:
+            RuntimeError: when it fails.
+        """
         return self._do("on", node, *words)
 
     def processes(self, node: str, pattern: str) -> list[int]:
@@ -169,7 +177,11 @@ class Cluster:
             time.sleep(0.5)
 
     def wait(self, number: str, seconds: float = PATIENCE) -> dict[str, str]:
-        """Wait for the end of a job; returns what Slurm knows of it then."""
+        """Wait for the end of a job; return what Slurm knows of it then.
+
+        Raises:
+            AssertionError: when it takes longer.
+        """
         self.until(lambda: self.job(number)["JobState"] in ENDED, f"the end of job {number}", seconds=seconds)
         return self.job(number)
 

@@ -98,7 +98,7 @@ def test_only_the_reader_may_use_the_storage_of_torch_distributed() -> None:
 
 
 def test_a_run_on_disks_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module for object stores alone imports their libraries, and nobody imports it before a URI is given."""
+    """Only ``contrib.object_store`` imports the libraries of object stores, and only a URI makes it be imported."""
     store = "megatron.contrib.object_store"
     needed = ("tenacity", "upath", "s3fs", store)
     users = {m.name for m in sources() if any(rules.prefix_of(n, needed) for n in rules.imports(m, at_import=True))}

@@ -173,7 +173,7 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(
 
 
 def test_it_runs_without_torch(tmp_path: Path) -> None:
-    """The whole process, whose exit status says what happened."""
+    """A real process, in which importing torch would fail, reports bad input and exits with 1."""
     (tmp_path / "bad.jsonl").write_text("{\n")
     program = (
         "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_module('tools.preprocess_data', {}, '__main__')"
