@@ -50,6 +50,9 @@ class Cluster:
             root: a folder that everybody can enter, with a short path; see ``minislurm.sh``.
             nodes: without the login node.
             gpus: of each node; they are none, but Slurm counts and deals them out.
+
+        Raises:
+            RuntimeError: with the words of ``minislurm.sh``, when it does not start.
         """
         self.root, self.submitted = root, dict[str, Path]()
         self._unplugged = set[str]()
