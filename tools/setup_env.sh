@@ -5,7 +5,7 @@
 #
 #   PYTHON=...           interpreter for .venv; default: the first of python3, python3.13, .12, .11 that is >= 3.11
 #   TORCH_INDEX_URL=...  package index for torch only; default: pip's
-#   SETUP_UV=1           install everything but torch by uv, from the package index that uv is configured for
+#   SETUP_UV=1           install by uv, from where uv is configured to look; by pip only what that fails at
 
 setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 setup_venv=$setup_root/.venv
@@ -15,19 +15,19 @@ setup_fail() {
     exit 1
 }
 
-setup_pip() {
-    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$setup_venv/bin/python" -m pip install --quiet "$@" </dev/null && return
+# Install packages; with SETUP_UV=1 by uv, in seconds instead of minutes.
+setup_install() {
+    if [ -n "${SETUP_UV:-}" ] && { [ -x "$setup_venv/bin/uv" ] || setup_pip uv==0.13.9; } &&
+        "$setup_venv/bin/uv" pip install --quiet --python "$setup_venv/bin/python" "$@" </dev/null; then
+        return
+    fi
+    setup_pip "$@" && return
     setup_fail "pip install $* failed; see above." \
         "fix: check the network; behind a mirror set PIP_INDEX_URL (and TORCH_INDEX_URL for torch), then run this again"
 }
 
-# Install the packages of a file; with SETUP_UV=1 by uv, which takes seconds instead of a minute or two.
-setup_requirements() {
-    if [ -n "${SETUP_UV:-}" ] && "$setup_venv/bin/python" -m pip install --quiet uv==0.13.9 &&
-        "$setup_venv/bin/uv" pip install --quiet --python "$setup_venv/bin/python" -r "$1"; then
-        return
-    fi
-    setup_pip -r "$1"
+setup_pip() {
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$setup_venv/bin/python" -m pip install --quiet "$@" </dev/null
 }
 
 setup_find_python() {
@@ -77,16 +77,16 @@ setup_install_run() {
     torch=$(grep '^torch==' "$setup_root/requirements.txt")
     setup_create
     echo "setup: installing $torch (takes minutes without output; README: how to avoid the CUDA download)"
-    setup_pip ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+    setup_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
     echo "setup: installing requirements.txt (a minute or two)"
-    setup_requirements "$setup_root/requirements.txt"
-    setup_pip --no-deps --no-build-isolation --editable "$setup_root"
+    setup_install -r "$setup_root/requirements.txt"
+    setup_install --no-deps --no-build-isolation --editable "$setup_root"
     setup_stamp requirements.txt >"$setup_venv/.stamp-run"
 }
 
 setup_install_dev() {
     echo "setup: installing requirements-dev.txt (a minute or two)"
-    setup_requirements "$setup_root/requirements-dev.txt"
+    setup_install -r "$setup_root/requirements-dev.txt"
     setup_stamp requirements.txt requirements-dev.txt >"$setup_venv/.stamp-dev"
 }
 
