@@ -6,6 +6,7 @@ Forked from a server that has imported torch already, so a job costs its process
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -70,6 +71,7 @@ def work(connection: Connection, log_path: str) -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes ours
+    gc.freeze()  # all that the server has imported
     torch.set_num_threads(1)
     names = {name for _, name in socket.if_nameindex()}
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for name in ("lo", "lo0") if name in names)
@@ -120,6 +122,7 @@ def _run(job: Job) -> Any:
     # was still making.
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # groups that cycles of references keep: each has a thread that polls every 10 ms
     if job.world_size > 1:
         _join_process_group(job)
     return job.function(job.rank, job.world_size, *job.args)
