@@ -21,9 +21,10 @@ fi
 # is shown as it comes, that of the others at the end.
 output=$(mktemp -d) pids=() codes=
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
-python -m pytest tests/slurm tests/soaking tests/parity tests/golden "$@" &>"$output/0" &
+{ mypy && exec python -m pytest tests/unit "$@"; } &>"$output/0" &
 pids+=($!)
-{ mypy && exec python -m pytest tests/unit "$@"; } &>"$output/1" &
+python -c "import torch._dynamo, transformers" # compiles them once, where each part would
+python -m pytest tests/slurm tests/soaking tests/parity tests/golden "$@" &>"$output/1" &
 pids+=($!)
 code=0
 python -m pytest tests/distributed tests/gpu "$@" || code=$?
