@@ -9,7 +9,6 @@ with the parameters, moments and losses of the undisturbed run, to the bit.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import random
 import shutil
@@ -23,10 +22,9 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
 from tests.distributed.crash_faults import DAMAGE, Fault, checkpoints, lose_node, step_of, whole_steps
 from tests.distributed.crash_runs import STEPS, Before, Ended, Setup, same_end, start
+from tests.golden import provenance
 
 FILE = Path(__file__).parents[1] / "golden" / "crashes.txt"
 MOST = 3
@@ -228,7 +226,7 @@ def report(trials: Sequence[Trial], how: str) -> Iterator[str]:
     total, starts = sum(len(trial.faults) for trial in trials), sum(trial.starts for trial in trials)
     wrong = [trial for trial in trials if trial.wrong]
     yield f"{total} faults in {len(trials)} runs, {starts} starts, {len(wrong)} wrong: {how}"
-    yield f"torch {torch.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    yield provenance()
     yield f"checkpoints that were passed over, and told of: {sum(trial.passed_over for trial in trials)}"
     yield f"longest time until all ranks had noticed that one was killed: {max(t.latest for t in trials):.1f} s"
     yield ""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import platform
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.distributed.drive import compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
 from tests.distributed.pool import Pool
+from tests.golden import provenance
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_product.txt"
 TOLERANCE = 1e-10
@@ -183,9 +180,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="Only every N-th case, where time is short.")
     every, began, lines = parser.parse_args().every, time.monotonic(), []
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=FILE.parent, capture_output=True, text=True, check=True
-    ).stdout.strip()
     with Pool() as pool:
         for name in TABLES:
             for line in table(pool, name, every):
@@ -193,8 +187,8 @@ def main() -> None:
                 print(line, flush=True)
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
-        f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {time.strftime('%Y-%m-%d')}, "
-        f"commit {commit}, torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
+        f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {provenance()}, "
+        f"{time.monotonic() - began:.0f} s",
     ]
     FILE.write_text("\n".join([*head, *lines]) + "\n")
     print("", "For docs/performance.md:", *markdown_rows(FILE.read_text()), sep="\n")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Iterator, Sequence
 
-import torch
-
+from tests.golden import provenance
 from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Trial
 
 
@@ -18,7 +16,7 @@ def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
     starts = sum(trial.starts for trial in trials)
     what = f"{survived} of {len(outcomes)} faults survived in {len(trials)} runs, {starts} starts"
     yield f"{what}, {wrong} wrong: seed {seed}"
-    yield f"torch {torch.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    yield provenance()
     late = sum(not outcome.is_in_time for outcome in outcomes)
     yield f"noticed within {DETECTION_SECONDS:.0f} s and training again within {RECOVERY_SECONDS:.0f} s: all but {late}"
     goodput, still = [trial.goodput for trial in trials if trial.goodput], [o.again for o in outcomes if o.again]
