@@ -40,6 +40,11 @@ def block(number: int, size: int = 50_000) -> LineBlock:
     return LineBlock(Path("x.jsonl"), content, len(content), first=True, last=True)
 
 
+def workers() -> list[SpawnProcess]:
+    """Those of this process's children that encode."""
+    return [child for child in active_children() if isinstance(child, SpawnProcess)]
+
+
 @contextmanager
 def encoded(blocks: Iterable[Block], options: EncodeOptions = BYTES) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
     """The blocks as two workers encode them."""
@@ -60,11 +65,11 @@ def test_order_and_back_pressure() -> None:
         for number, (_, done) in enumerate(results):
             assert bytes(done.columns[0].ids[:8].astype("u1")) == b"%08d" % number
             assert len(taken) - number <= BLOCKS_PER_WORKER * WORKERS + 1
-            for worker in active_children() if number == 5 else ():
+            for worker in workers() if number == 5 else ():
                 for signal_number in (signal.SIGINT, signal.SIGTERM):
                     os.kill(worker.pid or 0, signal_number)
     assert number == 59
-    assert not active_children()
+    assert not workers()
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.002, 0.01])
@@ -72,7 +77,7 @@ def test_a_dead_worker_is_told_and_the_others_end(moment: float) -> None:
     """Also if it dies while it sends a result, of which this process has the beginning only."""
     with encoded(block(number, 4_000_000) for number in range(1000)) as results:
         next(results)
-        started = active_children()
+        started = workers()
         assert len(started) == WORKERS
         time.sleep(moment)
         started[0].kill()
@@ -80,7 +85,7 @@ def test_a_dead_worker_is_told_and_the_others_end(moment: float) -> None:
         with pytest.raises(DataError, match=sentence):
             for _ in results:
                 pass
-    assert not active_children()
+    assert not workers()
 
 
 def test_what_a_worker_raises_is_raised_here() -> None:
@@ -106,7 +111,7 @@ def test_a_check_ends_the_wait_for_a_long_document() -> None:
     with pytest.raises(KeyboardInterrupt), closing(EncoderPool(IDS, 1)) as pool:
         list(pool.encoded([long], "numpy", check))
     assert time.monotonic() < raised + 4
-    assert not active_children()
+    assert not workers()
 
 
 # --- one function in a process ---
@@ -180,4 +185,4 @@ def test_a_signal_during_the_start_leaves_no_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(SpawnProcess, "start", interrupted)
     with pytest.raises(StoppedError, match="SIGTERM"), stop_on_signals():
         run_in_subprocess(work, "work", Listener())
-    assert not active_children()
+    assert not workers()
