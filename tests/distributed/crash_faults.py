@@ -125,10 +125,10 @@ def lose_node(folders: Sequence[Path], chance: random.Random) -> str:
 
 
 def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
-    """Steps of which there is a whole checkpoint: in the durable folder, or over all nodes."""
-    alone = [[path] for path in checkpoints(durable)]
+    """Steps of which there is a whole checkpoint, published or staged: in the durable folder, or over all nodes."""
+    alone = [[path] for path in [*checkpoints(durable), *staged(durable)]]
     by_save: dict[tuple[int, bytes], list[Path]] = {}
-    for path in itertools.chain.from_iterable(map(checkpoints, nodes)):
+    for path in [path for node in nodes for path in [*checkpoints(node), *staged(node)]]:
         if (path / "COMPLETE").exists():
             by_save.setdefault((step_of(path), (path / "COMPLETE").read_bytes()), []).append(path)
     return {step_of(copies[0]) for copies in [*alone, *by_save.values()] if is_whole(copies)}
@@ -137,6 +137,11 @@ def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
 def checkpoints(folder: Path) -> list[Path]:
     """Folders called like checkpoints; not what is staged or being removed."""
     return sorted(path for path in folder.glob("iter_*") if path.suffix == "")
+
+
+def staged(folder: Path) -> list[Path]:
+    """Saves that are complete but for renames, which the next start does."""
+    return sorted(path.parent for path in folder.glob(".epoch-*/iter_*/COMPLETE") if path.parent.suffix == "")
 
 
 def step_of(path: Path) -> int:
@@ -154,8 +159,10 @@ def is_whole(copies: Sequence[Path]) -> bool:
 
 
 def inner(path: Path) -> Path:
-    """The folder that the marker names."""
-    return path.joinpath(*(path / "COMPLETE").read_text(errors="replace").split()[1:])
+    """The folder that the marker names, beside it or, of a staged save, where the checkpoint will be."""
+    name = (path / "COMPLETE").read_text(errors="replace").split()[1:]
+    beside = path.joinpath(*name)
+    return beside if beside.exists() else path.parents[1].joinpath(path.name, *name)
 
 
 def _is_described(path: Path) -> bool:

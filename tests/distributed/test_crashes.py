@@ -76,6 +76,19 @@ def test_the_judge_sees_any_damage(kept: Path, how: str) -> None:
         assert whole_steps(copy, []) == {2}, name
 
 
+def test_the_judge_counts_a_save_of_which_only_renames_are_left(kept: Path) -> None:
+    final, staged = kept / "iter_0000004", kept / ".epoch-1" / "iter_0000004"
+    staged.parent.mkdir()
+    final.rename(staged)
+    assert whole_steps(kept, []) == whole_steps(kept / "nothing", [kept]) == {2, 4}
+    (attempt,) = staged.glob("attempt-*")
+    final.mkdir()
+    attempt.rename(final / attempt.name)
+    assert whole_steps(kept, []) == {2, 4}
+    (staged / "COMPLETE").unlink()
+    assert whole_steps(kept, []) == {2}
+
+
 def test_the_judge_takes_each_file_from_any_node(kept: Path) -> None:
     first, second = kept / "iter_0000004", Path(shutil.copytree(kept, kept.with_name("other"))) / "iter_0000004"
     (data,) = first.rglob("*.safetensors")
