@@ -17,7 +17,12 @@ from typing import Any
 
 from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.megatron_flags import check_unknown_flags, implied_default_notes, implied_default_problems
+from megatron.arguments.megatron_flags import (
+    apply_foreign_flags,
+    check_unknown_flags,
+    implied_default_notes,
+    implied_default_problems,
+)
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import (
     ConfigSource,
@@ -200,8 +205,10 @@ def parse(
     """
     command_line = parse_flags(argv)
     options = command_line.known
-    unknown_flags, notes = check_unknown_flags(command_line.foreign, [*OWN_FLAGS, "--help"])
-    given = _read_sources(command_line)
+    applied, foreign, notes = apply_foreign_flags(command_line.foreign)
+    unknown_flags, ignored = check_unknown_flags(foreign, [*OWN_FLAGS, "--help"])
+    notes += ignored
+    given = _read_sources(command_line, applied)
     sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems), unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
     saved = None
@@ -247,8 +254,12 @@ def parse(
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
 
-def _read_sources(command_line: CommandLine) -> list[ConfigSource]:
+def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -> list[ConfigSource]:
     """Return the values of files, flags and ``--set``, after importing the plugins that any of them names.
+
+    Args:
+        command_line: as given.
+        applied: flags that stand for flags of other programs; flags that are given themselves override them.
 
     Raises:
         UserError: for a plugin that cannot be imported. Other options are not checked then, because plugins extend
@@ -261,7 +272,8 @@ def _read_sources(command_line: CommandLine) -> list[ConfigSource]:
             ConfigSource(problems=[tree]) if isinstance(tree, Problem) else from_mapping(tree, path)
             for path, tree in trees
         ]
-        return [*files, _from_flags(command_line.given), from_assignments(command_line.known.set)]
+        counterparts = [GivenFlag(flag, SPELLINGS[flag], words) for flag, *words in applied]
+        return [*files, _from_flags(counterparts), _from_flags(command_line.given), from_assignments(command_line.known.set)]
 
     sources = read()
     plugins = merge_values(source.values for source in sources).get("plugin")

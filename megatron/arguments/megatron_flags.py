@@ -5,6 +5,7 @@ megatron_flags.yaml holds the flags, with what happens to each and why.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,9 +27,12 @@ MAX_REASONS = 3  # in notes on ignored flags
 class ForeignFlag:
     """The handling of a flag that this program does not have."""
 
-    reason: str
+    kind: str  # "applied", "ignored", "setting" of a missing feature, or "refused"
+    reason: str = ""
     instead: tuple[str, ...] = ()  # fixes to paste; without any, the fix is to drop the flag
     values: Sequence[str] | None = None  # that are ignored; None: all
+    words: str = ""  # what an applied flag stands for
+    feature: str = ""  # the flag that switches on what this one is a setting of
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class ForeignFlags:
     """The sections of megatron_flags.yaml, which explains them, by flag."""
 
     different_defaults: Mapping[str, Mapping[str, str]]
-    ignored: Mapping[str, ForeignFlag]
-    refused: Mapping[str, ForeignFlag]
-    refused_prefixes: Mapping[str, str]
-    unsupported: Sequence[str]
+    handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
+
+    def find(self, spelling: str) -> ForeignFlag | None:
+        """Return the handling of a flag of Megatron-LM, by its name or else by the longest beginning of it."""
+        beginnings = (name for name in self.handled if name.endswith("-") and spelling.startswith(name))
+        return self.handled.get(spelling) or self.handled.get(max(beginnings, key=len, default=""))
 
 
 @cache
@@ -49,18 +55,46 @@ def foreign_flags() -> ForeignFlags:
     """Read megatron_flags.yaml. Only unknown flags and the documentation need it."""
     import yaml  # slow to import, and seldom needed
 
-    def flag(entry: Any) -> ForeignFlag:
+    def flag(kind: str, entry: Any) -> ForeignFlag:
         if isinstance(entry, str):
-            return ForeignFlag(entry)
+            return ForeignFlag(kind, entry)
         instead = entry.get("instead", ())
-        return ForeignFlag(**entry | {"instead": (instead,) if isinstance(instead, str) else tuple(instead)})
+        return ForeignFlag(kind, **entry | {"instead": (instead,) if isinstance(instead, str) else tuple(instead)})
 
     text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    for section in ("ignored", "refused", "replaced"):
-        tree[section] = {spelling: flag(entry) for spelling, entry in tree[section].items()}
-    tree["unsupported"] = tree["unsupported"].split()
-    return ForeignFlags(**tree)
+    handled = {name: ForeignFlag("refused", "it has no counterpart") for name in tree["unsupported"].split()}
+    for feature, names in tree["settings_of"].items():
+        reason = f"it is a setting of {feature}"
+        handled |= {name: ForeignFlag("setting", reason, feature=feature) for name in names.split()}
+    handled |= {name: ForeignFlag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
+    handled |= {name: ForeignFlag("applied", words=words) for name, words in tree["applied"].items()}
+    for kind in ("ignored", "refused"):
+        handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
+    replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
+    return ForeignFlags(tree["different_defaults"], handled, tree["renamed"], replaced)
+
+
+def apply_foreign_flags(foreign: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[list[str]], list[str]]:
+    """Replace unknown flags that have a counterpart here by it.
+
+    Returns:
+        The flags that stand for them, each with its arguments; the other unknown flags; and notes.
+    """
+    applied: list[list[str]] = []
+    others: list[list[str]] = []
+    done: dict[str, list[str]] = {}
+    for words in foreign:
+        spelling, arguments = _split(words)
+        flag = foreign_flags().find(spelling)
+        if flag is None or flag.kind != "applied" or ("{}" in flag.words and not arguments):
+            others.append(list(words))
+            continue
+        for each in re.split(r" (?=--)", flag.words):
+            name, *values = each.split()
+            applied.append([name, *chain.from_iterable(arguments if word == "{}" else [word] for word in values)])
+        done.setdefault(flag.words.replace("{}", " ".join(arguments)), []).append(" ".join([spelling, *arguments]))
+    return applied, others, [f"applied: {' and '.join(flags)} as {words}" for words, flags in done.items()]
 
 
 def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] = ()) -> tuple[ConfigSource, list[str]]:
@@ -72,12 +106,15 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] 
     """
     result = ConfigSource()
     ignored: dict[str, list[str]] = {}
+    given = {_split(words)[0] for words in foreign}
     for words in foreign:
         if not words[0].startswith("--"):
             result.problems.append(Problem("E001", f"{' '.join(words)}: belongs to no flag"))
             continue
-        spelling, equals, value = words[0].partition("=")
-        arguments = [value, *words[1:]] if equals else list(words[1:])
+        spelling, arguments = _split(words)
+        flag = foreign_flags().find(spelling)
+        if flag is not None and flag.feature in given and flag.feature != spelling:
+            continue  # the feature is refused
         reason = _ignore_reason(spelling, arguments)
         if reason:
             ignored.setdefault(reason, []).append(" ".join([spelling, *arguments]))
@@ -88,13 +125,18 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] 
     return result, [f"ignored: {', '.join(flags)} because {reason}" for reason, flags in ignored.items()]
 
 
+def _split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a flag and its arguments."""
+    spelling, equals, value = words[0].partition("=")
+    return spelling, [value, *words[1:]] if equals else list(words[1:])
+
+
 def _ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
     """Return the reason why a flag with these arguments is ignored, or None if it is not."""
-    flags = foreign_flags()
-    if spelling in flags.ignored and flags.ignored[spelling].values is None:
-        return flags.ignored[spelling].reason
-    flag = flags.ignored.get(spelling) or flags.replaced.get(spelling)
-    return flag.reason if flag and flag.values is not None and set(arguments) <= set(flag.values) else None
+    flag = foreign_flags().find(spelling) or foreign_flags().replaced.get(spelling)
+    if flag is None or (flag.values is None and flag.kind not in ("ignored", "setting")):
+        return None
+    return flag.reason if flag.values is None or set(arguments) <= set(flag.values) else None
 
 
 def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: Iterable[str]) -> Problem:
@@ -106,29 +148,20 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
         fixes = tuple(fix.replace("{}", " ".join(arguments) or "N") for fix in flag.instead)
         return Problem("E001", f"{spelling}: no such flag; {flag.reason}", fixes or (f"drop {normalized}",))
     meant = flags.renamed.get(normalized)
-    refused = None if meant else refusal(spelling)
+    refused = None if meant else flags.find(spelling)
     if refused:
-        sentence = f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {refused.reason}"
+        reason = f"{refused.reason}; other values are not supported" if refused.kind == "ignored" else refused.reason
+        if refused.kind == "applied":
+            reason = "it needs a value"
+        sentence = f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {reason}"
         return Problem("E004", sentence, refused.instead or (f"drop {spelling}",))
-    meant = meant or did_you_mean(normalized, [*SPELLINGS, *others, *flags.ignored])
+    known = [name for name, flag in flags.handled.items() if flag.kind == "ignored"]
+    meant = meant or did_you_mean(normalized, [*SPELLINGS, *others, *known])
     if meant is None:
         return Problem("E001", f"{spelling}: no such flag", ("--help",))
     if meant in SPELLINGS:
         doubtful.add(SPELLINGS[meant].name)
     return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *arguments]),))
-
-
-def refusal(spelling: str) -> ForeignFlag | None:
-    """Return why a Megatron-LM flag is refused, and fixes; None if it is not a flag of Megatron-LM."""
-    flags = foreign_flags()
-    if spelling in flags.refused:
-        return flags.refused[spelling]
-    if spelling in flags.ignored:
-        return ForeignFlag(f"{flags.ignored[spelling].reason}; other values are not supported")
-    prefix = max((p for p in flags.refused_prefixes if spelling.startswith(p)), key=len, default=None)
-    if prefix is not None:
-        return ForeignFlag(flags.refused_prefixes[prefix])
-    return ForeignFlag("it has no counterpart") if spelling in flags.unsupported else None
 
 
 def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:
