@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
@@ -256,15 +255,9 @@ def _unused(need: Need, config: RunConfig) -> list[Setting]:
     return [setting for setting in SETTINGS_BY_NEED[need] if setting.value_in(config) != setting.default]
 
 
-def _check_need(need: Need, config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if unused := _unused(need, config):
-        defaults = " ".join(setting.spell(setting.default) for setting in unused)
-        yield Problem("E601", _no_effect(unused, need), (need.fix, defaults))
-
-
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
-    unused = {need: [s for s in _unused(need, config) if s.name in given] for need in SETTINGS_BY_NEED if not need.fix}
+    unused = {need: [s for s in _unused(need, config) if s.name in given] for need in SETTINGS_BY_NEED}
     return [_no_effect(settings, need) for need, settings in unused.items() if settings]
 
 
@@ -278,10 +271,9 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 
 
 def _checks() -> list[Check]:
-    """Return the functions named ``check_...`` of the modules of checks, in order, and a check for every need."""
+    """Return the functions named ``check_...`` of the modules of checks, in order."""
     modules = (model, training, data, checkpoint, sys.modules[__name__])
-    found = [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
-    return [*found, *(partial(_check_need, need) for need in SETTINGS_BY_NEED if need.fix)]
+    return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 
 NOTES = (

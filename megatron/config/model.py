@@ -10,11 +10,11 @@ GATED_ACTIVATIONS = ("swiglu",)
 """Activations whose first projection has a second half, the gate."""
 
 
-ROTARY = Need("position_embedding_type=rope|yarn", "rotary positions", "--position-embedding-type rope")
-ROPE = Need("position_embedding_type=rope", fix="--position-embedding-type rope")
-ROPE_SCALING = Need("use_rope_scaling", fix="--use-rope-scaling")
-YARN = Need("position_embedding_type=yarn", fix="--position-embedding-type yarn")
-EXPERTS = Need("num_experts", fix="--num-experts 8")
+ROTARY = Need("position_embedding_type=rope|yarn", "rotary positions")
+ROPE = Need("position_embedding_type=rope")
+ROPE_SCALING = Need("use_rope_scaling")
+YARN = Need("position_embedding_type=yarn")
+EXPERTS = Need("num_experts")
 
 
 def _window(text: str) -> int | None:

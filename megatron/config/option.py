@@ -29,15 +29,11 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """A condition without which a field has no effect.
-
-    Setting the field then is an error if ``fix`` names flags that fulfil the condition, and a note if not.
-    """
+    """A condition without which a field has no effect; setting the field then is noted."""
 
     # ``field`` (set or on), ``field=value|value``, a condition of ``arguments.validate``, or a predicate of RunConfig
     condition: str | Callable[[Any], bool]
     text: str = ""  # the condition in words; default: as a flag
-    fix: str = ""
 
     def __str__(self) -> str:
         name, _, values = str(self.condition).partition("=")
@@ -81,7 +77,7 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
     Args:
         default: value when no source sets the field.
         role: value of a :class:`Role`.
-        needs: conditions without which the field has no effect; a text is a :class:`Need` whose violation is noted.
+        needs: conditions without which the field has no effect; a text is a :class:`Need`.
         properties: limits of a number (``at_least``, ``above``, ``at_most``, ``below``), and other attributes of
             :class:`Option`.
     """

@@ -16,7 +16,6 @@ SEVERAL_STAGES = Need("several_stages", "several stages")
 INTERLEAVED = Need(
     "interleaved_stages",
     "the interleaved schedule and several stages per rank",
-    "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
 )
 
 

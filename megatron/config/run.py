@@ -23,17 +23,16 @@ DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_
 """Data options that take effect at the end of a document."""
 
 
-FP16 = Need("params_dtype=fp16", "fp16", "--fp16")
+FP16 = Need("params_dtype=fp16", "fp16")
 DYNAMIC_LOSS_SCALE = Need(
     lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
     "a dynamic loss scale",
-    "--set precision.loss_scale=null",
 )
-FULL_RECOMPUTE = Need("recompute_granularity=full", fix="--recompute-granularity full")
+FULL_RECOMPUTE = Need("recompute_granularity=full")
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
-WSD = Need("lr_decay_style=WSD", fix="--lr-decay-style WSD")
+WSD = Need("lr_decay_style=WSD")
 WARMUP = Need(
     lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples),
     "a warm-up",
@@ -41,43 +40,39 @@ WARMUP = Need(
 PARAM_REMAINDERS = Need(
     lambda c: c.precision.params_dtype == "bf16" and c.optimizer.optimizer != "muon",
     "--bf16 and --optimizer adam, lion or sgd",
-    "--bf16",
 )
 FIRST_MOMENT = Need(
     lambda c: c.optimizer.optimizer != "muon" and "exp_avg" in state_kinds(c.optimizer.optimizer),
     "--optimizer adam or lion",
-    "--optimizer adam",
 )
 SECOND_MOMENT = Need(
-    lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam", "--optimizer adam"
+    lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam"
 )
-SAVE = Need("save", "a folder to save to", "--save checkpoints")
-LOCAL_SAVE = Need("local_save", fix="--local-save /dev/shm/checkpoints")
-KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last", "--keep-last 3")
+SAVE = Need("save", "a folder to save to")
+LOCAL_SAVE = Need("local_save")
+KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last")
 START_POINT = Need(
     lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
     "a checkpoint to start from",
-    "--load checkpoints",
 )
 TOKEN_FILES = Need(lambda c: not c.data.mock_data, "files of tokens")
 DOCUMENTS = Need(
-    lambda c: not c.data.mock_data, "documents (generated tokens have none)", "--no-mock-data --data-path PREFIX"
+    lambda c: not c.data.mock_data, "documents (generated tokens have none)"
 )
 DOCUMENT_OPTIONS = Need(
     lambda c: any(getattr(c.data, name) for name in DOCUMENT_BOUNDARY_OPTIONS),
     "--reset-position-ids, --reset-attention-mask or --eod-mask-loss",
 )
-GPT2_BPE = Need("tokenizer_type=GPT2BPETokenizer", fix="--tokenizer-type GPT2BPETokenizer")
-TIKTOKEN = Need("tokenizer_type=TikTokenizer", fix="--tokenizer-type TikTokenizer")
+GPT2_BPE = Need("tokenizer_type=GPT2BPETokenizer")
+TIKTOKEN = Need("tokenizer_type=TikTokenizer")
 TOKENIZER_WITH_MODEL = Need(
     "tokenizer_type=HuggingFaceTokenizer|SentencePieceTokenizer|GPTSentencePieceTokenizer|Llama2Tokenizer|TikTokenizer",
     "a --tokenizer-type that reads it",
-    "--tokenizer-type HuggingFaceTokenizer",
 )
-WANDB = Need("wandb_project", fix="--wandb-project mine")
+WANDB = Need("wandb_project")
 TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
-RUN_DIR = Need("run_dir", fix="--run-dir runs/mine")
+RUN_DIR = Need("run_dir")
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class TrainingConfig:
         ("layernorm", "activation"),
         role="free",
         choices=("layernorm", "activation", "core_attn", "mlp"),
-        needs=Need("recompute_granularity=selective", fix="--recompute-granularity selective"),
+        needs=Need("recompute_granularity=selective"),
     )
     """selective: modules to recompute."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
@@ -326,7 +321,7 @@ class OptimizerConfig:
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
     decoupled_min_lr: float | None = option(
-        None, role="schedule", at_least=0, needs=Need("decoupled_lr", fix="--decoupled-lr 1e-4")
+        None, role="schedule", at_least=0, needs=Need("decoupled_lr")
     )
     """Final value of decoupled_lr. Default: min_lr."""
     lr_factors: tuple[str, ...] = option((), role="schedule")
@@ -338,7 +333,7 @@ class OptimizerConfig:
     """Keep an exponential moving average of the weights with this decay per step."""
     skip_spikes: float | None = option(None, role="schedule", above=0, example=6)
     """Skip an update whose loss or gradient norm is this many standard deviations above the mean of spike_window."""
-    spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes", fix="--skip-spikes 6"))
+    spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
 
 
@@ -396,7 +391,7 @@ class DataConfig:
     multiple_validation_sets: bool = option(False, role="free", needs=TOKEN_FILES)
     """Evaluate on each validation prefix separately, instead of on their blend."""
     validation_set_names: tuple[str, ...] = option(
-        (), role="free", needs=Need("multiple_validation_sets", fix="--multiple-validation-sets")
+        (), role="free", needs=Need("multiple_validation_sets")
     )
     """multiple_validation_sets: their names. Default: the last part of each prefix."""
     data_cache_path: str | None = option(None, role="start", needs=TOKEN_FILES)
