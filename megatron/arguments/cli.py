@@ -12,16 +12,18 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
+    apply_foreign_values,
     check_unknown_flags,
     implied_default_notes,
     implied_default_problems,
+    implied_values,
 )
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import (
@@ -208,6 +210,7 @@ def parse(
     applied, foreign, notes = apply_foreign_flags(command_line.foreign)
     unknown_flags, ignored = check_unknown_flags(foreign, [*OWN_FLAGS, "--help"])
     notes += ignored
+    command_line = replace(command_line, given=[_with_our_words(flag, notes) for flag in command_line.given])
     given = _read_sources(command_line, applied)
     sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems), unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
@@ -254,6 +257,16 @@ def parse(
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
 
+def _with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:
+    """Return a flag with Megatron-LM's words for its value replaced by ours, and append a note if there are any."""
+    if not flag.setting.choices or set(flag.words) <= set(flag.setting.choices):
+        return flag
+    words = apply_foreign_values(flag.spelling, flag.words)
+    if words != list(flag.words):
+        notes.append(f"applied: {flag.spelling} {' '.join(flag.words)} as {' '.join(words)}")
+    return replace(flag, words=words)
+
+
 def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -> list[ConfigSource]:
     """Return the values of files, flags and ``--set``, after importing the plugins that any of them names.
 
@@ -280,7 +293,7 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
     if plugins:
         load_plugins(plugins)
         sources = read()  # with the names that the plugins registered
-    return sources
+    return [ConfigSource(implied_values(merge_values(source.values for source in sources))), *sources]
 
 
 def _from_preset(name: str | None) -> ConfigSource:

@@ -30,7 +30,7 @@ class ForeignFlag:
     kind: str  # "applied", "ignored", "setting" of a missing feature, or "refused"
     reason: str = ""
     instead: tuple[str, ...] = ()  # fixes to paste; without any, the fix is to drop the flag
-    values: Sequence[str] | None = None  # that are ignored; None: all
+    values: Sequence[str] | None = None  # patterns of those that are ignored; None: all
     words: str = ""  # what an applied flag stands for
     feature: str = ""  # the flag that switches on what this one is a setting of
 
@@ -40,6 +40,7 @@ class ForeignFlags:
     """The sections of megatron_flags.yaml, which explains them, by flag."""
 
     different_defaults: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with ours
     handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
@@ -72,7 +73,14 @@ def foreign_flags() -> ForeignFlags:
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(tree["different_defaults"], handled, tree["renamed"], replaced)
+    return ForeignFlags(tree["different_defaults"], tree["values"], handled, tree["renamed"], replaced)
+
+
+def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
+    """Replace values of Megatron-LM by ours, and remove the brackets of a YAML list around them."""
+    theirs = foreign_flags().values.get(spelling, {})
+    plain = [word.strip("[],") for word in words]
+    return [theirs.get(word, word) for word in plain]
 
 
 def apply_foreign_flags(foreign: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[list[str]], list[str]]:
@@ -136,7 +144,10 @@ def _ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
     flag = foreign_flags().find(spelling) or foreign_flags().replaced.get(spelling)
     if flag is None or (flag.values is None and flag.kind not in ("ignored", "setting")):
         return None
-    return flag.reason if flag.values is None or set(arguments) <= set(flag.values) else None
+    patterns = flag.values
+    if patterns is None or all(any(re.fullmatch(p, word) for p in patterns) for word in arguments):
+        return flag.reason
+    return None
 
 
 def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: Iterable[str]) -> Problem:
@@ -162,6 +173,12 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
     if meant in SPELLINGS:
         doubtful.add(SPELLINGS[meant].name)
     return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *arguments]),))
+
+
+def implied_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return defaults of Megatron-LM's pretrain_gpt.py that follow from the fields that are set."""
+    with_files = given.get("vocab_file") and given.get("merge_file")
+    return {"tokenizer_type": "GPT2BPETokenizer"} if with_files and not given.get("tokenizer_type") else {}
 
 
 def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:

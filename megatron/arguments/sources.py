@@ -207,7 +207,8 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     parallel = config.parallel
     with suppress(ScheduleError):  # reported by the pipeline checks
         parallel = resolve_pipeline(config.model, parallel)
-    parallel = replace(parallel, expert_tensor_parallel_size=parallel.expert_tp)
+    expert_tp = parallel.tensor_model_parallel_size if model.num_experts is None else parallel.expert_tp
+    parallel = replace(parallel, expert_tensor_parallel_size=expert_tp)
     batch = full_global_batch_size(config.training, parallel.data_parallel_size(world_size))
     training = replace(config.training, global_batch_size=batch)
     if training.recompute_granularity == "full":

@@ -23,7 +23,7 @@ from megatron.config.batch import final_iteration
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import RunConfig, kernel_choices, kernel_problems
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, kernel_choices, kernel_problems
 from megatron.config.settings import SETTINGS, Setting
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
@@ -56,8 +56,10 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if config.training.eval_iters == 0:
         sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
         yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
-    if checkpoint.load is None and not holds_checkpoints(checkpoint.save):
-        reason = "" if checkpoint.save is None else f"; --save {checkpoint.save} contains none"
+    hub = (checkpoint.load or "").startswith(HUGGING_FACE_PREFIX)
+    if not hub and not holds_checkpoints(checkpoint.load) and not holds_checkpoints(checkpoint.save):
+        folders = {"--load": checkpoint.load, "--save": checkpoint.save}
+        reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
         sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
 

@@ -323,12 +323,12 @@ def split_text(data: DataConfig) -> str:
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
-    """Parse the weights of train, validation and test; missing ones are 0.
+    """Parse the weights of train, validation and test; missing ones are 0, and quotes around them do not count.
 
     Raises:
         ValueError: if ``text`` is not up to three numbers.
     """
-    words = [word.strip() for word in text.split(",")]
+    words = [word.strip() for word in text.strip("'\"").split(",")]
     if len(words) > len(SPLITS) or not all(re.fullmatch(NUMBER, word) for word in words):
         raise ValueError(f"{text!r} is not up to three numbers")
     train, valid, test = ([float(word) for word in words] + [0.0, 0.0])[:3]

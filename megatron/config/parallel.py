@@ -57,7 +57,7 @@ class ParallelConfig:
     """Context parallelism: ranks that shard each sequence (CP)."""
     expert_model_parallel_size: int = option(1, role="free", at_least=1)
     """Expert parallelism: ranks that shard the experts (EP)."""
-    expert_tensor_parallel_size: int | None = option(None, role="free", at_least=1)
+    expert_tensor_parallel_size: int | None = option(None, role="free", at_least=1, needs="num_experts")
     """TP of the experts. Default: that of the dense layers."""
     distributed_backend: str | None = option(None, role="free", choices=("nccl", "gloo"))
     """Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."""

@@ -129,7 +129,10 @@ class Setting:
         else:
             item = _as_type(value, self.scalar)
         if self.choices and item is not None and item not in self.choices:
-            raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}")
+            same = [choice for choice in self.choices if choice.lower() == str(item).lower()]
+            if not same:
+                raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}")
+            item = same[0]
         return item
 
 

@@ -24,6 +24,7 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
+from megatron.config.text import did_you_mean
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size"}
 """Options that determine the number of samples per step."""
@@ -88,6 +89,11 @@ def _find(options: CheckpointConfig) -> ResumeSource:
     if load is None and options.load is not None:
         return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
+    if isinstance(folder, Path) and not folder.exists() and step is None:
+        siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        guess = did_you_mean(folder.name, sorted(siblings))
+        meant = f"; did you mean {folder.parent / guess}?" if guess else ""
+        return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist{meant}"))
     found = CheckpointFolder(folder).named()
     if is_complete(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable

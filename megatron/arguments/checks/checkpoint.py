@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
-from megatron.config.text import did_you_mean
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
@@ -22,9 +21,9 @@ MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--load`` exists and holds checkpoints of this format, unless ``--save`` holds some to resume from.
+    """Check that ``--load`` does not hold checkpoints of another format, unless ``--save`` holds some to resume from.
 
-    ``--load`` may be the folder of ``--save``, which need not exist yet.
+    The folder need not exist yet: a run without a checkpoint starts from scratch.
     """
     load, save = config.checkpoint.load, config.checkpoint.save
     if load in ("", HUGGING_FACE_PREFIX):
@@ -35,11 +34,6 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     folder = parse_location(load)
     if not isinstance(folder, Path):
         yield from _store_problems("E801", "--load", folder, world_size)
-    elif not isdir(folder):
-        siblings = folder.parent.iterdir() if isdir(folder.parent) else ()
-        guess = did_you_mean(folder.name, sorted(path.name for path in siblings if isdir(path)))
-        fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
-        yield Problem("E801", f"--load {folder}: the folder does not exist", fixes)
     elif isfile(folder / MEGATRON_LM):
         sentence = f"--load {folder} holds checkpoints of Megatron-LM, which cannot be loaded"
         yield Problem("E801", sentence, ("convert them to the Hugging Face format and --load hf:DIR",))

@@ -209,9 +209,6 @@ def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]
             enough = f"--num-experts {4 * ep}"
             sentence = f"expert parallelism of {ep} needs experts"
             yield Problem("E213", sentence, (enough, "--expert-model-parallel-size 1"))
-        if parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size):
-            sentence = f"expert tensor parallelism of {parallel.expert_tensor_parallel_size} needs experts"
-            yield Problem("E213", sentence, (f"--expert-tensor-parallel-size {parallel.tensor_model_parallel_size}",))
         return
     tp = parallel.expert_tp
     ranks = world_size // parallel.pipeline_model_parallel_size
