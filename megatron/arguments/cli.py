@@ -241,7 +241,7 @@ def parse(
         found += changes.problems
     if found:
         no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
-        raise UserError(found if no_folder else [*unreadable, *found])
+        raise UserError(found if no_folder else [*unreadable, *found], notes)
     resolved = resolve(config, world_size)
     if saved is not None:
         before = flat_values(resolve(without_checkpoint, world_size))

@@ -13,6 +13,7 @@ from importlib import resources
 from itertools import chain
 from typing import Any
 
+from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import ConfigSource
 from megatron.config.errors import Problem
 from megatron.config.run import RunConfig
@@ -191,6 +192,9 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
     if "--no-position-embedding" in spellings and config.model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding contradicts --position-embedding-type learned_absolute"
         yield Problem("E004", sentence, ("--position-embedding-type none", "--position-embedding-type rope"))
+    if "--no-load-optim" in spellings and holds_checkpoints(config.checkpoint.load):
+        sentence = f"--no-load-optim: a run resumes from {config.checkpoint.load} with its optimizer state"
+        yield Problem("E004", sentence, ("--resume-mode weights-only", "drop --no-load-optim"))
     keep = next((flag for flag in KEEP_SCHEDULE_FLAGS if flag in spellings), None)
     if keep and config.checkpoint.resume_mode == "new-schedule":
         sentence = f"{keep} keeps the checkpoint's schedule, but --resume-mode new-schedule replaces it"

@@ -26,13 +26,13 @@ class Problem:
 class UserError(ValueError):
     """All problems of a request; ``str()`` is the message for the user."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        """Store one or more problems."""
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[Problem], notes: Sequence[str] = ()) -> None:
+        """Store one or more problems, and notes on what was read besides."""
+        self.problems, self.notes = tuple(problems), tuple(notes)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         closing = f"{count}; docs/troubleshooting.md explains the codes"
-        super().__init__("\n".join([*map(str, problems), closing]))
+        super().__init__("\n".join([*(f"note: {note}" for note in notes), *map(str, problems), closing]))
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
+    def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickle by the problems, not by the message."""
-        return type(self), (self.problems,)
+        return type(self), (self.problems, self.notes)

@@ -453,11 +453,7 @@ class CheckpointConfig:
         "exact",
         role="start",
         choices=RESUME_MODES,
-        aliases={
-            "--finetune": "weights-only",
-            "--override-opt-param-scheduler": "new-schedule",
-            "--override-opt_param-scheduler": "new-schedule",
-        },
+        aliases={"--finetune": "weights-only"},
         needs=START_POINT,
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
