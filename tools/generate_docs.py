@@ -76,19 +76,34 @@ def _megatron() -> Iterator[str]:
     yield "|---|---|---|"
     for spelling, default in flags.different_defaults.items():
         yield _row(f"`{spelling}`", default["theirs"], default["reason"])
+    yield "\nThese stand for flags of this program. The same flag given itself overrides them.\n"
+    yield "| flag | here |"
+    yield "|---|---|"
+    for spelling, flag in flags.handled.items():
+        if flag.kind == "applied":
+            yield _row(f"`{spelling}`", f"`{flag.words.replace('{}', 'VALUE')}`")
+    for spelling, values in flags.values.items():
+        for theirs, ours in values.items():
+            yield _row(f"`{spelling} {theirs}`", f"`{spelling} {ours}`")
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
     yield "|---|---|"
-    for spelling, flag in flags.ignored.items():
-        values = f" (`{'`, `'.join(flag.values)}`)" if flag.values else ""
-        yield _row(f"`{spelling}`{values}", flag.reason)
-    yield "\nThese are refused:\n"
+    by_reason: dict[str, list[str]] = {}
+    for spelling, flag in flags.handled.items():
+        if flag.kind in ("ignored", "setting"):
+            values = f" (`{'`, `'.join(flag.values)}`)" if flag.values else ""
+            name = f"`{spelling}...`" if spelling.endswith("-") else f"`{spelling}`{values}"
+            by_reason.setdefault(flag.reason, []).append(name)
+    for reason, names in by_reason.items():
+        yield _row(" ".join(names), reason)
+    yield "\nThese are refused, because they change the model, the data or the optimization:\n"
     yield "| flag | reason | instead |"
     yield "|---|---|---|"
-    for spelling, flag in flags.refused.items():
-        instead = " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in flag.instead)
-        yield _row(f"`{spelling}`", flag.reason, instead)
-    yield "\nAll other flags of Megatron-LM are refused by name.\n"
+    for spelling, flag in flags.handled.items():
+        if flag.kind == "refused":
+            instead = " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in flag.instead)
+            yield _row(f"`{spelling}...`" if spelling.endswith("-") else f"`{spelling}`", flag.reason, instead)
+    yield ""
 
 
 def operations_page(text: str) -> str:

@@ -286,7 +286,12 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
             for path, tree in trees
         ]
         counterparts = [GivenFlag(flag, SPELLINGS[flag], words) for flag, *words in applied]
-        return [*files, _from_flags(counterparts), _from_flags(command_line.given), from_assignments(command_line.known.set)]
+        return [
+            *files,
+            _from_flags(counterparts),
+            _from_flags(command_line.given),
+            from_assignments(command_line.known.set),
+        ]
 
     sources = read()
     plugins = merge_values(source.values for source in sources).get("plugin")

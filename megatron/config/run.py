@@ -45,9 +45,7 @@ FIRST_MOMENT = Need(
     lambda c: c.optimizer.optimizer != "muon" and "exp_avg" in state_kinds(c.optimizer.optimizer),
     "--optimizer adam or lion",
 )
-SECOND_MOMENT = Need(
-    lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam"
-)
+SECOND_MOMENT = Need(lambda c: "exp_avg_sq" in state_kinds(c.optimizer.optimizer), "--optimizer adam")
 SAVE = Need("save", "a folder to save to")
 LOCAL_SAVE = Need("local_save")
 KEEP_LAST = Need(lambda c: c.checkpoint.save is None or c.checkpoint.keep_last, "--keep-last")
@@ -56,9 +54,7 @@ START_POINT = Need(
     "a checkpoint to start from",
 )
 TOKEN_FILES = Need(lambda c: not c.data.mock_data, "files of tokens")
-DOCUMENTS = Need(
-    lambda c: not c.data.mock_data, "documents (generated tokens have none)"
-)
+DOCUMENTS = Need(lambda c: not c.data.mock_data, "documents (generated tokens have none)")
 DOCUMENT_OPTIONS = Need(
     lambda c: any(getattr(c.data, name) for name in DOCUMENT_BOUNDARY_OPTIONS),
     "--reset-position-ids, --reset-attention-mask or --eod-mask-loss",
@@ -320,9 +316,7 @@ class OptimizerConfig:
     """Data type of adam's second moment."""
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
-    decoupled_min_lr: float | None = option(
-        None, role="schedule", at_least=0, needs=Need("decoupled_lr")
-    )
+    decoupled_min_lr: float | None = option(None, role="schedule", at_least=0, needs=Need("decoupled_lr"))
     """Final value of decoupled_lr. Default: min_lr."""
     lr_factors: tuple[str, ...] = option((), role="schedule")
     """PATTERN=FACTOR: multiply the learning rate of parameters whose names match. The last match wins."""
@@ -390,9 +384,7 @@ class DataConfig:
     """Train on synthetic tokens."""
     multiple_validation_sets: bool = option(False, role="free", needs=TOKEN_FILES)
     """Evaluate on each validation prefix separately, instead of on their blend."""
-    validation_set_names: tuple[str, ...] = option(
-        (), role="free", needs=Need("multiple_validation_sets")
-    )
+    validation_set_names: tuple[str, ...] = option((), role="free", needs=Need("multiple_validation_sets"))
     """multiple_validation_sets: their names. Default: the last part of each prefix."""
     data_cache_path: str | None = option(None, role="start", needs=TOKEN_FILES)
     """Folder that caches sample indices between starts. Default: build them in memory at every start."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megatron import arguments
 from megatron.arguments.cli import OWN_FLAGS
-from megatron.arguments.megatron_flags import foreign_flags, refusal
+from megatron.arguments.megatron_flags import foreign_flags
 from megatron.config.settings import SPELLINGS, Setting
 from tests.unit.arguments.command import codes, notes, problems, run
 
@@ -39,19 +41,23 @@ MEGATRON = {flag.spelling: flag for flag in read()}
 OURS = [flag for flag in MEGATRON.values() if flag.spelling in SPELLINGS]
 
 
-def test_every_flag_of_megatron_is_ours_or_in_one_table() -> None:
+def test_every_flag_of_megatron_is_ours_or_in_the_table() -> None:
     assert len(MEGATRON) > 870
-    for name in MEGATRON:
-        kinds = [name in SPELLINGS, name in FLAGS.ignored, name in FLAGS.refused]
-        assert sum(kinds) <= 1, name
-        assert any(kinds) or refusal(name) is not None, name
-    assert {*FLAGS.ignored, *FLAGS.refused, *FLAGS.unsupported} <= set(MEGATRON)
     foreign = set(MEGATRON) - set(SPELLINGS)
-    assert [p for p in FLAGS.refused_prefixes if not any(name.startswith(p) for name in foreign)] == []
-    rest = FLAGS.unsupported
-    assert len(rest) == len(set(rest))
-    named = {*FLAGS.ignored, *FLAGS.refused}
-    assert [flag for flag in rest if flag in named or flag.startswith(tuple(FLAGS.refused_prefixes))] == []
+    assert [name for name in foreign if FLAGS.find(name) is None] == []
+    assert not set(SPELLINGS) & set(FLAGS.handled)
+    for name, flag in FLAGS.handled.items():
+        if name.endswith("-"):
+            assert any(other.startswith(name) for other in foreign), name
+            assert flag.kind in ("refused", "setting"), "a misspelt flag of ours would be ignored"
+
+
+def test_no_flag_is_in_the_table_twice() -> None:
+    tree = yaml.safe_load((Path(arguments.__file__).parent / "megatron_flags.yaml").read_text())
+    names = [name for section in ("applied", "ignored", "refused", "refused_prefixes") for name in tree[section]]
+    names += [*tree["settings_of"].values(), tree["unsupported"]]
+    words = [word for name in names for word in name.split()]
+    assert [word for word in set(words) if words.count(word) > 1] == []
 
 
 def test_names_of_other_trainers_are_in_one_table_and_fixes_name_flags() -> None:
@@ -59,9 +65,27 @@ def test_names_of_other_trainers_are_in_one_table_and_fixes_name_flags() -> None
     assert len(theirs) == len(set(theirs))
     assert [name for name in theirs if name in SPELLINGS or name in MEGATRON] == []
     assert set(FLAGS.renamed.values()) <= set(SPELLINGS)
-    for name, flag in [*FLAGS.refused.items(), *FLAGS.replaced.items()]:
+    for name, flag in [*FLAGS.handled.items(), *FLAGS.replaced.items()]:
         offered = set(re.findall(r"--[a-z][\w-]+", " ".join(flag.instead)))
         assert offered <= {*SPELLINGS, *OWN_FLAGS, name, "--nproc-per-node"}, name
+
+
+def test_an_applied_flag_is_what_it_stands_for() -> None:
+    beside = "--recompute-granularity full --num-layers 4 --bf16 --qk-layernorm"
+    values = {
+        "--activations-checkpoint-granularity": "full",
+        "--activations-checkpoint-method": "block",
+        "--warmup": "0.01",
+    }
+    for spelling, flag in FLAGS.handled.items():
+        if flag.kind == "applied":
+            value = values.get(spelling, "4") if "{}" in flag.words else ""
+            given = run(f"{beside} {spelling} {value}")
+            assert given.config == run(f"{beside} {flag.words.replace('{}', value)}").config, spelling
+            assert any(note.startswith("applied: ") and spelling in note for note in given.notes)
+    assert run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config == run(
+        f"{beside} --recompute-num-layers 4"
+    ).config, "a flag that is given itself wins"
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.
@@ -112,7 +136,7 @@ def test_a_script_of_megatron_runs() -> None:
     model = parsed.config.model
     assert (model.kv_groups, model.head_dim, model.activation, model.add_bias_linear) == (2, 8, "swiglu", False)
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
-    assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(FLAGS.ignored)
+    assert set(re.findall(r"--[\w-]+", ignored)) == {word for word in script.split() if FLAGS.find(word)}
     assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
@@ -136,7 +160,9 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ignored_flags_change_nothing() -> None:
     beside = {"--group-query-attention": "--num-query-groups 4", "--no-position-embedding": "--swiglu"}
-    for spelling in (name for name, flag in FLAGS.ignored.items() if flag.values is None):
+    for spelling in [name for name in MEGATRON if (flag := FLAGS.find(name)) and flag.kind in ("ignored", "setting")]:
+        if FLAGS.find(spelling).values is not None:
+            continue
         flags = f"--use-rotary-position-embeddings {beside.get(spelling, '')}"
         value = "" if MEGATRON[spelling].kind == "flag" else "1"
         with_it, without = run(f"{flags} {spelling} {value}"), run(flags)
