@@ -100,6 +100,9 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("rank*"):
         file.unlink()
+    for rank in range(setup.ranks):  # which may be killed before it opens them
+        (folder / f"rank{rank}.txt").touch()
+        (folder / f"rank{rank}.calls").touch()
     port, began = free_port(), time.monotonic()
     pids = [_fork(setup, folder, rank, port, fault) for rank in range(setup.ranks)]
     statuses: dict[int, int] = {}

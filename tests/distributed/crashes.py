@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.distributed.crash_faults import DAMAGE, Fault, checkpoints, lose_node, staged, step_of, whole_steps
 from tests.distributed.crash_runs import STEPS, Before, Ended, Setup, same_end, start
-from tests.golden import provenance
+from tests.golden.provenance import provenance
 
 FILE = Path(__file__).parents[1] / "golden" / "crashes.txt"
 MOST = 3

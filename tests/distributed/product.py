@@ -20,7 +20,7 @@ from tests.distributed.drive import compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
 from tests.distributed.pool import Pool
-from tests.golden import provenance
+from tests.golden.provenance import provenance
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_product.txt"
 TOLERANCE = 1e-10

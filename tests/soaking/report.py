@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from tests.golden import provenance
+from tests.golden.provenance import provenance
 from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Trial
 
 

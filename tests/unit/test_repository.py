@@ -193,6 +193,12 @@ def test_every_dependency_is_pinned() -> None:
     assert declared <= {line.split("==")[0] for line in pins if "==" in line}
 
 
+def test_programs_end_with_the_status_of_main() -> None:
+    end = re.compile(r"\n    (sys\.exit|exit_process)\(main\(sys\.argv\[1:\]\)\)\n\Z")
+    programs = [ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("*.py")]
+    assert [path.name for path in programs if not end.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_imports_and_declarations_are_read() -> None:
     module = Module.parse(
         "m", "import json, yaml\ndef f() -> None:\n    from numpy.linalg import norm\n    import apex"

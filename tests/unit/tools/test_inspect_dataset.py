@@ -18,6 +18,7 @@ from megatron.data.inspect import (
     ValueCounts,
     check_ids,
     document_bounds,
+    sample_documents,
     summarize,
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer
@@ -290,3 +291,23 @@ def test_every_id_is_looked_at(
 
 
 # --- samples ---
+
+
+def test_samples_lie_from_the_first_to_the_last_document(tmp_path: Path) -> None:
+    data = dataset(tmp_path, [[list(b"ab"), list(b"c")], [], [list(b"d") + [256]], [list(b"ef")], [list(b"xyz")]])
+    chosen = sample_documents(data, 3, ByteTokenizer())
+    assert [(s.document, s.tokens, s.ids, s.text) for s in chosen] == [
+        (0, 3, [97, 98, 99], "abc"),
+        (2, 2, [100, 256], "d<|endoftext|>"),
+        (4, 3, [120, 121, 122], "xyz"),
+    ]
+    assert [s.document for s in sample_documents(data, 99, None)] == [0, 1, 2, 3, 4]
+    assert [(s.tokens, s.ids, s.text) for s in sample_documents(data, 99, None)][1] == (0, [], None)
+    assert sample_documents(data, 0, None) == []
+    assert sample_documents(data, 1, None)[0].document == 0
+
+
+def test_numbers_that_are_no_ids_are_not_decoded(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[97.0, 0.5]], np.float32)
+    (sample,) = sample_documents(IndexedDataset(tmp_path / "x", floats=True), 1, ByteTokenizer())
+    assert (sample.ids, sample.text) == ([97.0, 0.5], None)

@@ -40,6 +40,7 @@ from tools import preprocess_data
 from tools.lib import tokenizer_training
 from tools.lib.tokenizer_training import (
     MIN_BPE_SIZE,
+    MIN_SENTENCEPIECE_SIZE,
     sample_lines,
     save_tokenizer,
     train_bpe,
@@ -365,3 +366,9 @@ def test_it_starts_from_any_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--vocab-size" in done.stdout
+
+
+def test_frequent_words_become_pieces() -> None:
+    trained = train_sentencepiece(documents(["ab ab ab ab cd cd"] * 5), MIN_SENTENCEPIECE_SIZE + 20, "bpe", 10)
+    pieces = [piece.piece for piece in ModelProto.FromString(trained.files[SENTENCEPIECE_MODEL]).pieces]
+    assert pieces.index("\u2581ab") < pieces.index("\u2581cd")

@@ -203,6 +203,14 @@ def test_the_error_of_a_start_is_not_that_of_the_next_and_a_rollback_is_noted(tm
     assert told[2].endswith(f"send all starts with: wandb sync '{tmp_path}/a b/wandb'/offline-run-*-run12345")
 
 
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    run = logger(client, tmp_path)
+    run.log(1, values(1, 0.5) | {"starts": 3})
+    run.close()
+    assert client.kept[0][1]["restarts"] == 2
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
