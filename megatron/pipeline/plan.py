@@ -243,7 +243,8 @@ _search = cache(search_schedule)
 def build_schedule(parallel: ParallelConfig, microbatches: int) -> PipelineSchedule:
     """Return the schedule of a step with ``microbatches`` micro-batches on each data-parallel rank."""
     chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
-    name, group = schedule_name(parallel, chunks or 1), parallel.microbatch_group_size_per_virtual_pipeline_stage
+    name = schedule_name(parallel, chunks or 1)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage if name == DEFAULT_VIRTUAL_SCHEDULE else None
     if name.endswith(SCHEDULE_SUFFIX):
         schedule = _from_file(name)
         if schedule.microbatches != microbatches:

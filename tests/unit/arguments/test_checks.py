@@ -149,9 +149,10 @@ def test_schedules_are_accepted_exactly_where_their_parts_fit(given: dict[str, A
     training = TrainingConfig(train_iters=iters, global_batch_size=batch)
     config = replace(GOOD, training=training, optimizer=OptimizerConfig(**given))
     told = set(found(config))
-    if told & {"E402", "E601"}:
+    if "E402" in told:
         return
     warmup, decay, final, _ = schedule_lengths(config, 1)
+    final = final if given["lr_decay_style"] == "WSD" else None
     fits = warmup < decay and (final is None or final <= decay - warmup)
     complete = given["lr_decay_style"] != "WSD" or final is not None
     assert (told == set()) == (fits and complete)
@@ -364,7 +365,7 @@ def test_a_resolved_pipeline_passes_again_and_groups_need_several_stages_per_ran
     group = f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4"
     assert notes(f"{group} --num-virtual-stages-per-pipeline-rank 2", 2) == ""
     for schedule in ("", "--pipeline-schedule zb-v", "--pipeline-schedule interleaved"):
-        assert codes(f"{group} {schedule}", 2) == ["E601"]
+        assert "has no effect without the interleaved schedule" in notes(f"{group} {schedule}", 2)
 
 
 def test_the_batch_that_a_schedule_file_cannot_run_is_named_with_its_first_sample(tmp_path: Path) -> None:

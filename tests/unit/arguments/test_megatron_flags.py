@@ -80,8 +80,8 @@ def test_an_applied_flag_is_what_it_stands_for() -> None:
     for spelling, flag in FLAGS.handled.items():
         if flag.kind == "applied":
             value = values.get(spelling, "4") if "{}" in flag.words else ""
-            given = run(f"{beside} {spelling} {value}")
-            assert given.config == run(f"{beside} {flag.words.replace('{}', value)}").config, spelling
+            given = run(f"{beside} {spelling} {value}", ranks=4)
+            assert given.config == run(f"{beside} {flag.words.replace('{}', value)}", ranks=4).config, spelling
             assert any(note.startswith("applied: ") and spelling in note for note in given.notes)
     assert run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config == run(
         f"{beside} --recompute-num-layers 4"

@@ -76,9 +76,7 @@ def test_refused_folders(flags: str, code: str, tmp_path: Path) -> None:
     assert problem.fixes
 
 
-def test_fixes_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problems("--load ckpts")[0].fixes == ("--load ckpt",)
-    assert problems("--load nothing/like/this")[0].fixes == ("drop --load",)
+def test_folders_that_are_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes("--load a b --save c d --finetune") == ["E002", "E002"]
     fixes = problems("--load ckpt/iter_0000100 --ckpt-step 200")[0].fixes
     assert fixes == ("--load ckpt", "--set checkpoint.ckpt_step=null")
@@ -193,8 +191,7 @@ def test_unreadable_values_of_a_checkpoint_are_left_to_the_comparison(model: dic
 def test_the_search_for_a_checkpoint_gets_all_sources(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("checkpoint: {load: runs/a, ckpt_step: 3}\n")
     asked: list[CheckpointConfig] = []
-    with pytest.raises(UserError):
-        run("--config run.yaml --save runs/b --set ckpt_step=4", recall=lambda options: asked.append(options))
+    run("--config run.yaml --save runs/b --set ckpt_step=4", recall=lambda options: asked.append(options))
     assert [(c.load, c.save, c.ckpt_step) for c in asked] == [("runs/a", "runs/b", 4)]
 
 
