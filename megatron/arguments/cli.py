@@ -115,6 +115,9 @@ def _int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
 
 
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+"""Fields that a preset, a file, flags, or the checkpoint or Hugging Face model to start from must set."""
+
 WORDS = {"nargs": "+", "action": "extend", "default": []}
 RANKS_TO_CHECK = "Number of ranks to check for. Default: as many as launched."
 IN_A_FAKE_WORLD = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
@@ -228,6 +231,11 @@ def parse(
     found = [problem for source in sources for problem in source.problems]
     spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
     found += implied_default_problems(spellings, config)
+    missing = [SETTINGS[name] for name in REQUIRED if name not in values]
+    if missing and not found:  # after a mistake in a preset or a file, they may not be missing
+        sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
+        fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")
+        found.append(Problem("E011", sentence, fixes))
     launch = Launch.read(environ)
     world_size = _world_size(options, config, launch, found, notes)
     found += _fake_world_problems(options, launch)

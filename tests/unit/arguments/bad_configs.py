@@ -14,8 +14,9 @@ from megatron.config.errors import UserError
 from megatron.convert.huggingface.config import read_model_values
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bad_configs.txt"
-RUN = "--mock-data --vocab-size 257 --train-iters 100"
-FILES = "--vocab-size 257 --train-iters 100"
+MODEL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 1024"
+RUN = f"{MODEL} --mock-data --vocab-size 257 --train-iters 100"
+FILES = f"{MODEL} --vocab-size 257 --train-iters 100"
 SCHEDULES = "tests/golden/schedules"
 THERE = "tests/golden/megatron/case0"
 

@@ -8,7 +8,8 @@ from typing import Any
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.config.errors import Problem, UserError
 
-RUN = "--mock-data --vocab-size 257 --train-iters 100"
+MODEL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 1024"
+RUN = f"{MODEL} --mock-data --vocab-size 257 --train-iters 100"
 
 
 def run(flags: str = "", ranks: int = 1, base: str = RUN, **readers: Any) -> ParsedArguments:
