@@ -9,12 +9,13 @@ from megatron.arguments.cli import ParsedArguments, parse
 from megatron.config.errors import Problem, UserError
 
 MODEL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 1024"
-RUN = f"{MODEL} --mock-data --vocab-size 257 --train-iters 100"
+RUN = "--mock-data --vocab-size 257 --train-iters 100"
 
 
 def run(flags: str = "", ranks: int = 1, base: str = RUN, **readers: Any) -> ParsedArguments:
-    """Parse a command line after ``base``, as a rank of ``ranks``."""
-    return parse(shlex.split(f"{base} {flags}"), {"RANK": "0", "WORLD_SIZE": str(ranks)}, **readers)
+    """Parse a command line after ``base``, as a rank of ``ranks``; of ``MODEL``, unless something else may give one."""
+    model = "" if "--preset" in flags or readers else MODEL
+    return parse(shlex.split(f"{model} {base} {flags}"), {"RANK": "0", "WORLD_SIZE": str(ranks)}, **readers)
 
 
 def problems(flags: str = "", ranks: int = 1, base: str = RUN, **readers: Any) -> tuple[Problem, ...]:
