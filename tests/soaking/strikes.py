@@ -31,14 +31,14 @@ class Strike:
     Attributes:
         what: in words.
         moment: when, in seconds of ``time.time()``.
-        must_say: what the next start has to say of it.
+        damaged: the checkpoint that was, which the next start has to report.
         over: when it was over, of one that passes.
         afterwards: what happens as soon as the run has recovered.
     """
 
     what: str
     moment: float
-    must_say: str = ""
+    damaged: Path | None = None
     over: float = 0.0
     afterwards: Callable[[], Any] = lambda: None
 
@@ -134,7 +134,7 @@ def damage_newest(job: HereJob, chance: random.Random) -> Strike | None:
     newest = max(_whole(job.checkpoints), key=step_of)
     how, file = chance.choice([*DAMAGE]), chance.choice(sorted(file for file in newest.iterdir() if file.is_file()))
     done = DAMAGE[how](file, chance)
-    return Strike(f"{killed.what}, {newest.name}/{file.name} {done}", killed.moment, must_say=newest.name)
+    return Strike(f"{killed.what}, {newest.name}/{file.name} {done}", killed.moment, damaged=newest)
 
 
 def _whole(folder: Path) -> list[Path]:
