@@ -243,12 +243,10 @@ def profile(bench: Bench, step: Step) -> str:
 
 
 REFINEMENTS: tuple[tuple[str, Callable[[Any, int], Setting]], ...] = (
+    ("best", lambda ours, size: ours.changed("--cross-entropy-chunk-size 8192")),
     ("best", lambda ours, size: ours.changed("--cuda-graph step")),
     ("transformers", lambda theirs, size: replace(theirs, micro_batch=size)),
     ("best", lambda ours, size: replace(ours, micro_batch=size)),
-    ("best", lambda ours, size: ours.changed("--cross-entropy-chunk-size 4096")),
-    ("best", lambda ours, size: ours.changed("--kernels auto attention=torch")),
-    ("transformers", lambda theirs, size: replace(theirs, weights="fp32")),
 )
 """Changes of the winner of that name, given the case's other micro-batch size, the most promising first."""
 
@@ -262,6 +260,7 @@ def run(bench: Bench) -> None:
     bench.challenge("best", Ours(size, "--kernels auto"), needed=True)
     if cuda:
         bench.challenge("transformers", Theirs(size, compiled=True), needed=True)
+    bench.challenge("transformers, fp32 weights", Theirs(size, weights="fp32", compiled=cuda))
     for name, change in REFINEMENTS:
         rival = change(bench.winners[name], other) if name in bench.winners else None
         if rival is None or ("--cuda-graph" in rival.name and not cuda):
@@ -275,12 +274,16 @@ def run(bench: Bench) -> None:
         bench.winners.pop("eager", None)
     for name in [name for name, setting in bench.winners.items() if not bench.results[setting].seconds]:
         del bench.winners[name]
+    best = bench.winners.get("best")
     leave_out(bench)
-    if len(bench.winners) < 2:
-        bench.note("no turns were taken")
-        return
     try:
-        take_turns(bench)
+        if len(bench.winners) >= 2:
+            take_turns(bench)
+        elif best is not None:
+            bench.note("no turns were taken")
+            step = best.make(bench.case, bench.device)
+            bench.timed(step, WARM_UP_STEPS + 1)
+            bench.keep(profiles={"best": profile(bench, step)})
     except Exception as error:
         bench.note(f"the turns ended: {type(error).__name__}: {str(error)[:200]}")
 

@@ -35,7 +35,8 @@ def run_in_process(
         TimeoutError: when it takes too long.
     """
     command = [sys.executable, "-m", "tests.killed", str(folder), str(kill_after), flags]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of an earlier start
+    variables = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     deadline = time.monotonic() + SECONDS
     with subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True) as process:
         while process.poll() is None:

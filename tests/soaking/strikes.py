@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.crash_faults import DAMAGE, checkpoints, is_whole
+from tests.distributed.crash_faults import DAMAGE, checkpoints, is_whole, staged, step_of
 from tests.soaking.here import HereJob
 from tests.soaking.job import Job
 from tests.soaking.machine import agents
@@ -31,14 +31,14 @@ class Strike:
     Attributes:
         what: in words.
         moment: when, in seconds of ``time.time()``.
-        must_say: what the next start has to say of it.
+        damaged: the checkpoint that was, which the next start has to report.
         over: when it was over, of one that passes.
         afterwards: what happens as soon as the run has recovered.
     """
 
     what: str
     moment: float
-    must_say: str = ""
+    damaged: Path | None = None
     over: float = 0.0
     afterwards: Callable[[], Any] = lambda: None
 
@@ -131,15 +131,15 @@ def damage_newest(job: HereJob, chance: random.Random) -> Strike | None:
     if len(_whole(job.checkpoints)) < 3 or not (killed := kill_rank(job, chance)):
         return None
     time.sleep(0.5)  # in which the other ranks end a save that is under way
-    newest = _whole(job.checkpoints)[-1]
+    newest = max(_whole(job.checkpoints), key=step_of)
     how, file = chance.choice([*DAMAGE]), chance.choice(sorted(file for file in newest.iterdir() if file.is_file()))
     done = DAMAGE[how](file, chance)
-    return Strike(f"{killed.what}, {newest.name}/{file.name} {done}", killed.moment, must_say=newest.name)
+    return Strike(f"{killed.what}, {newest.name}/{file.name} {done}", killed.moment, damaged=newest)
 
 
 def _whole(folder: Path) -> list[Path]:
-    """Checkpoints of which every byte is right, oldest first."""
-    return [path for path in checkpoints(folder) if not path.suffix and is_whole([path])]
+    """Checkpoints of which every byte is right, published or staged: the next start publishes these."""
+    return [path for path in [*checkpoints(folder), *staged(folder)] if is_whole([path])]
 
 
 # ---- from above

@@ -36,7 +36,7 @@ def notes(folder: str) -> list[str]:
 
 
 def told(folder: Path, soft: int, hard: int) -> list[str]:
-    """What a process says that may have ``soft`` files open, and ask for ``hard``; and what it may have then."""
+    """Return the output of a process with these limits of open files, and the soft limit it ends with."""
     command = [sys.executable, "-c", OPENED, str(soft), str(hard), str(folder)]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
