@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.arguments.megatron_flags import foreign_flags
+from megatron.arguments.megatron_flags import ForeignFlags, foreign_flags
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.settings import GROUPS, SETTINGS
@@ -71,20 +71,13 @@ def _groups() -> Iterator[str]:
 def _megatron() -> Iterator[str]:
     flags = foreign_flags()
     yield "## Flags of Megatron-LM\n"
+    yield "`python tools/from_megatron.py SCRIPT.sh` translates a script, flag by flag.\n"
     yield "Flags that exist in both have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
     for spelling, default in flags.different_defaults.items():
         yield _row(f"`{spelling}`", default["theirs"], default["reason"])
-    yield "\nThese stand for flags of this program. The same flag given itself overrides them.\n"
-    yield "| flag | here |"
-    yield "|---|---|"
-    for spelling, flag in flags.handled.items():
-        if flag.kind == "applied":
-            yield _row(f"`{spelling}`", f"`{flag.words.replace('{}', 'VALUE')}`")
-    for spelling, values in flags.values.items():
-        for theirs, ours in values.items():
-            yield _row(f"`{spelling} {theirs}`", f"`{spelling} {ours}`")
+    yield from _applied(flags)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
     yield "|---|---|"
@@ -104,6 +97,18 @@ def _megatron() -> Iterator[str]:
             instead = " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in flag.instead)
             yield _row(f"`{spelling}...`" if spelling.endswith("-") else f"`{spelling}`", flag.reason, instead)
     yield ""
+
+
+def _applied(flags: ForeignFlags) -> Iterator[str]:
+    yield "\nThese stand for flags of this program. The same flag given itself overrides them.\n"
+    yield "| flag | here |"
+    yield "|---|---|"
+    for spelling, flag in flags.handled.items():
+        if flag.kind == "applied":
+            yield _row(f"`{spelling}`", f"`{flag.words.replace('{}', 'VALUE')}`")
+    for spelling, values in flags.values.items():
+        for theirs, ours in values.items():
+            yield _row(f"`{spelling} {theirs}`", f"`{spelling} {ours}`")
 
 
 def operations_page(text: str) -> str:

@@ -126,7 +126,7 @@ def prepare_runs(flags: Sequence[str], world_size: int, steps: int, dtype: str, 
     model = replace(config.model, vocab_size=resolve_vocab_size(config.data, config.model.vocab_size))
     if not shrink and smaller and num_parameters(model) > MANY_PARAMETERS:
         notes.append(f"{num_parameters(model):,} parameters take long on CPUs; --shrink runs {', '.join(smaller)}")
-    training = replace(config.training, device="cpu", rampup_batch_size=None)
+    training = replace(config.training, device="cpu", rampup_batch_size=None, step_batch_size_schedule=())
     layout = replace(
         config,
         model=model,
@@ -174,7 +174,8 @@ def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
     assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
     if (training.recompute_num_layers or 0) > 2:
         assignments.append("recompute_num_layers=2")
-    return assignments + (["rampup_batch_size=null"] if training.rampup_batch_size else [])
+    schedules = ("rampup_batch_size", "step_batch_size_schedule")
+    return assignments + [f"{name}=null" for name in schedules if getattr(training, name)]
 
 
 def compare_runs(check: LayoutComparison, launch: Launcher) -> int:

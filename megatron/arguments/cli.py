@@ -116,7 +116,7 @@ def _int(text: str) -> int:
 
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-"""Fields that a preset, a file, flags, or the checkpoint or Hugging Face model to start from must set."""
+"""Fields without a default for a run that starts from no checkpoint or Hugging Face model."""
 
 WORDS = {"nargs": "+", "action": "extend", "default": []}
 RANKS_TO_CHECK = "Number of ranks to check for. Default: as many as launched."
@@ -232,7 +232,8 @@ def parse(
     spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
     found += implied_default_problems(spellings, config)
     missing = [SETTINGS[name] for name in REQUIRED if name not in values]
-    if missing and not found:  # after a mistake in a preset or a file, they may not be missing
+    from_scratch = saved is None and not start.values
+    if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")
         found.append(Problem("E011", sentence, fixes))

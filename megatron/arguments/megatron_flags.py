@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from itertools import chain
@@ -45,6 +46,7 @@ class ForeignFlags:
     handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
+    gpt_neox: Mapping[str, str | Mapping[str, str]]  # settings of its YAML files
 
     def find(self, spelling: str) -> ForeignFlag | None:
         """Return the handling of a flag of Megatron-LM, by its name or else by the longest beginning of it."""
@@ -74,7 +76,9 @@ def foreign_flags() -> ForeignFlags:
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(tree["different_defaults"], tree["values"], handled, tree["renamed"], replaced)
+    return ForeignFlags(
+        tree["different_defaults"], tree["values"], handled, tree["renamed"], replaced, tree["gpt_neox"]
+    )
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
@@ -124,7 +128,7 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] 
         flag = foreign_flags().find(spelling)
         if flag is not None and flag.feature in given and flag.feature != spelling:
             continue  # the feature is refused
-        reason = _ignore_reason(spelling, arguments)
+        reason = ignore_reason(spelling, arguments)
         if reason:
             ignored.setdefault(reason, []).append(" ".join([spelling, *arguments]))
         else:
@@ -140,7 +144,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     return spelling, [value, *words[1:]] if equals else list(words[1:])
 
 
-def _ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
+def ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
     """Return the reason why a flag with these arguments is ignored, or None if it is not."""
     flag = foreign_flags().find(spelling) or foreign_flags().replaced.get(spelling)
     if flag is None or (flag.values is None and flag.kind not in ("ignored", "setting")):
@@ -167,19 +171,39 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
             reason = "it needs a value"
         sentence = f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {reason}"
         return Problem("E004", sentence, refused.instead or (f"drop {spelling}",))
-    known = [name for name, flag in flags.handled.items() if flag.kind == "ignored"]
-    meant = meant or did_you_mean(normalized, [*SPELLINGS, *others, *known])
+    known = [*SPELLINGS, *others, *(name for name, flag in flags.handled.items() if flag.kind == "ignored")]
+    if meant is None and (guess := did_you_mean(normalized, known)) and _takes(guess, arguments):
+        meant = guess
     if meant is None:
-        return Problem("E001", f"{spelling}: no such flag", ("--help",))
+        nearest = get_close_matches(normalized, known, n=3)
+        return Problem("E001", f"{spelling}: no such flag" + (f"; near are {', '.join(nearest)}" if nearest else ""))
     if meant in SPELLINGS:
         doubtful.add(SPELLINGS[meant].name)
     return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *arguments]),))
 
 
+def _takes(spelling: str, arguments: Sequence[str]) -> bool:
+    """Return whether a flag may be followed by these arguments."""
+    setting = SPELLINGS.get(spelling)
+    if setting is None:
+        return True
+    if setting.scalar is bool or spelling in setting.constants:
+        return not arguments
+    try:
+        setting.convert(list(arguments))
+    except ValueError:
+        return False
+    return True
+
+
 def implied_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults of Megatron-LM's pretrain_gpt.py that follow from the fields that are set."""
-    with_files = given.get("vocab_file") and given.get("merge_file")
-    return {"tokenizer_type": "GPT2BPETokenizer"} if with_files and not given.get("tokenizer_type") else {}
+    implied = {}
+    if given.get("vocab_file") and given.get("merge_file"):
+        implied["tokenizer_type"] = "GPT2BPETokenizer"
+    if given.get("moe_aux_loss_coeff"):
+        implied["moe_router_load_balancing_type"] = "aux_loss"
+    return {name: value for name, value in implied.items() if not given.get(name)}
 
 
 def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:

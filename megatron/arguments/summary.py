@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.config.batch import (
+    batch_size_stages,
     final_consumed_samples,
     final_iteration,
     full_global_batch_size,
     get_num_microbatches,
     padding_samples,
-    rampup_stages,
 )
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -156,7 +156,7 @@ def _batch(config: RunConfig, world_size: int) -> str:
 def _ramp(config: RunConfig, world_size: int) -> str:
     training = config.training
     dp = config.parallel.data_parallel_size(world_size)
-    stages = rampup_stages(training, dp)
+    stages = batch_size_stages(training, dp)
     if len(stages) == 1:
         return ""
     shown = [f"{size} from sample {at:,}" for at, size in stages]

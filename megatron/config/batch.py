@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig, TrainingConfig, parse_batch_steps
 
 
 def full_global_batch_size(config: TrainingConfig, data_parallel_size: int) -> int:
     """Return the samples per step after any batch-size ramp."""
+    if config.step_batch_size_schedule:
+        return parse_batch_steps(config.step_batch_size_schedule)[-1][1]
     return config.global_batch_size or config.micro_batch_size * data_parallel_size
 
 
@@ -34,38 +36,40 @@ def padding_samples(config: TrainingConfig, data_parallel_size: int, batch: int)
     return -batch % (config.micro_batch_size * data_parallel_size)
 
 
-def rampup_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
-    """Return the batch-size ramp as ``[(first sample, batch size), ...]``; one entry without a ramp.
+def batch_size_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
+    """Return the global batch sizes of the run as ``[(first sample, batch size), ...]``; one entry without a schedule.
 
-    The batch size rises ``n = (full - start) / increment`` times, evenly over the samples of the ramp: the i-th size
-    holds for every step that starts in the i-th of ``n`` equal parts. A step belongs to one stage only, and a stage
-    that would begin within the last step of the previous stage is left out.
+    With ``rampup_batch_size`` the batch size rises ``n = (full - start) / increment`` times, evenly over the samples of
+    the ramp: the i-th size holds for every step that starts in the i-th of ``n`` equal parts. A step belongs to one
+    stage only, and a stage that would begin within the last step of the previous stage is left out.
     """
-    full = full_global_batch_size(config, data_parallel_size)
-    if config.rampup_batch_size is None:
-        return [(0, full)]
-    start, increment, samples = config.rampup_batch_size
-    rises = (full - start) // increment
+    sizes, ends = [full_global_batch_size(config, data_parallel_size)], list[int]()
+    if config.step_batch_size_schedule:
+        steps = parse_batch_steps(config.step_batch_size_schedule)
+        sizes, ends = [size for _, size in steps], [tokens // config.seq_length for tokens, _ in steps[1:]]
+    elif config.rampup_batch_size is not None:
+        start, increment, samples = config.rampup_batch_size
+        rises = (sizes[0] - start) // increment
+        sizes = [start + i * increment for i in range(rises)] + sizes
+        ends = [-(-samples * (i + 1) // rises) for i in range(rises)]
     stages = []
     first_sample = 0
-    for i in range(rises):
-        size = start + i * increment
-        end = -(-samples * (i + 1) // rises)
+    for size, end in zip(sizes, ends):
         if first_sample < end:
             stages.append((first_sample, size))
             first_sample += -(-(end - first_sample) // size) * size
-    return [*stages, (first_sample, full)]
+    return [*stages, (first_sample, sizes[-1])]
 
 
 def global_batch_size_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
     """Return the global batch size of the step that starts after ``consumed_samples``."""
-    stages = rampup_stages(config, data_parallel_size)
+    stages = batch_size_stages(config, data_parallel_size)
     return next(size for first_sample, size in reversed(stages) if first_sample <= consumed_samples)
 
 
 def samples_without_rampup(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
     """Return the samples that the steps up to ``consumed_samples`` would have consumed without a ramp."""
-    stages = rampup_stages(config, data_parallel_size)
+    stages = batch_size_stages(config, data_parallel_size)
     ends = [*(first_sample for first_sample, _ in stages[1:]), consumed_samples]
     full = stages[-1][1]
     used = [(max(0, min(consumed_samples, end) - start), size) for (start, size), end in zip(stages, ends)]
@@ -112,7 +116,7 @@ def _end(config: TrainingConfig, data_parallel_size: int, iteration: int, consum
     The start need not be a point that a run with this ramp would have reached. The step that crosses into the next
     stage is taken completely, as in :func:`global_batch_size_at`.
     """
-    stages = rampup_stages(config, data_parallel_size)
+    stages = batch_size_stages(config, data_parallel_size)
     ends = [first_sample for first_sample, _ in stages[1:]]
     for i, (_, size) in enumerate(stages):
         if config.train_samples is None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -149,6 +150,27 @@ class PrecisionConfig:
     """The dynamic scale halves at the N-th overflow since it last doubled, and at each one after it."""
 
 
+def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
+    """Parse ``--step-batch-size-schedule``; returns each global batch after the number of tokens it begins at.
+
+    Raises:
+        ValueError: for a word that is not ``TOKENS:BATCH``.
+    """
+    steps = []
+    for word in " ".join(words).replace(",", " ").split():
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", word, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f"{word!r} is not TOKENS:BATCH, such as 200B:768")
+        number, unit, size = match.groups()
+        steps.append((round(float(number) * 1000 ** " KMBT".index(unit.upper() or " ")), int(size)))
+    return steps
+
+
+def _checked_batch_steps(text: str) -> str:
+    parse_batch_steps([text])
+    return text
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Run length, batch size, recomputation and evaluation."""
@@ -163,12 +185,14 @@ class TrainingConfig:
     """Pad a global batch that DP x micro_batch_size does not divide with samples that do not count."""
     rampup_batch_size: tuple[int, int, int] | None = option(None, role="schedule", at_least=1)
     """START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples."""
+    step_batch_size_schedule: tuple[str, ...] = option((), role="schedule", parse=_checked_batch_steps)
+    """TOKENS:BATCH ...: global batch from a number of tokens on, such as 0:384 200B:768, with K, M, B or T."""
     train_iters: int | None = option(None, role="schedule", at_least=1)
     """Steps to train for."""
     train_samples: int | None = option(None, role="schedule", at_least=1)
     """Samples to train on, instead of train_iters."""
-    eval_interval: int | None = option(None, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
-    """Steps between evaluations. Default: only at the end."""
+    eval_interval: int | None = option(1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
+    """Steps between evaluations, besides the one at the end; null for only that one."""
     eval_iters: int = option(0, role="free", at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word closest to a misspelt ``word``, or None."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.72)), None)
+    """Return the one known word that ``word`` is a misspelling of, or None.
+
+    At most one character in five differs. Numbers and the count of words are the same, both or neither begin with a
+    negation, and no other word is as near: a different name is no misspelling, however much of it is the same.
+    """
+    distances = {name: distance for name in known if (distance := _misspelling(word, name)) is not None}
+    least = min(distances.values(), default=0)
+    closest = [name for name, distance in distances.items() if distance == least]
+    return closest[0] if len(closest) == 1 else None
+
+
+def _misspelling(word: str, name: str) -> int | None:
+    """Return the number of characters that differ if ``word`` may be a misspelling of ``name``, else None."""
+    letters, meant = (re.sub(r"[-_]", "", text.lower()) for text in (word, name))
+    if letters == meant:
+        return 0
+    most = max(1, len(meant) // 5)
+    if _shape(word) != _shape(name) or abs(len(letters) - len(meant)) > most:
+        return None
+    if sorted(letters) == sorted(meant):
+        return 1  # two letters changed places
+    parts = SequenceMatcher(None, letters, meant, autojunk=False).get_opcodes()
+    differing = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in parts if tag != "equal")
+    return differing if differing <= most else None
+
+
+def _shape(name: str) -> tuple[list[str], bool, int]:
+    """Return what a misspelling does not change: numbers, negation and the count of words."""
+    negated = re.match(r"-*(no|disable|skip)[-_]", name) is not None
+    return re.findall(r"\d+", name), negated, len(re.split(r"[-_]+", name))
 
 
 def nearest(value: int, among: Iterable[int]) -> list[int]:

@@ -26,7 +26,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
 from megatron.config.text import did_you_mean
 
-BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size"}
+BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
 
 Position = tuple[int, int]

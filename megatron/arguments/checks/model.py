@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
-from megatron.config.batch import get_num_microbatches, rampup_stages
+from megatron.config.batch import batch_size_stages, get_num_microbatches
 from megatron.config.errors import Problem
 from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
@@ -336,7 +336,7 @@ def check_batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
     training = config.training
     unit = batch_multiple(config, world_size)
     ranks = parallel.data_parallel_size(world_size)
-    ramp = rampup_stages(training, ranks)
+    ramp = batch_size_stages(training, ranks)
     for sample, size in ramp:
         count = get_num_microbatches(training, ranks, size)
         if not count or (size % unit and not training.pad_global_batch):  # reported by the batch checks

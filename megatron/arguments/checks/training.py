@@ -10,17 +10,17 @@ from fnmatch import fnmatchcase
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import LENGTH_OPTIONS
 from megatron.config.batch import (
+    batch_size_stages,
     final_consumed_samples,
     final_iteration,
     full_global_batch_size,
     global_batch_size_at,
     planned_samples,
-    rampup_stages,
     schedule_lengths,
 )
 from megatron.config.errors import Problem
-from megatron.config.run import RunConfig, parse_factor
-from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest
+from megatron.config.run import RunConfig, parse_batch_steps, parse_factor
+from megatron.config.text import divisors, flag, flag_fixes, listed, multiples_as_fixes, nearest
 from megatron.layers.parameters import gpt
 
 PADDED = "--pad-global-batch"
@@ -50,15 +50,31 @@ def check_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the ramp reaches the full batch in whole increments, and that the ranks can divide every batch."""
+    """Check that the batch sizes end with the full one, and that the ranks can divide each of them."""
     training = config.training
     ranks = config.parallel.data_parallel_size(world_size)
+    full = full_global_batch_size(training, ranks)
+    unit = batch_multiple(config, world_size)
+    if training.step_batch_size_schedule:
+        begins = [tokens for tokens, _ in parse_batch_steps(training.step_batch_size_schedule)]
+        if begins[0] != 0 or begins != sorted(set(begins)):
+            sentence = "the first batch size must begin at 0 tokens, and each of the others after the one before"
+            yield Problem("E302", f"--step-batch-size-schedule: {sentence}")
+        if training.rampup_batch_size is not None:
+            sentence = "--step-batch-size-schedule and --rampup-batch-size both set the batch size"
+            yield Problem("E302", sentence, ("drop --rampup-batch-size", "drop --step-batch-size-schedule"))
+        elif training.global_batch_size not in (None, full):
+            sentence = f"--step-batch-size-schedule ends with a batch of {full}, not {training.global_batch_size}"
+            yield Problem("E302", sentence, (f"--global-batch-size {full}",))
+        uneven = [size for _, size in batch_size_stages(training, ranks) if size % unit]
+        if uneven and not training.pad_global_batch:
+            sentence = f"batches of the schedule must be multiples of micro-batch x DP = {unit}: {listed(uneven)}"
+            yield Problem("E303", sentence, (f"--step-batch-size-schedule 0:{unit}", PADDED))
+        return
     if training.rampup_batch_size is None:
         return
     start, increment, samples = training.rampup_batch_size
-    full = full_global_batch_size(training, ranks)
-    unit = batch_multiple(config, world_size)
-    uneven = [size for _, size in rampup_stages(training, ranks)[:-1] if size % unit]
+    uneven = [size for _, size in batch_size_stages(training, ranks)[:-1] if size % unit]
     if start >= full:
         sentence = f"the batch cannot grow from {start} to {full}"
         yield Problem("E302", sentence, (f"--global-batch-size {start + increment}", "drop --rampup-batch-size"))
@@ -91,7 +107,7 @@ def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
         fixes = ("drop --train-iters", "drop --train-samples")
         yield Problem("E304", "--train-iters and --train-samples both set the length of the run", fixes)
     elif training.train_samples is not None and final_iteration(training, ranks) == 0:
-        first = rampup_stages(training, ranks)[0][1]
+        first = batch_size_stages(training, ranks)[0][1]
         sentence = f"{training.train_samples} samples do not fill one step of {first}"
         yield Problem("E305", sentence, (f"--train-samples {first}",))
 
@@ -147,7 +163,8 @@ def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 yield Problem("E408", f"'{text}' in {option} {error}", (f"{option} 'embedding.*=0.5'",))
     if not parsed:
         return
-    names = [*gpt(replace(config.model, vocab_size=1, max_position_embeddings=1))]  # sizes change no names
+    every = replace(config.model, vocab_size=1, max_position_embeddings=1, qk_layernorm=True)
+    names = [*gpt(every)]  # sizes change no names, and a pattern for norms of queries and keys may be for another model
     for option, pattern, factor in parsed:
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]

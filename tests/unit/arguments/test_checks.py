@@ -30,7 +30,7 @@ from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.partition import AUTO
 from megatron.pipeline.schedules import make_schedule
 from tests.unit.arguments.bad_configs import CASES, GOLDEN
-from tests.unit.arguments.command import RUN, codes, notes, problems, run
+from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 
 ROOT = Path(__file__).parents[3]
 GOOD = build_config({"mock_data": True, "vocab_size": 257, "train_iters": 100, "seq_length": 64})
@@ -198,7 +198,7 @@ def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("flag", ["--data-path", "--load", "--save", "--data-args-path", "--load hf:", "--stop-file"])
 def test_a_name_too_long_for_any_file_is_no_file(flag: str) -> None:
     long = flag + ("" if flag.endswith(":") else " ") + "x" * 5000
-    told = codes(long, base="--vocab-size 9 --train-iters 1", read_model=read_model_values)
+    told = codes(long, base=f"{MODEL} --vocab-size 9 --train-iters 1", read_model=read_model_values)
     assert set(told) <= {"E501", "E503", "E507", "E801", "E850"}
 
 
@@ -269,7 +269,7 @@ def test_an_evaluation_needs_weights_and_batches(tmp_path: Path, save: str, eval
 
 
 EXPERTS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --disable-bias-linear --num-experts 4"
-BALANCED = "--moe-aux-loss-coeff 0.01"
+BALANCED = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,9 @@ BALANCED = "--moe-aux-loss-coeff 0.01"
         (f"--moe-router-topk 1 --moe-router-pre-softmax {BALANCED}", []),
         (f"--moe-router-topk 1 {BALANCED}", ["every weight is 1"]),
         ("--moe-router-topk 2", ["no balancing loss"]),
-        (f"--moe-router-load-balancing-type none {BALANCED}", ["no balancing loss"]),
-        (f"--moe-router-load-balancing-type aux_loss {BALANCED}", ["depends on the micro-batches"]),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", ["no balancing loss"]),
+        ("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01", ["depends on the micro-batches"]),
+        ("--moe-aux-loss-coeff 0.01", ["depends on the micro-batches"]),
     ],
 )
 def test_notes_on_experts(flags: str, told: list[str]) -> None:
@@ -294,7 +295,7 @@ def test_notes_on_experts(flags: str, told: list[str]) -> None:
 def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
     def told(flags: str, nodes: int) -> tuple[str, ...]:
         environ = {"RANK": "0", "WORLD_SIZE": str(nodes * 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
-        argv = f"{RUN} --num-layers 8 --num-attention-heads 8 {flags}".split()
+        argv = f"{MODEL} {RUN} --num-layers 8 --num-attention-heads 8 {flags}".split()
         with pytest.raises(UserError) as refused:
             parse(argv, environ)
         (problem,) = refused.value.problems

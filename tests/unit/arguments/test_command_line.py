@@ -35,7 +35,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import register, registered
 from megatron.config.run import DataConfig, RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, SPELLINGS, Setting
-from tests.unit.arguments.command import RUN, codes, notes, problems, run
+from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,6 +108,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
 
     if setting.optional and dice.random() < 0.3:
         return None
+    if setting.name == "step_batch_size_schedule":
+        return ("0:2", "1.5K:4")
     if setting.many:
         return tuple(scalar() for _ in range(setting.length or dice.randrange(4)))
     return scalar()
@@ -239,15 +241,16 @@ def test_notes_on_options_without_effect_leave_out_those_of_a_preset() -> None:
 
 
 def test_ranks_to_check_for() -> None:
+    argv = f"{MODEL} {RUN}".split()
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
     with pytest.raises(UserError, match="E009"):
-        parse(RUN.split(), srun)
-    assert parse(RUN.split(), srun | {"MASTER_ADDR": "node1"}).world_size == 16
-    assert parse([*RUN.split(), "--check-config"], srun).world_size == 16
-    parsed = parse([*RUN.split(), "--check-config", "--tensor-model-parallel-size", "4"], {})
+        parse(argv, srun)
+    assert parse(argv, srun | {"MASTER_ADDR": "node1"}).world_size == 16
+    assert parse([*argv, "--check-config"], srun).world_size == 16
+    parsed = parse([*argv, "--check-config", "--tensor-model-parallel-size", "4"], {})
     assert (parsed.check_only, parsed.world_size) == (True, 4)
     assert "checked for 4 ranks" in parsed.notes[0]
-    assert parse([*RUN.split(), "--check-config", "--world-size", "6"], {}).world_size == 6
+    assert parse([*argv, "--check-config", "--world-size", "6"], {}).world_size == 6
 
 
 def test_help_is_grouped_and_shows_single_values() -> None:

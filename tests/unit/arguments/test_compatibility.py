@@ -59,7 +59,7 @@ def test_changes_are_reported_by_flag() -> None:
         "--tensor-model-parallel-size: checkpoint 1 -> now 4",
         "--overlap-grad-reduce: checkpoint on -> now off",
         "--params-dtype: checkpoint fp32 -> now bf16",
-        "--eval-interval: checkpoint not set -> now 5",
+        "--eval-interval: checkpoint 1000 -> now 5",
         "--recompute-granularity: checkpoint not set -> now selective",
     )
 

@@ -71,7 +71,7 @@ def test_names_of_other_trainers_are_in_one_table_and_fixes_name_flags() -> None
 
 
 def test_an_applied_flag_is_what_it_stands_for() -> None:
-    beside = "--recompute-granularity full --num-layers 4 --bf16 --qk-layernorm"
+    beside = "--preset tiny-gpt2 --recompute-granularity full --num-layers 4 --bf16 --qk-layernorm"
     values = {
         "--activations-checkpoint-granularity": "full",
         "--activations-checkpoint-method": "block",
@@ -83,9 +83,10 @@ def test_an_applied_flag_is_what_it_stands_for() -> None:
             given = run(f"{beside} {spelling} {value}", ranks=4)
             assert given.config == run(f"{beside} {flag.words.replace('{}', value)}", ranks=4).config, spelling
             assert any(note.startswith("applied: ") and spelling in note for note in given.notes)
-    assert run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config == run(
-        f"{beside} --recompute-num-layers 4"
-    ).config, "a flag that is given itself wins"
+    assert (
+        run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config
+        == run(f"{beside} --recompute-num-layers 4").config
+    ), "a flag that is given itself wins"
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.

@@ -109,6 +109,7 @@ CHANGED = {
     "optimizer": "sgd",
     "global_batch_size": "8",
     "rampup_batch_size": "2 2 8",
+    "step_batch_size_schedule": "0:2 16:4",
     "train_iters": "9",
     "train_samples": "40 --set train_iters=null",
     "min_lr": "1e-3",

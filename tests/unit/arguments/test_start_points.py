@@ -24,7 +24,7 @@ from megatron.config.run import CheckpointConfig
 from megatron.contrib import object_store
 from megatron.contrib.object_store import RemotePath
 from megatron.convert.huggingface.config import read_model_values
-from tests.unit.arguments.command import RUN, codes, notes, problems, run
+from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 
 ROOT = Path(__file__).parents[3]
 
@@ -185,13 +185,13 @@ def test_unreadable_values_of_a_checkpoint_are_left_to_the_comparison(model: dic
     config = resumed(saved={"model": {"vocab_size": 300, "num_layers": 3} | model}).config
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (3, 128, 1e-4)
     for empty in ({}, {"model": 3}, {"model": {}}):
-        assert resumed("--vocab-size 300", saved=empty) == resumed("--vocab-size 300", saved=None)
+        assert resumed(f"{MODEL} --vocab-size 300", saved=empty) == resumed(f"{MODEL} --vocab-size 300", saved=None)
 
 
 def test_the_search_for_a_checkpoint_gets_all_sources(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("checkpoint: {load: runs/a, ckpt_step: 3}\n")
     asked: list[CheckpointConfig] = []
-    run("--config run.yaml --save runs/b --set ckpt_step=4", recall=lambda options: asked.append(options))
+    run(f"{MODEL} --config run.yaml --save runs/b --set ckpt_step=4", recall=lambda options: asked.append(options))
     assert [(c.load, c.save, c.ckpt_step) for c in asked] == [("runs/a", "runs/b", 4)]
 
 

@@ -29,7 +29,10 @@ def test_every_row() -> None:
     parts = "weights 898.50 KiB, gradients 1.75 MiB, main params 1.75 MiB, moments 3.51 MiB"
     assert printed["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
     assert printed["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
-    assert printed["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"
+    assert (
+        printed["length"]
+        == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches every 1000 steps and at the end"
+    )
     assert printed["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
     assert printed["precision"] == "bf16, main parameters and gradients fp32"
     assert "ramp" not in printed

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.batch import (
+    batch_size_stages,
     final_consumed_samples,
     final_iteration,
     full_global_batch_size,
@@ -17,7 +18,6 @@ from megatron.config.batch import (
     global_batch_size_at,
     padding_samples,
     planned_samples,
-    rampup_stages,
     samples_without_rampup,
     schedule_lengths,
 )
@@ -71,7 +71,7 @@ def test_a_ramp_and_any_point_to_resume_from(config: TrainingConfig, warmup: int
     assert final_iteration(config, 1) == len(taken)
     assert final_consumed_samples(config, 1) == total
     assert planned_samples(config, 1) == (config.train_samples or total)
-    stages = rampup_stages(config, 1)
+    stages = batch_size_stages(config, 1)
     assert (stages[0][0], stages[-1][1]) == (0, full)
     for (at, size), (end, larger) in zip(stages, stages[1:]):
         assert at < end
@@ -131,7 +131,7 @@ def test_padding_and_runs_without_a_ramp(batch: int, micro: int, ranks: int, sam
     assert 0 <= computed - batch < micro * ranks
     assert padding_samples(replace(padded, pad_global_batch=False), ranks, batch) == 0
     fixed = TrainingConfig(global_batch_size=batch, train_samples=samples)
-    assert rampup_stages(fixed, ranks) == [(0, batch)]
+    assert batch_size_stages(fixed, ranks) == [(0, batch)]
     assert final_iteration(fixed, ranks) == samples // batch
     derived = TrainingConfig(micro_batch_size=micro, train_iters=samples)
     assert full_global_batch_size(derived, ranks) == global_batch_size_at(derived, ranks, samples) == micro * ranks
@@ -145,3 +145,25 @@ def test_lengths_in_samples_and_as_fractions() -> None:
     assert schedule_lengths(config, 1, 50, 200)[:2] == (30, 600)
     share = replace(config, optimizer=OptimizerConfig(lr_warmup_fraction=0.1))
     assert schedule_lengths(share, 1, 50, 200)[:2] == (pytest.approx(60), 600)
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 12)), min_size=1, max_size=5), st.integers(1, 9))
+def test_a_schedule_of_batch_sizes_by_tokens(parts: list[tuple[int, int]], length: int) -> None:
+    """As Megatron-LM's: each size holds from its tokens divided by the sequence length on."""
+    begins = [sum(tokens for tokens, _ in parts[:i]) for i in range(len(parts))]
+    words = tuple(f"{tokens}:{size}" for tokens, (_, size) in zip(begins, parts))
+    config = TrainingConfig(seq_length=length, step_batch_size_schedule=words, train_iters=400)
+    consumed = 0
+    for _ in range(400):
+        size = [size for tokens, (_, size) in zip(begins, parts) if tokens // length <= consumed][-1]
+        assert global_batch_size_at(config, 3, consumed) == size
+        consumed += size
+    assert (final_iteration(config, 3), final_consumed_samples(config, 3)) == (400, consumed)
+    assert full_global_batch_size(config, 3) == parts[-1][1]
+
+
+def test_equal_steps_by_tokens_are_a_ramp() -> None:
+    by_tokens = TrainingConfig(seq_length=1000, step_batch_size_schedule=("0:384 200M:768", "0.4B:1152"))
+    ramp = TrainingConfig(global_batch_size=1152, rampup_batch_size=(384, 384, 400_000))
+    assert batch_size_stages(by_tokens, 1) == batch_size_stages(ramp, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.batch import rampup_stages
+from megatron.config.batch import batch_size_stages
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.layers.parameters import num_parameters
@@ -28,7 +28,7 @@ def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) 
     config = started.config()
     assert num_parameters(config.model) > 1e8
     assert config.data.mock_data
-    assert rampup_stages(config.training, config.parallel.data_parallel_size(started.world_size))
+    assert batch_size_stages(config.training, config.parallel.data_parallel_size(started.world_size))
 
 
 def test_what_the_examples_start_they_have_checked_before() -> None:

@@ -1,0 +1,139 @@
+"""tools/from_megatron.py: scripts, YAML files and flags of other trainers become command lines for here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments.cli import parse
+from tools import from_megatron
+
+MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
+RUN = "--micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 300"
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2 --gpus-per-node=4
+set -e
+source /opt/cluster/venv/bin/activate
+module load cuda nccl
+cd /workspace/Megatron-LM
+export MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+OUT=$1
+mkdir -p $OUT
+touch left_here; rm -rf "$HOME"
+ARGS=(
+    MODEL
+    RUN
+    --log-params-norm   # logged here, too
+    --use-mcore-models
+    --split 949,50,1
+)
+LAUNCH
+"""
+TORCHRUN = "torchrun --nproc_per_node 4 --nnodes $SLURM_NNODES pretrain_gpt.py ${ARGS[@]} --save $OUT | tee $OUT/log"
+SRUN = 'srun -n 8 singularity exec image.sif bash -c "python -u /megatron/pretrain_gpt.py ${ARGS[*]} --save $OUT"'
+
+
+def script(folder: Path, launch: str = TORCHRUN, more: str = "") -> str:
+    """Write a script and return its path."""
+    text = SCRIPT.replace("MODEL", MODEL).replace("RUN", f"{RUN} {more}", 1).replace("LAUNCH", launch)
+    (folder / "train.sh").write_text(text)
+    return str(folder / "train.sh")
+
+
+def translated(output: str) -> tuple[dict[str, str], list[str]]:
+    """Return the verdict by setting, and the flags of the command line that was printed."""
+    table, _, rest = output.partition("\n\n")
+    rows = {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in table.splitlines()}
+    (line,) = [line for line in rest.splitlines() if "pretrain_gpt.py" in line]
+    return rows, shlex.split(line.partition("pretrain_gpt.py ")[2])
+
+
+@pytest.mark.parametrize("launch", [TORCHRUN, SRUN])
+def test_a_script_becomes_the_run_it_would_start(
+    launch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert from_megatron.main([script(tmp_path, launch), "/results"]) == 0
+    output = capsys.readouterr().out
+    rows, flags = translated(output)
+    assert "8 ranks" in output
+    assert rows["--num-layers 4"] == "same"
+    assert rows["--log-params-norm"] == "mapped      --log-health-interval 100"
+    assert rows["--use-mcore-models"].startswith("not needed")
+    expected = f"{MODEL} {RUN} --split 949,50,1 --log-health-interval 100 --save /results"
+    here, wanted = (parse([*words, "--world-size", "8", "--check-config"], {}) for words in (flags, expected.split()))
+    assert here.config == wanted.config
+    assert [path.name for path in tmp_path.iterdir()] == ["train.sh"], "the script ran in a folder of its own"
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert from_megatron.main([script(tmp_path, more="--fp8-format hybrid --lr 2 --min-lr x"), "/results"]) == 1
+    output = capsys.readouterr().out
+    rows, flags = translated(output)
+    assert rows["--fp8-format hybrid"] == "missing     fp8 is not implemented"
+    assert "--fp8-format" not in flags
+    assert "E002 --min-lr: 'x' is not a number" in output
+    assert output.rstrip().endswith("1 of 18 settings are missing, 1 to mend")
+
+
+def test_a_script_that_launches_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert from_megatron.main([script(tmp_path, 'echo "no launcher" >&2; exit 3')]) == 2
+    assert "no launcher" in capsys.readouterr().err
+    assert from_megatron.main([str(tmp_path / "gone.sh")]) == 2
+
+
+def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert from_megatron.main(["--", *f"{MODEL} {RUN} --checkpoint-activations".split()]) == 0
+    rows, flags = translated(capsys.readouterr().out)
+    assert rows["--checkpoint-activations"].startswith("mapped")
+    assert parse([*flags, "--check-config"], {}).config.training.recompute_granularity == "full"
+
+
+def test_a_configuration_of_functional_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {word.split()[0]: word.split()[1:] for word in f" {MODEL} {RUN}".split(" --")[1:]}
+    lines = [f"  --{name}: {' '.join(values) or 'true'}" for name, values in arguments.items()]
+    file = tmp_path / "model_config.yaml"
+    file.write_text("\n".join(["ENV_VARS:", "  A: 1", "MODEL_ARGS:", *lines, "  --use-flash-attn: false"]))
+    assert from_megatron.main(["--world-size", "8", str(file)]) == 0
+    _, flags = translated(capsys.readouterr().out)
+    words = [*flags, "--world-size", "8", "--check-config"]
+    assert parse(words, {}).config == parse([*f"{MODEL} {RUN}".split(), *words[-3:]], {}).config
+
+
+NEOX = """{
+  "pipe-parallel-size": 1, "model-parallel-size": 2, "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4,
+  "seq-length": 128, "max-position-embeddings": 128, "pos-emb": "rotary", "rotary_pct": 0.25, "no-weight-tying": true,
+  "norm": "layernorm", "gpt_j_residual": GPTJ,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1.0e-8}},
+  "zero_optimization": {"stage": 1, "allgather_partitions": true},
+  "train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "weight-decay": 0.1, "gradient_clipping": 0.5,
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+  "train-iters": 320, "lr-decay-iters": 320, "warmup": 0.01, "lr-decay-style": "cosine", "data-path": "data/x",
+  "vocab-file": "v.json", "merge-file": "m.txt"
+}"""
+
+
+def test_a_configuration_of_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "125M.yml"
+    file.write_text(NEOX.replace("GPTJ", "false"))
+    assert from_megatron.main(["--world-size", "16", str(file)]) == 0
+    _, flags = translated(capsys.readouterr().out)
+    words = [*flags, "--mock-data", "--set", "data.data_path=null", "--vocab-size", "300", "--world-size", "16"]
+    config = parse([*words, "--check-config"], {}).config
+    assert (config.model.rotary_percent, config.model.untie_embeddings_and_output_weights) == (0.25, True)
+    assert (config.optimizer.lr, config.optimizer.adam_beta2, config.optimizer.clip_grad) == (0.0006, 0.95, 0.5)
+    assert (config.training.global_batch_size, config.parallel.tensor_model_parallel_size) == (32, 2)
+    assert config.precision.params_dtype == "fp16"
+    file.write_text(NEOX.replace("GPTJ", "true"))
+    assert from_megatron.main([str(file)]) == 1
+    rows, _ = translated(capsys.readouterr().out)
+    assert rows["gpt_j_residual: True"] == "missing     parallel attention is not implemented"
+
+
+def test_another_yaml_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("services: {web: {image: nginx, ports: 80}}\n")
+    assert from_megatron.main([str(file)]) == 2
+    assert "neither" in capsys.readouterr().err

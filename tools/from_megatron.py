@@ -1,0 +1,287 @@
+"""Translate a Megatron-LM run to a command line of pretrain_gpt.py, flag by flag.
+
+    python tools/from_megatron.py examples/gpt3/train_gpt3_175b_distributed.sh /ckpts /tb vocab.json merges.txt data
+    python tools/from_megatron.py model_config.yaml               # a configuration of Megatron-LM's functional tests
+    python tools/from_megatron.py configs/125M.yml                # a configuration of gpt-neox
+    python tools/from_megatron.py -- --num-layers 12 --hidden-size 768 ...
+
+A script runs in an empty folder, with stand-ins that record what its launcher (torchrun, srun, mpirun, deepspeed,
+python) would start; of other programs it can call only those that print. Read a script before you run it here: absolute
+paths in it are not redirected.
+
+Prints what becomes of each flag: `same`, `mapped`, `not needed`, or `missing` where it asks for something that
+pretrain_gpt.py does not have; then the command line. Exit status: 0 if that line has nothing missing and would start, 1
+if not, 2 for input that cannot be read. Files that the command line names are not looked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.arguments.cli import parse, parse_flags
+from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
+from megatron.config.errors import UserError
+
+LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
+HARMLESS = "awk basename cat cut date dirname env expr grep head hostname id printf pwd readlink realpath sed seq sort"
+HARMLESS += " sleep tail tr uname uniq wc whoami"
+ENTRY = re.compile(r"(^|/)pretrain\w*\.py$")
+SECONDS = 60
+"""Of a script, at most."""
+
+FILES_ARE_ELSEWHERE = {"E503", "E507", "E850"}
+"""Codes of problems that a missing file may cause."""
+
+PRELUDE = """
+cd() { builtin cd "$@" 2>/dev/null || true; }
+source() { [ ! -e "$1" ] || builtin source "$@"; }
+module() { :; }
+command_not_found_handle() { :; }
+"""
+"""For every bash of the script: a folder, file or program that only the cluster has does not end it."""
+
+STAND_IN = """#!{bash}
+for word in "$@"; do
+    case "$word" in *pretrain*.py*) found=1 ;; esac
+done
+if [ -n "$found" ]; then
+    {{ printf '%s\\0' "${{0##*/}}" "$@"; printf '\\0'; }} >>{record}
+elif [ "$1" = -c ] && [ "${{0##*/}}" != srun ]; then
+    exec {python} -I "$@"
+fi
+"""
+
+
+@dataclass
+class Run:
+    """What is to be translated.
+
+    Attributes:
+        flags: after the name of the entry script.
+        world_size: number of ranks, where it is known.
+        rows: what became of settings that were no flags: the setting, the verdict, and an explanation.
+    """
+
+    flags: list[str]
+    world_size: int | None = None
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def read_script(script: Path, arguments: Sequence[str]) -> Run:
+    """Run a script in an empty folder, and return the first command of the entry script that it would launch.
+
+    Raises:
+        ValueError: when it launches none.
+    """
+    bash = shutil.which("bash") or "/bin/bash"
+    with tempfile.TemporaryDirectory() as folder:
+        programs, work, record = Path(folder, "bin"), Path(folder, "work"), Path(folder, "record")
+        programs.mkdir()
+        work.mkdir()
+        for name in LAUNCHERS.split():
+            stand_in = programs / name
+            stand_in.write_text(STAND_IN.format(bash=bash, record=record, python=sys.executable))
+            stand_in.chmod(0o755)
+        for name in HARMLESS.split():
+            if (path := shutil.which(name)) is not None:
+                (programs / name).symlink_to(path)
+        (programs / "bash").symlink_to(bash)
+        prelude = Path(folder, "prelude.sh")
+        prelude.write_text(PRELUDE)
+        environ = {"PATH": str(programs), "HOME": str(work), "USER": "user", "BASH_ENV": str(prelude)}
+        text = script.read_text(errors="replace")
+        environ |= _slurm_variables(text)
+        try:
+            ended = subprocess.run(
+                [bash, str(script.resolve()), *arguments],
+                cwd=work,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS,
+            )
+            output = ended.stderr
+        except subprocess.TimeoutExpired:
+            output = f"it did not end within {SECONDS} s"
+        recorded = record.read_bytes().decode(errors="replace") if record.exists() else ""
+    for line in filter(None, recorded.split("\0\0")):
+        words = line.split("\0")
+        # A launcher may be given a whole command line as one word, for a shell.
+        words = [part for word in words for part in (shlex.split(word) if " " in word and ".py" in word else [word])]
+        entry = next((number for number, word in enumerate(words) if ENTRY.search(word)), None)
+        if entry is not None:
+            return Run(words[entry + 1 :], _world_size(words[:entry], environ))
+    last = "\n".join(output.strip().splitlines()[-5:])
+    raise ValueError(f"{script} launches no pretrain_*.py; the end of its output:\n{last}")
+
+
+def _slurm_variables(script: str) -> dict[str, str]:
+    """Return the variables that Slurm sets for a job, from a script's ``#SBATCH`` lines."""
+    words = [word for line in re.findall(r"^#SBATCH\s+(.*)", script, re.MULTILINE) for word in shlex.split(line, True)]
+    given = {
+        "nodes" if name == "N" else name: value for name, value in re.findall(r"-?-([\w-]+)[= ](\S+)", " ".join(words))
+    }
+    if not given:
+        return {}
+    nodes = re.split(r"\D", given.get("nodes", "1"))[0] or "1"
+    per_node = re.sub(r".*?(\d*)$", r"\1", given.get("ntasks-per-node", "1")) or "1"
+    gpus = re.sub(r".*?(\d*)$", r"\1", given.get("gpus-per-node", given.get("gres", "8"))) or "8"
+    tasks = given.get("ntasks", str(int(nodes) * int(per_node)))
+    names = {"NNODES": nodes, "JOB_NUM_NODES": nodes, "NTASKS": tasks, "NPROCS": tasks, "NTASKS_PER_NODE": per_node}
+    names |= {"GPUS_PER_NODE": gpus, "GPUS_ON_NODE": gpus, "JOB_ID": "1", "JOBID": "1", "PROCID": "0", "LOCALID": "0"}
+    names |= {"NODEID": "0", "JOB_NAME": "run", "JOB_NODELIST": "node1", "NODELIST": "node1"}
+    return {f"SLURM_{name}": value for name, value in names.items()}
+
+
+def _world_size(launcher: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """Return the number of ranks that a launcher's words ask for."""
+    words = " ".join(launcher)
+    per_node = re.search(r"--nproc[_-]per[_-]node[= ](\d+)", words)
+    nodes = re.search(r"--nnodes[= ](\d+)", words)
+    if per_node:
+        return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
+    number = re.search(r"(?:^|\s)(?:-np?|--ntasks)[= ](\d+)", words)
+    return int(number[1]) if number else int(environ.get("SLURM_NTASKS", 0)) or None
+
+
+def read_yaml(file: Path) -> Run:
+    """Read a configuration of Megatron-LM's functional tests (``MODEL_ARGS``) or of gpt-neox.
+
+    Raises:
+        ValueError: for another file.
+    """
+    tree = yaml.safe_load(file.read_text())
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file} holds no settings")
+    if isinstance(arguments := tree.get("MODEL_ARGS"), dict):
+        return Run([word for name, value in arguments.items() for word in _flag(name, value)])
+    run, unknown = Run([]), 0
+    for name, value in _flattened(tree):
+        entry = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
+        if isinstance(entry, dict):
+            entry = entry.get(str(value).lower(), entry.get("else", "missing: this value has no counterpart"))
+        text = _text(value)
+        if entry.startswith("--"):
+            words = entry.replace("{}", text)
+            for number, item in enumerate(value if isinstance(value, list) else ()):
+                words = words.replace(f"{{{number}}}", str(item))
+            run.flags += shlex.split(words)
+            run.rows.append((f"{name}: {text}", "mapped", words))
+        else:
+            verdict, _, reason = entry.partition(": ")
+            unknown += reason == "it is not a known setting"
+            run.rows.append((f"{name}: {text}", verdict, reason))
+    if unknown > len(run.rows) / 2:
+        raise ValueError(f"{file} is neither a model_config.yaml of Megatron-LM nor a configuration of gpt-neox")
+    return run
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is False or value is None:
+        return []
+    return [name] if value is True else [name, *shlex.split(_text(value))]
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
+def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a gpt-neox file; names may have hyphens."""
+    for name, value in tree.items():
+        path = above + str(name).replace("-", "_")
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def translate(run: Run) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Return what becomes of each setting (the setting, the verdict, an explanation), and the flags for here."""
+    command_line = parse_flags(run.flags)
+    rows, flags = list(run.rows), list[str]()
+    for given in command_line.given:
+        words = apply_foreign_values(given.spelling, given.words) if given.setting.choices else list(given.words)
+        flags += [given.spelling, *words]
+        if not run.rows:
+            verdict, here = (
+                ("same", "") if words == list(given.words) else ("mapped", " ".join([given.spelling, *words]))
+            )
+            rows.append((" ".join([given.spelling, *given.words]), verdict, here))
+    for words in command_line.foreign:
+        applied, _, _ = apply_foreign_flags([words])
+        spelling, equals, value = words[0].partition("=")
+        reason = ignore_reason(spelling, [*[value] * bool(equals), *words[1:]])
+        flag = foreign_flags().find(spelling)
+        here = [word for each in applied for word in each]
+        flags += here
+        if applied:
+            verdict, text = "mapped", " ".join(here)
+        elif reason:
+            verdict, text = "not needed", reason
+        else:
+            verdict, text = "missing", flag.reason if flag else "it is not a flag of Megatron-LM"
+        rows.append((" ".join(words), verdict, text))
+    return rows, flags
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        "from_megatron.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (as the script launches)")
+    parser.add_argument("source", nargs=argparse.REMAINDER, metavar="SCRIPT.sh ... | CONFIG.yaml | -- FLAG...")
+    args = parser.parse_args(argv)
+    source = [word for number, word in enumerate(args.source) if number or word != "--"]
+    if not source:
+        parser.error("nothing to translate: give a script, a YAML file, or -- and flags")
+    try:
+        if source[0].startswith("-"):
+            run = Run(source)
+        elif source[0].endswith((".yaml", ".yml")):
+            run = read_yaml(Path(source[0]))
+        else:
+            run = read_script(Path(source[0]), source[1:])
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        print(f"from_megatron: {error}", file=sys.stderr)
+        return 2
+    rows, flags = translate(run)
+    width = min(60, max(len(setting) for setting, _, _ in rows))
+    for setting, verdict, text in rows:
+        print(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
+    world_size = args.world_size or run.world_size
+    check = ["--check-config", *(["--world-size", str(world_size)] if world_size else [])]
+    missing = sum(verdict == "missing" for _, verdict, _ in rows)
+    problems: Sequence[Any] = ()
+    try:
+        parse([*flags, *check], {})
+    except UserError as error:
+        problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
+    print(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+    for problem in problems:
+        print(problem)
+    counts = f"{missing} of {len(rows)} settings are missing, {len(problems)} to mend"
+    print("would start" if not missing and not problems else f"would not start as it is: {counts}")
+    return 1 if missing or problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
