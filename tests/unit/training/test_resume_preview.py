@@ -26,7 +26,18 @@ from megatron.training.checkpointer import choose_resume_source
 from megatron.training.resume_source import preview_start, stored_config
 
 ROOT = Path(__file__).parents[3]
-MODEL = ["--num-layers", "3", "--hidden-size", "48", "--num-attention-heads", "4", "--norm-epsilon", "1e-6"]
+MODEL = [
+    "--seq-length",
+    "1024",
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "48",
+    "--num-attention-heads",
+    "4",
+    "--norm-epsilon",
+    "1e-6",
+]
 RUN = ["--mock-data", "--train-iters", "40", "--global-batch-size", "4", "--lr-decay-style", "constant"]
 CONFIG = parse([*RUN, *MODEL, "--vocab-size", "300"], {}).config
 
