@@ -180,9 +180,9 @@ def main(argv: Sequence[str]) -> int:
         130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
-    launch = Launch.read(os.environ)
-    where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
+    launch = Launch()
     try:
+        launch = Launch.read(os.environ)
         load_plugins(args.plugin)
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
@@ -193,6 +193,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout = StringIO()
         return 1
     except (CheckpointError, OSError) as error:
+        where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
         print(f"{where}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
