@@ -1,0 +1,81 @@
+"""The commands ``megatron COMMAND`` and ``megatron-COMMAND``: ``pretrain_gpt.py`` and the programs in ``tools/``.
+
+In a checkout, ``python -m megatron COMMAND`` works without an installation. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.config.launch import exit_process
+from megatron.config.text import did_you_mean, package_version
+
+SHORT_NAMES = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "convert_checkpoint": "convert"}
+"""Names of commands that are not those of their files."""
+
+OF_DEVELOPERS = ("generate_docs", "trace_step")
+
+
+def main() -> NoReturn:
+    """Run the command that the name of this program or the first argument gives."""
+    name = Path(sys.argv[0]).stem.partition("-")[2]
+    arguments = [name, *sys.argv[1:]] if name else sys.argv[1:]
+    try:
+        status = run(arguments)
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # | head
+        status = 1
+    exit_process(status)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; return its exit status."""
+    root = programs_root()
+    paths = [root / "pretrain_gpt.py", *sorted((root / "tools").glob("*.py"))]
+    commands = {SHORT_NAMES.get(p.stem, p.stem.replace("_", "-")): p for p in paths if p.stem not in OF_DEVELOPERS}
+    name, *flags = arguments or ["--help"]
+    if name == "--version":
+        print(package_version())
+        return 0
+    if name in ("-h", "--help"):
+        print("usage: megatron COMMAND [flags]; megatron COMMAND --help describes the flags\n")
+        for command, path in commands.items():
+            print(f"  {command:<20}{summary_line(path)}")
+        print("\nexample: megatron pretrain --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20")
+        return 0
+    if name not in commands:
+        print(f"megatron: no command {name}; fix: megatron {did_you_mean(name, commands) or '--help'}", file=sys.stderr)
+        return 2
+    path = commands[name]
+    sys.path.insert(0, str(root))
+    # a run records how to start it again; usage texts name the command
+    sys.argv = [str(path) if name == "pretrain" else f"megatron {name}", *flags]
+    module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+    return int(module.main(flags))
+
+
+def programs_root() -> Path:
+    """Return the checkout around this package, or the folder to which the wheel has copied the programs."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pretrain_gpt.py").exists():
+        return checkout
+    for path in importlib.metadata.files("megatron-pretrain") or ():
+        if path.name == "pretrain_gpt.py":
+            return Path(str(path.locate())).resolve().parent
+    raise SystemExit("megatron: pretrain_gpt.py is not installed; fix: pip install --force-reinstall megatron-pretrain")
+
+
+def summary_line(path: Path) -> str:
+    """Return the first phrase of a program's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].partition(": `")[0].partition(". ")[0].replace("``", "").rstrip(".")
+
+
+if __name__ == "__main__":
+    main()
