@@ -25,7 +25,7 @@ from megatron.arguments.megatron_flags import (
     implied_default_problems,
     implied_values,
 )
-from megatron.arguments.presets import PRESETS
+from megatron.arguments.presets import PRESETS, preset_batch_notes
 from megatron.arguments.sources import (
     ConfigSource,
     ModelReader,
@@ -277,6 +277,7 @@ def parse(
     notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
     notes += restart_notes(environ)
     notes += unused_option_notes(config, merge_values(source.values for source in given))
+    notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
     fake_rank = options.fake_rank or 0 if options.fake_world else None
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
