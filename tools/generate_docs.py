@@ -42,7 +42,7 @@ def flags_page() -> str:
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "| preset | layers | hidden | heads | key/value heads | MLP | vocabulary | sequence | parameters | tokens per step |"
+    yield "| preset | layers | hidden | heads | K/V heads | MLP | vocabulary | sequence | parameters | tokens a step |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name, values in PRESETS.items():
         config = build_config(dict(values))

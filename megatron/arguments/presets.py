@@ -84,8 +84,8 @@ PRESETS = MappingProxyType(
     }
 )
 
-# GPT: Brown et al. 2020, table 2.1. Llama 2: Touvron et al. 2023, section 2.2. Llama 3: Grattafiori et al. 2024, section
-# 3.4.1, for 405B the last stage of its ramp, for the others, whose batches are not published, the first.
+# GPT: Brown et al. 2020, table 2.1. Llama 2: Touvron et al. 2023, section 2.2. Llama 3: Grattafiori et al. 2024,
+# section 3.4.1, for 405B the last stage of its ramp, for the others, whose batches are not published, the first.
 PAPER_TOKENS_PER_STEP = MappingProxyType(
     dict.fromkeys(("gpt2-124m", "gpt2-355m", "gpt2-774m"), 500_000)
     | {"gpt2-1.5b": 1_000_000, "gpt3-175b": 3_200_000, "llama2-7b": 4_000_000}

@@ -448,7 +448,7 @@ class CheckpointConfig:
     """Steps between checkpoints in local_save."""
     load: str | None = option(None, role="start")
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
-    layout, or hf:DIR for the weights and architecture of a Hugging Face model."""
+    layout, or hf:DIR or hf:ORG/NAME (on the hub) for the weights and architecture of a Hugging Face model."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
     resume_mode: str = option(
