@@ -104,12 +104,12 @@ class ClosedPipe(io.StringIO):
 
 INTERRUPTED = """
 import os, runpy, signal, sys
+module, *sys.argv = sys.argv[1:]
 class Interrupt:
     def find_spec(self, name, *rest):
-        if name == sys.argv[1]:
+        if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
-module, *sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
