@@ -12,6 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process

@@ -21,6 +21,8 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.presets import PRESETS
 from megatron.config.errors import Problem, UserError

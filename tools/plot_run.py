@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
 

@@ -65,6 +65,16 @@ def test_the_status_of_a_command(
     assert (asked, ends) == ([["pretrain", "--lr", "1"], ["pretrain"]], [status, status])
 
 
+def test_a_program_finds_the_package_of_a_checkout_that_is_not_installed() -> None:
+    packages = str(Path(pytest.__file__).parents[1])  # whose .pth files, of an installation, -S leaves out
+    program = "import runpy, sys; sys.path[0] = 'tools'; sys.path.append(sys.argv[1]); sys.argv[1:] = ['--help']; "
+    program += "runpy.run_path('tools/diff_runs.py', run_name='__main__')"
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", program, packages]
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow  # builds a wheel
 def test_the_commands_of_a_wheel_run_outside_of_the_checkout(tmp_path: Path) -> None:
     """In an environment that sees the packages of this one, but not this checkout."""
