@@ -25,6 +25,7 @@ from megatron.config.run import LoggingConfig
 from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
 from tests.killed import run_in_process
 from tests.runs import column, records, start, steps, tiny_run
+from tests.unit.arguments.command import codes
 from tests.wandb_server import running
 
 MEGATRON_LM = {
@@ -306,6 +307,41 @@ def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, mo
     assert (printed.status, printed.err) == (0, "")
     assert "Weights & Biases is turned off by WANDB_MODE=disabled\n" in printed.out
     assert not (tmp_path / "run/wandb").exists()
+
+
+def test_prompts_are_continued_after_each_evaluation_and_training_goes_on_as_without(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("1 2 3\n4\n")
+    flags = "--train-iters 4 --eval-interval 2 --eval-iters 1"
+    sampled = f"{flags} --sample-prompts {tmp_path}/prompts --tensorboard-dir {tmp_path}/board"
+    printed = start(tiny_run(tmp_path / "run", sampled))
+    assert printed.status == 0, printed.err
+    assert "sample: 1 2 3 >>> " in printed.out
+    events = [record for record in records(tmp_path / "run", "event") if record["event"] == "samples"]
+    assert [event["iteration"] for event in events] == [2, 4]
+    for event in events:
+        assert [prompt for prompt, _ in event["continuations"]] == ["1 2 3", "4"]
+        assert all(0 < len(text.split()) <= 64 for _, text in event["continuations"])
+    assert events[0]["continuations"] != events[1]["continuations"]
+    texts = EventAccumulator(str(tmp_path / "board")).Reload().Tensors("samples/text_summary")
+    assert [text.step for text in texts] == [2, 4]
+    start(tiny_run(tmp_path / "whole", flags))
+    assert column(tmp_path / "run", "lm loss") == column(tmp_path / "whole", "lm loss")
+
+    printed = start(tiny_run(tmp_path / "none", f"{flags} --sample-prompts {tmp_path}/none/such"))
+    assert "E707 --sample-prompts" in printed.err
+    assert "Traceback" not in printed.err
+    assert codes("--sample-prompts x --pipeline-model-parallel-size 2 --eval-iters 1", 2) == ["E707"]
+
+
+def test_samples_are_a_table_of_their_step(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    run = logger(client, tmp_path)
+    run.log(2, values(2, 0.5))
+    with patch.dict(sys.modules, wandb=SimpleNamespace(Table=lambda **table: table)):
+        run.event(2, "samples", {"text": "", "continuations": [["a", "b"]], "consumed-tokens": 64})
+    run.close()
+    assert client.kept[0][1]["samples"] == {"columns": ["prompt", "continuation"], "data": [["a", "b"]]}
+    assert client.kept[0][1]["lm loss"] == 0.5
 
 
 def written(folder: Path, step: int) -> Callable[[], bool]:
