@@ -5,11 +5,15 @@ In a checkout, ``python -m megatron COMMAND`` works without an installation. Doe
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.metadata
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from megatron.config.launch import exit_process
@@ -39,6 +43,9 @@ def run(arguments: list[str]) -> int:
     root = programs_root()
     paths = [root / "pretrain_gpt.py", *sorted((root / "tools").glob("*.py"))]
     commands = {SHORT_NAMES.get(p.stem, p.stem.replace("_", "-")): p for p in paths if p.stem not in OF_DEVELOPERS}
+    sys.path.insert(0, str(root))
+    if "_ARGCOMPLETE" in os.environ:
+        complete(commands)
     name, *flags = arguments or ["--help"]
     if name == "--version":
         print(package_version())
@@ -53,11 +60,33 @@ def run(arguments: list[str]) -> int:
         print(f"megatron: no command {name}; fix: megatron {did_you_mean(name, commands) or '--help'}", file=sys.stderr)
         return 2
     path = commands[name]
-    sys.path.insert(0, str(root))
     # a run records how to start it again; usage texts name the command
     sys.argv = [str(path) if name == "pretrain" else f"megatron {name}", *flags]
-    module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
-    return int(module.main(flags))
+    return int(import_program(path).main(flags))
+
+
+def import_program(path: Path) -> ModuleType:
+    """Import ``pretrain_gpt.py`` or a program in ``tools``."""
+    return importlib.import_module(f"tools.{path.stem}" if path.parent.name == "tools" else path.stem)
+
+
+def complete(commands: Mapping[str, Path]) -> None:
+    """Print the completions of the shell's line in ``COMP_LINE``, for ``register-python-argcomplete``, and exit."""
+    import argcomplete
+
+    from megatron.arguments.cli import make_parser
+
+    program, *words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
+    name = Path(program).name.partition("-")[2]
+    if not name and words and words[0] in commands:
+        name = words[0]
+        os.environ["_ARGCOMPLETE"] = "2"  # number of words before the flags
+    if name:  # programs without a parser of their own take the flags of pretrain_gpt.py
+        parser = getattr(import_program(commands[name]), "build_parser", make_parser)()
+    else:
+        parser = argparse.ArgumentParser(add_help=False)
+        parser.add_argument("command", choices=[*commands])
+    argcomplete.autocomplete(parser)
 
 
 def programs_root() -> Path:

@@ -75,6 +75,24 @@ def test_a_program_finds_the_package_of_a_checkout_that_is_not_installed() -> No
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("megatron gen", {"generate"}),
+        ("megatron generate --max", {"--max-new-tokens"}),
+        ("megatron pretrain --tensor-m", {"--tensor-model-parallel-size"}),
+        ("megatron-pretrain --kv-ch", {"--kv-channels"}),
+    ],
+)
+def test_shells_complete_commands_and_flags(line: str, offered: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "found")
+    program = "import sys; sys.argv = sys.argv[1:]; from megatron.__main__ import main; main()"
+    subprocess.run([sys.executable, "-c", program, line.split()[0]], cwd=ROOT, env=os.environ | asked, check=True)
+    assert {word.strip() for word in (tmp_path / "found").read_text().split("\n")} == offered
+
+
 @pytest.mark.slow  # builds a wheel
 def test_the_commands_of_a_wheel_run_outside_of_the_checkout(tmp_path: Path) -> None:
     """In an environment that sees the packages of this one, but not this checkout."""
