@@ -135,13 +135,13 @@ OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
 
 
 EXAMPLES = """\
-examples, with torchrun --nproc-per-node 8 in place of python for 8 GPUs:
-  without data          python pretrain_gpt.py --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20
-  one GPU               python pretrain_gpt.py --preset gpt2-124m --bf16 --data-path PREFIX --train-iters 1000
-                            --micro-batch-size 8 --global-batch-size 512 --save runs/gpt2
-  from a file           python pretrain_gpt.py --config examples/configs/llama3-8b.yaml --data-path PREFIX
-  a Hugging Face model  python pretrain_gpt.py --load hf:Qwen/Qwen3-0.6B --data-path PREFIX --train-iters 1000
-  check, for 1024 ranks python pretrain_gpt.py ... --check-config --world-size 1024
+examples; for 8 GPUs, torchrun --nproc-per-node 8 takes the place of python:
+  python pretrain_gpt.py --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20
+  python pretrain_gpt.py --preset gpt2-124m --bf16 --data-path PREFIX --train-iters 1000 --save runs/gpt2
+      --micro-batch-size 8 --global-batch-size 512
+  python pretrain_gpt.py --config examples/configs/llama3-8b.yaml --data-path PREFIX --save runs/8b
+  python pretrain_gpt.py --load hf:Qwen/Qwen3-0.6B --data-path PREFIX --train-iters 1000 --save runs/mine
+  python pretrain_gpt.py ... --check-config --world-size 1024
 """
 
 

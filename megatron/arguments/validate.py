@@ -182,7 +182,7 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
             setting = SETTINGS[name]
             sentence = f"--sample-prompts generates text without {setting.flag} only"
             fixes = (setting.spell(setting.default), "drop --sample-prompts")
-            yield Problem("E707", sentence, fixes)
+            yield Problem("E708", sentence, fixes)
 
 
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -34,7 +34,7 @@ class SamplePrompts(Callback):
             self._new_tokens = max(1, min(NEW_TOKENS, positions - max(map(len, self._prompts), default=0)))
             check_prompts(trainer.config.model, self._prompts, self._new_tokens)
         except (OSError, UnicodeError, InferenceError) as error:
-            raise UserError([Problem("E707", f"--sample-prompts {path}: {error}")]) from error
+            raise UserError([Problem("E708", f"--sample-prompts {path}: {error}")]) from error
         self._sampled = -1  # step; several validation sets may be evaluated in one
 
     def on_evaluate(self, metrics: Metrics) -> None:

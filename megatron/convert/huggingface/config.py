@@ -6,6 +6,8 @@ Unsupported values and unknown keys are refused by name, because they may change
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +77,7 @@ def model_folder(name: str | Path, files: tuple[str, ...] = MODEL_FILES) -> Path
     Raises:
         UserError: when there is no such folder, and the download fails.
     """
-    if Path(name).exists():
+    if os.path.exists(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
         return Path(name)
     from megatron.data.tokenizers.huggingface import resolve_hub_name  # imports libraries that a folder does not need
 
@@ -96,7 +98,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         sentence = f"{folder} holds no {CONFIG_FILE}, so it is not a Hugging Face model"
-        fixes = () if folder.exists() else (f"hf download ORG/{folder.name} --local-dir {folder}",)
+        fixes = () if os.path.exists(folder) else (f"hf download ORG/{folder.name} --local-dir {folder}",)
         raise UserError([Problem("E850", sentence, fixes)]) from None
     except (OSError, ValueError) as error:
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None

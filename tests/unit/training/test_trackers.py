@@ -328,9 +328,9 @@ def test_prompts_are_continued_after_each_evaluation_and_training_goes_on_as_wit
     assert column(tmp_path / "run", "lm loss") == column(tmp_path / "whole", "lm loss")
 
     printed = start(tiny_run(tmp_path / "none", f"{flags} --sample-prompts {tmp_path}/none/such"))
-    assert "E707 --sample-prompts" in printed.err
+    assert "E708 --sample-prompts" in printed.err
     assert "Traceback" not in printed.err
-    assert codes("--sample-prompts x --pipeline-model-parallel-size 2 --eval-iters 1", 2) == ["E707"]
+    assert codes("--sample-prompts x --pipeline-model-parallel-size 2 --eval-iters 1", 2) == ["E708"]
 
 
 def test_samples_are_a_table_of_their_step(tmp_path: Path) -> None:
