@@ -143,7 +143,7 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     return cluster
 
 
-def local_gpus(options: argparse.Namespace) -> dict[str, int]:
+def local_gpus(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of this machine's GPUs, unless given; without a GPU one rank computes on the CPU."""
     import torch  # takes seconds, and only this machine is asked
 

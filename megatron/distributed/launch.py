@@ -62,11 +62,11 @@ class MissingRanksError(TimeoutError):
     """Some ranks did not join in time."""
 
 
-LATE_SECONDS = 5.0
+LATE_SECONDS = 8.0
 """Seconds after which ranks that have not joined are reported, and once a minute from then on."""
 
 
-def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
+def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
 
     Meanwhile rank 0, and the first rank of a machine that cannot reach it, print which ranks are missing.
@@ -94,7 +94,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
     while launch.rank and not _is_listening(host, port):
         wait(lambda: [0], launch.local_rank == 0)
-    store = dist.TCPStore(
+    store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
     store.set(f"joined/{launch.rank}", "")
