@@ -65,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parse_options(argv)
     try:
         cluster = load_or_ask_cluster(options)
-        if options.where == "local":
-            cluster = replace(cluster, **local_gpus(options))
+        if options.where == "local" and options.gpus_per_node is None:
+            cluster = with_local_gpus(cluster, options.gpu_memory_gb)
         ranks = options.nodes * cluster.gpus_per_node
         run = [*run_flags(options, flags, cluster), *choose_layout(options, flags, cluster)]
         parsed = checked_config(options, run, ranks)
@@ -143,16 +143,13 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     return cluster
 
 
-def local_gpus(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of this machine's GPUs, unless given; without a GPU one rank computes on the CPU."""
-    import torch  # takes seconds, and only this machine is asked
+def with_local_gpus(cluster: ClusterSettings, memory_gb: int | None) -> ClusterSettings:
+    """Return the settings with this machine's number of GPUs, and their memory unless given; 1 and 0 without a GPU."""
+    import torch  # takes seconds
 
     count = torch.cuda.device_count()
-    memory = torch.cuda.get_device_properties(0).total_memory // 2**30 if count else 0
-    return {
-        "gpus_per_node": options.gpus_per_node or max(1, count),
-        "gpu_memory_gb": memory if options.gpu_memory_gb is None else options.gpu_memory_gb,
-    }
+    found = torch.cuda.get_device_properties(0).total_memory // 2**30 if count else 0
+    return replace(cluster, gpus_per_node=max(1, count), gpu_memory_gb=memory_gb or found)
 
 
 def ask(option: Field[Any]) -> Any:

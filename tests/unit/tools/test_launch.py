@@ -54,7 +54,7 @@ def layout(script: str, ranks: int) -> tuple[int, int]:
 def test_a_script_for_this_machine_is_for_its_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "none").write_text('{"gpus_per_node": 4, "gpu_memory_gb": 40}')  # another machine's
+    (tmp_path / "none").write_text('{"gpus_per_node": 4, "gpu_memory_gb": 80}')  # another machine's
     small = "--preset llama3-8b --mock-data --train-iters 1000"
 
     def words(gpus: int, gib: int, more: str = "") -> list[str]:
@@ -65,7 +65,7 @@ def test_a_script_for_this_machine_is_for_its_gpus(
     def value(words: list[str], flag: str) -> str:
         return words[words.index(flag) + 1]
 
-    on_cpu, few, many = words(0, 0), words(2, 192), words(2, 80, "--gpus-per-node 8")
+    on_cpu, few, many = words(0, 0), words(2, 192), words(0, 0, "--gpus-per-node 8")
     assert value(on_cpu, "--nproc-per-node") == "1"
     assert not {"--bf16", "--tensor-model-parallel-size"} & {*on_cpu}
     assert (value(few, "--nproc-per-node"), "--bf16" in few) == ("2", True)
