@@ -63,7 +63,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
         assert cell.get("outputs", []) == []
         source = "".join(cell["source"]).replace("steps = 200", "steps = 4").replace("[:120]", "[:24]")
         if source.startswith("!"):
-            python, program, *words = shlex.split(source[1:].format(**namespace))
+            python, program, *words = shlex.split(source[1:].replace("\\\n", "").format(**namespace))
             name = program.removesuffix(".py").replace("/", ".")
             main = pretrain_gpt.main if name == "pretrain_gpt" else importlib.import_module(name).main
             assert (python, main(words)) == ("python", 0)
