@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+
+if __name__ == "__main__":  # until training has handlers of its own; the imports below take a while
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, parse
@@ -34,14 +39,15 @@ def main(argv: Sequence[str]) -> int:
     """
     startup = StartupTimer(process_start_time(), "python")
     startup.enter("flags")
+    launch = Launch()
     try:
+        launch = Launch.read(os.environ)
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
         config = with_vocabulary(parsed.config)
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
         position = start.iteration, start.consumed_samples
         data = preview_data(config, parsed.world_size, *position) if parsed.check_only else []
     except (UserError, DataError) as error:
-        launch = Launch.read(os.environ)
         # All ranks have the same flags, so rank 0 reports errors in them; files may be missing on one machine only.
         if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
             print(error, file=sys.stderr, flush=True)
@@ -50,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if parsed.check_only:
         checked = ParsedArguments(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
-        print(checked.summary(*position, data), flush=True)
+        with suppress(BrokenPipeError):  # | head
+            print(checked.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)

@@ -15,6 +15,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError

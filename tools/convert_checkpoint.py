@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.checkpoint.location import parse_location
 from megatron.layers.parameters import num_parameters
 
@@ -49,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
+    source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder, or ORG/NAME on the hub")
     checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
     source.add_argument("--load", type=parse_location, metavar="CKPT", help=checkpoints)
     target = parser.add_mutually_exclusive_group(required=True)
@@ -109,12 +111,13 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
+    from megatron.convert.huggingface.config import model_folder
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
     report, checked = PercentPrinter(), not args.no_check
     if args.load_hf is not None:
-        return convert_from_huggingface(args.load_hf, args.save, report, checked)
+        return convert_from_huggingface(model_folder(args.load_hf), args.save, report, checked)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         print(f"convert_checkpoint: {note}", file=sys.stderr)

@@ -22,6 +22,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
 from megatron.config.errors import UserError

@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.config.text import did_you_mean
 from megatron.data.errors import ToolParser
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineSchedule, ScheduleError

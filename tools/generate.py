@@ -12,6 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
@@ -38,7 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--load", required=True, metavar="PATH", help="a folder of checkpoints, one of them, or hf:DIR of Hugging Face"
+        "--load",
+        required=True,
+        metavar="PATH",
+        help="a folder of checkpoints, one of them, or hf:DIR or hf:ORG/NAME of Hugging Face",
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
@@ -180,9 +185,9 @@ def main(argv: Sequence[str]) -> int:
         130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
-    launch = Launch.read(os.environ)
-    where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
+    launch = Launch()
     try:
+        launch = Launch.read(os.environ)
         load_plugins(args.plugin)
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
@@ -193,6 +198,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout = StringIO()
         return 1
     except (CheckpointError, OSError) as error:
+        where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
         print(f"{where}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

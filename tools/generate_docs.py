@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.megatron_flags import ForeignFlags, foreign_flags
-from megatron.arguments.presets import PRESETS
+from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
@@ -42,16 +44,17 @@ def flags_page() -> str:
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "| preset | layers | hidden | heads | key/value heads | MLP | vocabulary | sequence | parameters |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    yield "| preset | layers | hidden | heads | K/V heads | MLP | vocabulary | sequence | parameters | tokens a step |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name, values in PRESETS.items():
         config = build_config(dict(values))
         m = config.model
         count = f"{num_parameters(m):,}" if m.vocab_size else "by the tokenizer"
         cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
-        yield _row(f"`{name}`", *cells, config.training.seq_length, count)
+        batch = f"{PAPER_TOKENS_PER_STEP[name]:,}" if name in PAPER_TOKENS_PER_STEP else ""
+        yield _row(f"`{name}`", *cells, config.training.seq_length, count, batch)
     yield "\nA preset also sets the optimizer settings of its paper and turns dropout off. It does not set layout,"
-    yield "precision, batch size or run length.\n"
+    yield "precision, batch size or run length. Tokens per step are those of the paper: a run far from them is noted.\n"
 
 
 def _groups() -> Iterator[str]:

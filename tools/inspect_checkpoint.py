@@ -16,6 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest

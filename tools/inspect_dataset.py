@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize

@@ -2,7 +2,7 @@
 
     slurm   an sbatch script like those in slurm/, with this cluster's partition, account and container
     ssh     one torchrun on each of --hosts, for machines without a scheduler
-    local   for this machine
+    local   for this machine and its GPUs, or one process on its CPU
 
 Cluster settings (partition, account, ...) are asked for once, on a terminal, and stored in a file (--cluster). Flags of
 the run follow as for pretrain_gpt.py and are checked before the script is written. Without layout flags, the smallest
@@ -21,11 +21,11 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments.cli import parse
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
+from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.presets import PRESETS
-from megatron.arguments.summary import summary
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes
 from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import max_state_bytes
@@ -56,8 +56,8 @@ class ClusterSettings:
     time: str = setting("24:00:00", "time limit of a job, in Slurm's format")
     container: str = setting("", "image for pyxis, FILE.sif for apptainer, empty for .venv")
     network: str = setting("infiniband", "infiniband or ethernet", ("infiniband", "ethernet"))
-    gpus_per_node: int = setting(8, "also the ranks per node")
-    gpu_memory_gb: int = setting(80, "of each GPU")
+    gpus_per_node: int = setting(8, "also the ranks per node; local: looked up")
+    gpu_memory_gb: int = setting(80, "of each GPU; local: looked up; 0 without GPUs")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,15 +65,17 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parse_options(argv)
     try:
         cluster = load_or_ask_cluster(options)
+        if options.where == "local" and options.gpus_per_node is None:
+            cluster = with_local_gpus(cluster, options.gpu_memory_gb)
         ranks = options.nodes * cluster.gpus_per_node
-        run = [*run_flags(options, flags), *choose_layout(options, flags, cluster)]
-        config = checked_config(options, run, ranks)
+        run = [*run_flags(options, flags, cluster), *choose_layout(options, flags, cluster)]
+        parsed = checked_config(options, run, ranks)
         script = {"slurm": slurm_script, "ssh": ssh_script, "local": local_script}[options.where](options, cluster, run)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(summary(config, ranks), file=sys.stderr)
-    p = config.parallel
+    print(parsed.summary(), file=sys.stderr)
+    config, p = parsed.config, parsed.config.parallel
     grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
     title = f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"
     if config.model.vocab_size is not None:
@@ -141,6 +143,15 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     return cluster
 
 
+def with_local_gpus(cluster: ClusterSettings, memory_gb: int | None) -> ClusterSettings:
+    """Return the settings with this machine's number of GPUs, and their memory unless given; 1 and 0 without a GPU."""
+    import torch  # takes seconds
+
+    count = torch.cuda.device_count()
+    found = torch.cuda.get_device_properties(0).total_memory // 2**30 if count else 0
+    return replace(cluster, gpus_per_node=max(1, count), gpu_memory_gb=memory_gb or found)
+
+
 def ask(option: Field[Any]) -> Any:
     """Ask for a setting until the answer is valid; an empty answer means the default shown."""
     default, choices = option.default, option.metadata["choices"]
@@ -156,9 +167,10 @@ def ask(option: Field[Any]) -> Any:
         print(f"{answer} is not a number" if is_number else f"choose {' or '.join(choices)}", file=sys.stderr)
 
 
-def run_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the flags of the run: model, given flags, and defaults for dtype and save interval."""
-    dtype = [] if {"--bf16", "--fp16", "--fp64", "--params-dtype"} & {*flags} else ["--bf16"]
+def run_flags(options: argparse.Namespace, flags: Sequence[str], cluster: ClusterSettings) -> list[str]:
+    """Return the flags of the run: model, given flags, and defaults for dtype (bf16 on GPUs) and save interval."""
+    given = {"--bf16", "--fp16", "--fp64", "--params-dtype"} & {*flags}
+    dtype = ["--bf16"] if not given and cluster.gpu_memory_gb else []
     saves = [] if "--save-interval" in flags else ["--save-interval", "500"]
     return ["--preset", options.preset, *dtype, *flags, *saves]
 
@@ -171,7 +183,7 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
     Raises:
         UserError: if none fits.
     """
-    if any(flag.partition("=")[0] in LAYOUT_FLAGS for flag in flags):
+    if not cluster.gpu_memory_gb or any(flag.partition("=")[0] in LAYOUT_FLAGS for flag in flags):
         return []
     ranks = options.nodes * cluster.gpus_per_node
     limit = MAX_STATE_FRACTION * cluster.gpu_memory_gb * 2**30
@@ -183,7 +195,7 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
         chosen += ["--pipeline-model-parallel-size", str(pp)] if pp > 1 else []
         chosen += ["--use-distributed-optimizer", "--overlap-param-gather"] if ranks > tp * pp else []
         try:
-            config = checked_config(options, [*run_flags(options, flags), *chosen], ranks)
+            config = checked_config(options, [*run_flags(options, flags, cluster), *chosen], ranks).config
         except UserError:
             if (tp, pp) == (1, 1):
                 raise  # other layouts have the same problem
@@ -201,14 +213,14 @@ def choose_layout(options: argparse.Namespace, flags: Sequence[str], cluster: Cl
     raise UserError([Problem("E008", f"{sentence} on {ranks}, more than half of it", (more, "specify a layout"))])
 
 
-def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) -> RunConfig:
-    """Return the configuration of the run.
+def checked_config(options: argparse.Namespace, run: Sequence[str], ranks: int) -> ParsedArguments:
+    """Return the checked flags of the run.
 
     Raises:
         UserError: if the flags are invalid.
     """
     run = [*run, *folder_flags(options.preset, run)]
-    return parse([*run, "--check-config", "--world-size", str(ranks)], {}, read_model=read_model_values).config
+    return parse([*run, "--check-config", "--world-size", str(ranks)], {}, read_model=read_model_values)
 
 
 def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:

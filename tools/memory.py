@@ -10,6 +10,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError

@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
 from megatron.data.indexed_writer import (

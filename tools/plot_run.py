@@ -12,14 +12,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
 
 COMPARISON = "runs.png"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Draw the pictures, print their paths and return the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(description="Draw loss and learning rate of one run or of several over tokens.")
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="--run-dir of a run; or of several")
     parser.add_argument(
@@ -29,7 +31,12 @@ def main(argv: Sequence[str]) -> int:
         help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE_FILE}, "
         f"and {HEALTH_FILE} if per-layer metrics were logged; of several runs ./{COMPARISON})",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw the pictures, print their paths and return the exit status."""
+    arguments = build_parser().parse_args(argv)
     folders: list[Path] = arguments.run_dirs
     single = len(folders) == 1
     out = arguments.out or (folders[0] / LOSS_CURVE_FILE if single else Path(COMPARISON))

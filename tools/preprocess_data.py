@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files

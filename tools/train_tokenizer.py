@@ -10,6 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files

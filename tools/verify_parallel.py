@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig

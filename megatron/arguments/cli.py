@@ -25,7 +25,7 @@ from megatron.arguments.megatron_flags import (
     implied_default_problems,
     implied_values,
 )
-from megatron.arguments.presets import PRESETS
+from megatron.arguments.presets import PRESETS, preset_batch_notes
 from megatron.arguments.sources import (
     ConfigSource,
     ModelReader,
@@ -47,7 +47,7 @@ from megatron.config.launch import Launch, restart_notes
 from megatron.config.plugins import load_plugins
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
-from megatron.config.text import did_you_mean
+from megatron.config.text import did_you_mean, package_version
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,27 @@ OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--fake-world": {"action": "store_true", "help": IN_A_FAKE_WORLD},
     "--fake-rank": {"type": _int, "metavar": "R", "help": "The rank that --fake-world builds. [0]"},
     "--world-size": {"type": _int, "metavar": "N", "help": RANKS_TO_CHECK},
+    "--version": {"action": "version", "version": package_version(), "help": "Print the version and stop."},
 }
 """The flags that are no config fields, besides ``--help``, with the arguments of ``add_argument``."""
 
 
+EXAMPLES = """\
+examples; for 8 GPUs, torchrun --nproc-per-node 8 takes the place of python:
+  python pretrain_gpt.py --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20
+  python pretrain_gpt.py --preset gpt2-124m --bf16 --data-path PREFIX --train-iters 1000 --save runs/gpt2
+      --micro-batch-size 8 --global-batch-size 512
+  python pretrain_gpt.py --config examples/configs/llama3-8b.yaml --data-path PREFIX --save runs/8b
+  python pretrain_gpt.py --load hf:Qwen/Qwen3-0.6B --data-path PREFIX --train-iters 1000 --save runs/mine
+  python pretrain_gpt.py ... --check-config --world-size 1024
+"""
+
+
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wrap lines only at spaces, so that every flag can be found in them."""
+    """Wrap lines only at spaces, so that every flag can be found in them; keep those of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXAMPLES else super()._fill_text(text, width, indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -146,6 +161,7 @@ def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
         description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them. Booleans take --x and --no-x.",
+        epilog=EXAMPLES,
         allow_abbrev=False,
         exit_on_error=False,
         formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=34, width=110),
@@ -262,6 +278,7 @@ def parse(
     notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
     notes += restart_notes(environ)
     notes += unused_option_notes(config, merge_values(source.values for source in given))
+    notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
     fake_rank = options.fake_rank or 0 if options.fake_world else None
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 

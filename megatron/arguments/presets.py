@@ -1,12 +1,17 @@
 """Known models: shape, sequence length and the optimizer settings of their papers. Dropout is 0 in all.
 
-A preset sets neither layout, precision, batch nor length: those depend on the machine and the budget.
+A preset sets neither layout, precision, batch nor length: those depend on the machine and the budget. A batch far from
+that of the paper is noted, because the learning rate was chosen for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
+
+from megatron.config.batch import full_global_batch_size
+from megatron.config.run import RunConfig
 
 Preset = dict[str, Any]
 
@@ -78,3 +83,26 @@ PRESETS = MappingProxyType(
         | {"lr_warmup_fraction": 0.05, "num_query_groups": 4, "ffn_hidden_size": 384},
     }
 )
+
+# GPT: Brown et al. 2020, table 2.1. Llama 2: Touvron et al. 2023, section 2.2. Llama 3: Grattafiori et al. 2024,
+# section 3.4.1, for 405B the last stage of its ramp, for the others, whose batches are not published, the first.
+PAPER_TOKENS_PER_STEP = MappingProxyType(
+    dict.fromkeys(("gpt2-124m", "gpt2-355m", "gpt2-774m"), 500_000)
+    | {"gpt2-1.5b": 1_000_000, "gpt3-175b": 3_200_000, "llama2-7b": 4_000_000}
+    | {"llama3-8b": 4_000_000, "llama3-70b": 4_000_000, "llama3-405b": 16_000_000}
+)
+"""Tokens per step for which the learning rate of a preset was chosen."""
+
+
+def preset_batch_notes(name: str | None, config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note if a preset's learning rate is used with less than half or more than twice its paper's batch."""
+    paper, training = PAPER_TOKENS_PER_STEP.get(name or ""), config.training
+    if paper is None or name is None or config.optimizer.lr != PRESETS[name]["lr"]:
+        return
+    tokens = full_global_batch_size(training, config.parallel.data_parallel_size(world_size)) * training.seq_length
+    if not paper / 2 <= tokens <= 2 * paper:
+        samples = 16 * max(1, round(paper / training.seq_length / 16))
+        yield (
+            f"TOKENS PER STEP: {tokens:,} here, {paper:,} in the paper that the learning rate "
+            f"{config.optimizer.lr:g} of --preset {name} comes from; set --global-batch-size {samples} or another --lr"
+        )

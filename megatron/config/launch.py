@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm counts the steps of a job from 0; larger numbers denote a batch script, an interactive shell and so on."""
@@ -95,21 +95,25 @@ class Launch:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
-        """Read the environment; torchrun takes precedence over srun, which may have started it."""
+        """Read the environment; torchrun takes precedence over srun, which may have started it.
+
+        Raises:
+            UserError: if a variable is not a number, or the rank is not below the number of ranks.
+        """
         if "RANK" in environ and "WORLD_SIZE" in environ:
-            rank = int(environ["RANK"])
-            size = int(environ["WORLD_SIZE"])
-            local = int(environ.get("LOCAL_RANK", "0"))
-            local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
+            rank, size = _ranks(environ, "RANK", "WORLD_SIZE")
+            local = _variable(environ, "LOCAL_RANK", 0)
+            local_size = _variable(environ, "LOCAL_WORLD_SIZE", local + 1)
             master = environ.get("MASTER_ADDR", cls.master)
             return cls("torchrun", rank, size, local, local_size, master, rank - local)
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         if _step(environ) < 0 or not set(names) <= environ.keys():
             return cls()  # a batch script has its job's variables, but is not a rank
-        rank, size, local = (int(environ[name]) for name in names)
+        rank, size = _ranks(environ, *names[:2])
+        local = _variable(environ, names[2])
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
         address = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        return cls("srun", rank, size, local, local + 1, address, int(environ.get("SLURM_NODEID", "0")))
+        return cls("srun", rank, size, local, local + 1, address, _variable(environ, "SLURM_NODEID", 0))
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if the address of rank 0 is unknown."""
@@ -125,6 +129,26 @@ def _step(environ: Mapping[str, str]) -> int:
     """Return the number of srun's step; -1 outside of one."""
     step = _number(environ, "SLURM_STEP_ID", -1)
     return step if step < FIRST_SPECIAL_STEP else -1
+
+
+def _ranks(environ: Mapping[str, str], *names: str) -> tuple[int, int]:
+    """Return the rank and the number of ranks from the variables ``names``; raise UserError if they are invalid."""
+    rank, size = (_variable(environ, name) for name in names)
+    if rank >= size:
+        given = " ".join(f"{name}={environ[name]}" for name in names)
+        sentence = f"{given}: the ranks of {size} are 0 to {size - 1}" if size else f"{given}: there is no rank"
+        raise UserError([Problem("E013", sentence, (f"unset {' '.join(names)}",))])
+    return rank, size
+
+
+def _variable(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a launcher's variable; raise UserError if it is not a whole number."""
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise UserError(
+            [Problem("E013", f"{name}={text} must be a whole number; a launcher sets it", (f"unset {name}",))]
+        )
+    return int(text)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

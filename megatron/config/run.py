@@ -69,6 +69,7 @@ TOKENIZER_WITH_MODEL = Need(
 WANDB = Need("wandb_project")
 TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
+EVALUATION = Need("eval_iters", "--eval-iters")
 RUN_DIR = Need("run_dir")
 
 
@@ -90,6 +91,15 @@ class LoggingConfig:
     """Folder for files of Weights & Biases. Default: run_dir, or the current folder."""
     wandb_entity: str | None = option(None, role="start", needs=WANDB)
     """Weights & Biases user or team. Default: that of the login."""
+    wandb_group: str | None = option(None, role="start", needs=WANDB)
+    """Group of the Weights & Biases run."""
+    wandb_tags: tuple[str, ...] = option((), role="start", needs=WANDB)
+    """Tags of the Weights & Biases run."""
+    wandb_notes: str | None = option(None, role="start", needs=WANDB)
+    """Notes on the Weights & Biases run."""
+    sample_prompts: str | None = option(None, role="start", needs=EVALUATION)
+    """Text file with a prompt per line. After each evaluation, the console, TensorBoard and Weights & Biases get a
+    continuation of each."""
     timing_log_level: int = option(0, role="start", at_least=0, at_most=2)
     """Timers logged: 0 for the whole step, 1 also its phases, 2 also their parts."""
     timing_log_option: str = option("minmax", role="start", choices=("max", "minmax", "all"), needs=TIMERS)
@@ -462,7 +472,7 @@ class CheckpointConfig:
     """Steps between checkpoints in local_save."""
     load: str | None = option(None, role="start")
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
-    layout, or hf:DIR for the weights and architecture of a Hugging Face model."""
+    layout, or hf:DIR or hf:ORG/NAME (on the hub) for the weights and architecture of a Hugging Face model."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
     resume_mode: str = option(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
@@ -105,3 +109,12 @@ def listed(items: Sequence[object], most: int = 4) -> str:
 def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:
     """Return the first ranks with their noun: ``rank 1``, or ``ranks 0, 1, 2, 3 and 5 more``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, most)}"
+
+
+@cache
+def package_version() -> str:
+    """Return the name and version of this package, installed or in a checkout."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if project.exists():
+        return f"megatron-pretrain {tomllib.loads(project.read_text())['project']['version']}"
+    return f"megatron-pretrain {importlib.metadata.version('megatron-pretrain')}"

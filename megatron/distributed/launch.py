@@ -6,7 +6,10 @@ The store works outside of collectives, so ranks can report failures through it 
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
+from megatron.config.text import listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
 
@@ -35,6 +39,7 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
 
     Raises:
         UserError: when the backend does not support the device, or the address of rank 0 is unknown.
+        MissingRanksError: when not all ranks join within ``timeout``.
 
     """
     launch = Launch.read(os.environ)
@@ -48,7 +53,65 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
     os.environ.setdefault("MASTER_ADDR", str(launch.master))
     os.environ.setdefault("MASTER_PORT", "29500")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    # the agents of torchrun have found each other, and host a store, before they start ranks
+    store = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else open_store(launch, timeout)
+    dist.init_process_group(chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+class MissingRanksError(TimeoutError):
+    """Some ranks did not join in time."""
+
+
+LATE_SECONDS = 8.0
+"""Seconds after which ranks that have not joined are reported, and once a minute from then on."""
+
+
+def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
+    """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
+
+    Meanwhile rank 0, and the first rank of a machine that cannot reach it, print which ranks are missing.
+
+    Raises:
+        MissingRanksError: when not all ranks join within ``timeout``.
+    """
+    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launch.world_size
+    began = time.monotonic()
+    report_at = began + LATE_SECONDS
+
+    def wait(missing: Callable[[], Sequence[int]], speaks: bool) -> None:
+        """Sleep, and print who is missing if it is time to."""
+        nonlocal report_at
+        now = time.monotonic()
+        expired = now - began > timeout.total_seconds()
+        if expired or (speaks and now >= report_at):
+            report_at = now + 60.0
+            ranks = missing()
+            text = f"waiting for {len(ranks)} of {size} ranks at {host}:{port}: {listed_ranks(ranks)}"
+            if expired:
+                raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(min(0.5, (now - began) / 4))
+
+    while launch.rank and not _is_listening(host, port):
+        wait(lambda: [0], launch.local_rank == 0)
+    store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+    store.set(f"joined/{launch.rank}", "")
+    if store.add("joined", 1) == size:
+        store.set("joined/all", "")
+    while not store.check(["joined/all"]):  # store.wait() would log a warning whenever its timeout is over
+        wait(lambda: [rank for rank in range(size) if not store.check([f"joined/{rank}"])], launch.rank == 0)
+    return store
+
+
+def _is_listening(host: str, port: int) -> bool:
+    """Return True if a connection can be made within a second."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def enable_flight_recorder(run_dir: str | None) -> None:

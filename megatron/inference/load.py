@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from megatron.checkpoint.location import parse_location
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
+from megatron.convert.huggingface.config import CONFIG_FILE, model_folder, read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
@@ -60,7 +59,7 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
     """Open the model of ``--load``.
 
     Args:
-        load: a folder of checkpoints, one checkpoint, or ``hf:DIR``.
+        load: a folder of checkpoints, one checkpoint, or ``hf:DIR``, or ``hf:ORG/NAME`` on the hub.
         step: step of the checkpoint; None for the newest valid one.
         average: use the moving average of the weights.
 
@@ -87,7 +86,7 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
         raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
-    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
+    folder = model_folder(load.removeprefix(HUGGING_FACE_PREFIX))
     model = read_model_config(folder)
     source = HuggingFaceWeights(folder, model)
     files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})

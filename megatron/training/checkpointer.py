@@ -45,7 +45,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
-from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS
+from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, model_folder
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     EMA_PREFIX,
@@ -213,9 +213,10 @@ class Checkpointer:
         tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
         if source.hf is not None:
-            found = find_tokenizer_files(source.hf)
+            folder = model_folder(source.hf)
+            found = find_tokenizer_files(folder)
             trainer.files = files_to_carry(own_files, found)
-            restore_weights(trainer, HuggingFaceWeights(source.hf, config.model))
+            restore_weights(trainer, HuggingFaceWeights(folder, config.model))
             notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)

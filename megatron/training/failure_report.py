@@ -40,6 +40,7 @@ from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
     FAILED_KEY,
+    MissingRanksError,
     has_any_rank_failed,
     is_distributed_initialized,
     is_peer_lost,
@@ -63,7 +64,7 @@ class StartRefusedError(Exception):
     """The flags or files do not allow a start; raised from a ``UserError`` or ``DataError``, with its text."""
 
 
-EXPECTED_ERRORS = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError)
+EXPECTED_ERRORS = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError, MissingRanksError)
 """Errors whose text is complete; others are printed with their traceback."""
 
 LOST_CONTACT = (

@@ -18,7 +18,10 @@ PACKAGES = (
 )
 """The packages of the library, bottom to top. A package imports only itself and those before it."""
 
-LAYERS = (*(f"megatron.{package}" for package in PACKAGES), "megatron.contrib", "pretrain_gpt", "tools")
+LAYERS = (
+    *(f"megatron.{package}" for package in PACKAGES),
+    *("megatron.contrib", "pretrain_gpt", "tools", "megatron.__main__"),
+)
 """Everything that may be imported, bottom to top."""
 
 CONTRIB = "megatron.contrib"

@@ -6,6 +6,8 @@ Unsupported values and unknown keys are refused by name, because they may change
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.convert.huggingface.families import (
     FieldValues,
     JsonObject,
@@ -23,6 +25,7 @@ from megatron.convert.huggingface.families import (
     model_families,
     read_bool,
 )
+from megatron.data.errors import DataError
 
 CONFIG_FILE = "config.json"
 TIE_KEY = "tie_word_embeddings"
@@ -64,18 +67,39 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 """Keys of all model types with the only supported values."""
 
 
+MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
+"""Files of a model on the hub that are downloaded."""
+
+
+def model_folder(name: str | Path, files: tuple[str, ...] = MODEL_FILES) -> Path:
+    """Return the folder of a Hugging Face model: ``name``, or where ``files`` of ``org/name`` on the hub are cached.
+
+    Raises:
+        UserError: when there is no such folder, and the download fails.
+    """
+    if os.path.exists(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return Path(name)
+    from megatron.data.tokenizers.huggingface import resolve_hub_name  # imports libraries that a folder does not need
+
+    try:
+        return resolve_hub_name(name, files, f"{HUGGING_FACE_PREFIX}DIR in place of {HUGGING_FACE_PREFIX}{name}")
+    except DataError as error:
+        raise UserError([Problem("E850", error.seen, error.fixes)]) from None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the ``config.json`` of a folder.
+    """Read the ``config.json`` of a folder, or of ``org/name`` on the hub.
 
     Raises:
         UserError: when there is none, or it is not a JSON object.
     """
-    path = folder / CONFIG_FILE
+    path = model_folder(folder, (CONFIG_FILE,)) / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         sentence = f"{folder} holds no {CONFIG_FILE}, so it is not a Hugging Face model"
-        raise UserError([Problem("E850", sentence)]) from None
+        fixes = () if os.path.exists(folder) else (f"hf download ORG/{folder.name} --local-dir {folder}",)
+        raise UserError([Problem("E850", sentence, fixes)]) from None
     except (OSError, ValueError) as error:
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
     if not isinstance(config, dict):

@@ -138,13 +138,26 @@ def _without_defaults(value: Any) -> Any:
     return {name: item for name, item in kept.items() if item is not None and item is not False and item != ""}
 
 
-@cache
 def resolve_tokenizer_path(path: str | Path) -> Path:
-    """Return ``path``, or the local folder that ``org/name`` was downloaded to from the hub.
+    """Return ``path``, or the local folder that the tokenizer ``org/name`` was downloaded to from the hub."""
+    return resolve_hub_name(path, (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP), "--tokenizer-model DIR")
+
+
+@cache
+def resolve_hub_name(path: str | Path, files: tuple[str, ...], flag: str) -> Path:
+    """Return ``path``, or the local folder that ``files`` of ``org/name`` were downloaded to from the hub.
 
     The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+
+    Args:
+        path: of a file or folder, or a name on the hub.
+        files: names or patterns.
+        flag: that takes the folder, for the error message.
+
+    Raises:
+        DataError: if the download fails.
     """
-    name, files = str(path), (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+    name = str(path)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(path).exists():
         return Path(path)
     failure = f"{name} is not a local folder, and"
@@ -159,7 +172,7 @@ def resolve_tokenizer_path(path: str | Path) -> Path:
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
             f"{failure} downloading it from the hub failed: {first[0]}",
-            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then --tokenizer-model DIR",
+            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then {flag}",
             "HF_TOKEN=... for a gated model",
         ) from error
 

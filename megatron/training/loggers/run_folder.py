@@ -92,7 +92,7 @@ def restart_command(variables: Mapping[str, str], argv: Sequence[str], world_siz
     return f"#!/bin/sh\n{hint}cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *argv])}\n"
 
 
-def environment_info(device_name: str, world_size: int) -> dict[str, object]:
+def environment_info(device_name: str, world_size: int) -> dict[str, Any]:
     """Return versions and hardware."""
     packages = {}
     for name in PACKAGES:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.arguments.sources import to_dict, to_yaml
+from megatron.arguments.sources import to_yaml
 from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.location import Location
 from megatron.config.errors import Problem, UserError
@@ -41,7 +41,7 @@ from megatron.training.loggers.run_folder import (
     read_history,
     write_run_folder,
 )
-from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger
+from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
 from megatron.training.metrics import ThroughputModel, device_name
 from megatron.training.startup import StartFacts
 
@@ -105,7 +105,7 @@ class RunLogger:
         reuse_note = None
         if self.folder is not None:
             reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {})
-        self._open_trackers(config, run_id)
+        self._open_trackers(config, run_id, name)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         self._event(kind, {"run-id": run_id, "world-size": world_size, **(facts or {})})
         if reuse_note:
@@ -129,18 +129,21 @@ class RunLogger:
         changed = f"; changed files were renamed to {names}" if renamed else ""
         return f"{folder} holds an earlier start: {metrics.name} is appended to{changed}"
 
-    def _open_trackers(self, config: RunConfig, run_id: str) -> None:
+    def _open_trackers(self, config: RunConfig, run_id: str, device: str) -> None:
         """Open TensorBoard, Weights & Biases and the loggers of plugins."""
         options = config.logging
+        used = options.tensorboard_dir is not None or options.wandb_project is not None
+        hparams = hyperparameters(config, device, self._world_size) if used else {}
         iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
             folder = Path(options.tensorboard_dir)
-            self.add("TensorBoard", partial(TensorBoardLogger, folder, to_yaml(config), iteration, consumed_samples))
+            position = iteration, consumed_samples
+            self.add("TensorBoard", partial(TensorBoardLogger, folder, to_yaml(config), *position, hparams))
         if options.wandb_project is not None and os.environ.get("WANDB_MODE") == "disabled":
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
             before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
-            self.add("Weights & Biases", partial(WandbLogger, options, to_dict(config), run_id, before, print_line))
+            self.add("Weights & Biases", partial(WandbLogger, options, hparams, run_id, before, print_line))
         for name, make_logger in registered("metric_logger").items():
             self.add(name, partial(make_logger, config))
 
@@ -222,6 +225,11 @@ class RunLogger:
     def stopped(self, why: str) -> None:
         """Report why the run ends before its last step."""
         self._event("stop", {"text": why})
+
+    def samples(self, continuations: Sequence[tuple[str, str]]) -> None:
+        """Report generated texts: prompts with their continuations."""
+        text = "\n\n".join(f"sample: {prompt} >>> {continuation}" for prompt, continuation in continuations)
+        self._event("samples", {"text": text, "continuations": [list(pair) for pair in continuations]})
 
     def note(self, text: str) -> None:
         """Report a message."""

@@ -7,18 +7,46 @@ what it has of the run and receives the steps after it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from megatron.config.run import LoggingConfig
+from megatron.arguments.sources import flat_values
+from megatron.config.batch import full_global_batch_size
+from megatron.config.run import LoggingConfig, RunConfig
+from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import Metrics, error_summary, scalar_metrics
+from megatron.training.loggers.run_folder import environment_info, git_state
 
 TENSORBOARD_FLUSH_SECONDS = 30
 WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")  # the last three are seldom used
 WANDB_TIMEOUT_SECONDS = 25.0  # for opening and finishing a run; less than the timeout of `BackgroundLogger`
+
+
+TOKENS = "consumed-tokens"
+"""Metric on the x axis of Weights & Biases."""
+
+MAX_HEALTH_LAYERS = 8
+"""Layers whose health is sent to Weights & Biases, spread evenly; each is a panel per quantity."""
+
+
+def hyperparameters(config: RunConfig, device_name: str, world_size: int) -> dict[str, Any]:
+    """Return all options by name, and facts to compare runs by: parameters, tokens per step, commit, versions."""
+    dp = config.parallel.data_parallel_size(world_size)
+    environment = environment_info(device_name, world_size)
+    packages = environment.pop("packages")
+    return {
+        **flat_values(config),
+        "parameters": num_parameters(config.model),
+        "tokens_per_step": full_global_batch_size(config.training, dp) * config.training.seq_length,
+        "data_parallel_size": dp,
+        "git_commit": git_state(Path(__file__).parent)[0],
+        **environment,
+        **{f"version_{name}": version for name, version in packages.items()},
+    }
 
 
 class TensorBoardLogger:
@@ -28,9 +56,17 @@ class TensorBoardLogger:
     points from a step on (``purge_step``), and a folder has one such step.
     """
 
-    def __init__(self, folder: Path, resolved_config: str, iteration: int, consumed_samples: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        resolved_config: str,
+        iteration: int,
+        consumed_samples: int,
+        hparams: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open the event files; points after ``iteration`` steps and ``consumed_samples`` are discarded."""
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams as make_summaries
 
         self._by_step = SummaryWriter(str(folder), purge_step=iteration + 1, flush_secs=TENSORBOARD_FLUSH_SECONDS)
         self._by_samples = SummaryWriter(
@@ -38,6 +74,10 @@ class TensorBoardLogger:
         )
         verbatim = "\n".join(f"    {line}" for line in resolved_config.splitlines())  # in Markdown
         self._by_step.add_text("config", verbatim, iteration)
+        plain = {name: x if isinstance(x, int | float) else str(x) for name, x in (hparams or {}).items()}
+        # not add_hparams(), which adds points to the curves of the metrics
+        for summary in make_summaries(plain, {"lm loss": 0.0, "lm loss validation": 0.0}) if plain else ():
+            self._by_step._get_file_writer().add_summary(summary)
         self.flush()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -49,8 +89,8 @@ class TensorBoardLogger:
                 self._by_samples.add_scalar(f"{name} vs samples", number, samples)
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Add errors and warnings as text."""
-        if kind in ("warning", "error"):
+        """Add errors, warnings and generated samples as text."""
+        if kind in ("warning", "error", "samples"):
             self._by_step.add_text(kind, fields["text"], step)
 
     def flush(self) -> None:
@@ -65,7 +105,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Logs one row per step, which evaluations and health reports of the step join.
+    """Logs one row per step, which evaluations and health reports of the step join. Panels are drawn over tokens.
 
     The run is resumed by its id. Steps that W&B already has, from a start that was killed after its last checkpoint,
     are not logged again. Online the server names the last one. Offline nothing does, and ``wandb sync`` would append
@@ -83,6 +123,11 @@ class WandbLogger:
         """Open or continue the run ``run_id``; ``log`` gets steps after ``iteration``, and late evaluations of it."""
         folder = Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
         self._run = _open_wandb(options, config, run_id, folder)
+        self._run.define_metric(TOKENS)
+        self._run.define_metric("*", step_metric=TOKENS)
+        layers = int(config.get("num_layers", 0))
+        chosen = {round(i * (layers - 1) / (MAX_HEALTH_LAYERS - 1)) for i in range(MAX_HEALTH_LAYERS)}
+        self._hidden_layers = {f"layers.{layer}" for layer in {*range(layers)} - chosen}
         self._first_step = iteration
         self._last_step_file = folder / f"last-step-{run_id}"
         self._last_step = int(self._run.starting_step) - 1
@@ -113,6 +158,12 @@ class WandbLogger:
         self._complete_row(step)
         self._restarts = metrics["starts"] - 1 if "starts" in metrics else self._restarts
         row = {name: value for name, value in scalar_metrics(metrics).items() if name != "time"}
+        # W&B groups panels by the text before "/": a group per quantity
+        row = {
+            re.sub("^health/", "health-", name): value
+            for name, value in row.items()
+            if not (name.startswith("health/") and name.rpartition("/")[2] in self._hidden_layers)
+        }
         samples = {"samples vs steps": row["consumed-samples"]} if "consumed-samples" in row else {}
         self._run.log({**row, **samples, "restarts": self._restarts}, step=step)
 
@@ -124,10 +175,15 @@ class WandbLogger:
             self._row_step = next_step
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Write errors to the run's summary."""
+        """Write errors to the run's summary, and generated samples to the row of their step."""
         if kind == "error":
             self._failed = True
             self._run.summary["error"] = fields["text"]
+        elif kind == "samples" and step > self._last_step:
+            import wandb
+
+            table = wandb.Table(columns=["prompt", "continuation"], data=fields["continuations"])
+            self._run.log({"samples": table, TOKENS: fields[TOKENS]}, step=step)
 
     def close(self) -> None:
         """Send the last row and wait for the server, with a timeout."""
@@ -146,6 +202,9 @@ def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, 
         return wandb.init(
             project=options.wandb_project,
             entity=options.wandb_entity,
+            group=options.wandb_group,
+            tags=options.wandb_tags or None,
+            notes=options.wandb_notes,
             name=options.wandb_exp_name or (Path(options.run_dir).resolve().name if options.run_dir else None),
             dir=str(folder.parent),
             id=run_id,

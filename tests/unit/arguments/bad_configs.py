@@ -350,6 +350,7 @@ CASES = (
     Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
+    Case("--sample-prompts x --eval-iters 1 --pipeline-model-parallel-size 2", ranks=2),
     # kernels
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),

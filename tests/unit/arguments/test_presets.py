@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.arguments.presets import PRESETS
+from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.model import ModelConfig
 from megatron.config.settings import SETTINGS
@@ -68,3 +68,16 @@ def test_presets_are_accepted_set_the_same_options_and_have_no_dropout(preset: s
     assert config.training.seq_length == config.model.max_position_embeddings
     optimizer = {name for name in PRESETS[preset] if SETTINGS[name].group == "optimizer"}
     assert optimizer == {name for name in PRESETS["tiny-llama"] if SETTINGS[name].group == "optimizer"}
+
+
+def test_a_batch_far_from_that_of_the_paper_is_noted() -> None:
+    def noted(flags: str) -> list[str]:
+        return [note for note in run(f"--train-iters 100 {flags}").notes if note.startswith("TOKENS PER STEP")]
+
+    (note,) = noted("--preset gpt2-124m")
+    assert note.startswith("TOKENS PER STEP: 1,024 here, 500,000 in the paper that the learning rate 0.0006 of ")
+    assert "set --global-batch-size 496 or" in note
+    for enough in ("--global-batch-size 496", "--lr 1e-4"):
+        assert noted(f"--preset gpt2-124m {enough}") == []
+    assert noted("--preset tiny-llama --vocab-size 257") == []
+    assert {*PAPER_TOKENS_PER_STEP} == {name for name in PRESETS if not name.startswith("tiny")}

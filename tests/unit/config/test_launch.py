@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megatron.arguments.cli import parse
+from megatron.config.errors import UserError
 from megatron.config.launch import JobStart, Launch, exit_process
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
@@ -38,6 +39,22 @@ ALONE = Launch()
 )
 def test_place_of_this_process(environ: dict[str, str], launch: Launch) -> None:
     assert Launch.read(environ) == launch
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "abc"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        TORCHRUN | {"LOCAL_WORLD_SIZE": ""},
+        STEP | {"SLURM_LOCALID": "x"},
+    ],
+)
+def test_variables_that_no_launcher_sets(environ: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"^E013 .*\n  fix: unset "):
+        Launch.read(environ)
 
 
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "c"}

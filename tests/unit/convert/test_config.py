@@ -21,8 +21,10 @@ from megatron.config import plugins
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
     build_config_json,
     model_config_values,
+    model_folder,
     model_type_for,
     read_config,
     read_model_config,
@@ -446,3 +448,27 @@ def test_built_in_families_come_first_and_the_default_of_tying_is_the_familys() 
 def test_an_unregistered_family_is_refused() -> None:
     with pytest.raises(UserError, match="E851"):
         model_config_values({"model_type": "cousin"}, "here")
+
+
+def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "org/none":
+            raise OSError("no route")
+        return str(tmp_path / "cached")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "cached" / CONFIG_FILE).write_text("{}")
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert read_config(Path("org/there")) == {}
+    assert asked == [("org/there", [CONFIG_FILE])]  # not the weights: --check-config reads only this file
+    assert model_folder("org/there") == tmp_path / "cached"
+    assert model_folder("org/here") == Path("org/here")
+    with pytest.raises(UserError, match=r"E850 .*\n.*hf download org/none --include .*, then hf:DIR in place of"):
+        read_config(Path("org/none"))
+    with pytest.raises(UserError, match="fix: hf download ORG/gpt2 --local-dir gpt2"):
+        read_config(Path("gpt2"))

@@ -8,8 +8,10 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.arguments.cli import parse
 from tools import launch
@@ -47,6 +49,28 @@ def layout(script: str, ranks: int) -> tuple[int, int]:
     flags = [*words[words.index("--preset") :], "--save", "checkpoints"]
     parallel = parse([*flags, "--check-config", "--world-size", str(ranks)], {}).config.parallel
     return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
+def test_a_script_for_this_machine_is_for_its_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none").write_text('{"gpus_per_node": 4, "gpu_memory_gb": 80}')  # another machine's
+    small = "--preset llama3-8b --mock-data --train-iters 1000"
+
+    def words(gpus: int, gib: int, more: str = "") -> list[str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=gib << 30))
+        return shlex.split(written(capsys, tmp_path / "none", f"local {small} {more}"), comments=True)
+
+    def value(words: list[str], flag: str) -> str:
+        return words[words.index(flag) + 1]
+
+    on_cpu, few, many = words(0, 0), words(2, 192), words(0, 0, "--gpus-per-node 8")
+    assert value(on_cpu, "--nproc-per-node") == "1"
+    assert not {"--bf16", "--tensor-model-parallel-size"} & {*on_cpu}
+    assert (value(few, "--nproc-per-node"), "--bf16" in few) == ("2", True)
+    assert "--tensor-model-parallel-size" not in few
+    assert (value(many, "--nproc-per-node"), value(many, "--tensor-model-parallel-size")) == ("8", "2")
 
 
 @pytest.mark.parametrize("where", ["slurm --nodes 8", "ssh --hosts a,b,c,d,e,f,g,h", "local"])

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import Store
 
 import pretrain_gpt
 from megatron.config.errors import UserError
+from megatron.config.launch import Launch
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
+from megatron.distributed.launch import MissingRanksError, open_store
 from megatron.training import main, startup
 from megatron.training.build import build_trainer, choose_device, join_distributed
 from megatron.training.startup import (
@@ -29,6 +35,7 @@ from megatron.training.startup import (
     start_phrase,
     startup_line,
 )
+from tests.processes import free_port
 from tests.runs import FLAGS, records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
@@ -77,6 +84,41 @@ def test_wrong_flags_are_reported_by_rank_0_and_unreadable_data_by_each_machine(
     monkeypatch.setattr(pretrain_gpt, "with_vocabulary", unreadable)
     assert pretrain_gpt.main([*FLAGS.split(), "--global-batch-size", "16"]) == 2
     assert capsys.readouterr().err == ("the tokenizer is torn\n" if data else "")
+
+
+def test_junk_of_a_launcher_and_a_closed_pipe_raise_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with patch.object(sys, "stdout", ClosedPipe()):
+        assert pretrain_gpt.main([*FLAGS.split(), "--check-config"]) == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert pretrain_gpt.main(FLAGS.split()) == 2
+    assert capsys.readouterr().err.startswith("E013 WORLD_SIZE=abc")
+
+
+class ClosedPipe(io.StringIO):
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+module, *sys.argv = sys.argv[1:]
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["megatron.arguments.cli", "torch"])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, module, "pretrain_gpt.py", *FLAGS.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_after_a_failure_the_process_ends_whatever_still_runs() -> None:
@@ -171,6 +213,25 @@ def test_ranks_that_cannot_join_are_refused(monkeypatch: pytest.MonkeyPatch, tmp
     srun(monkeypatch, 1, machines=2)
     with pytest.raises(UserError, match="E009"):
         join_distributed(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
+
+
+def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megatron.distributed.launch.LATE_SECONDS", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def join(rank: int, size: int, port: int, minutes: float) -> Store:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        return open_store(Launch("torchrun", rank, size), timedelta(minutes=minutes))
+
+    for rank, absent in ((0, 1), (1, 0)):
+        port = free_port()
+        with pytest.raises(MissingRanksError, match=f"waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank {absent}"):
+            join(rank, 2, port, 0.005)
+        assert f"waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank {absent}\n" in capsys.readouterr().err
+    port = free_port()
+    with ThreadPoolExecutor(3) as threads:
+        stores = [threads.submit(join, rank, 3, port, 1) for rank in (2, 0, 1)]
+        assert all(store.result().check(["joined/all"]) for store in stores)
 
 
 # ---- Reading ahead

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.run import LoggingConfig
-from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger
+from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
 from tests.killed import run_in_process
 from tests.runs import column, records, start, steps, tiny_run
+from tests.unit.arguments.command import codes
 from tests.wandb_server import running
 
 MEGATRON_LM = {
@@ -60,7 +62,7 @@ def test_tensorboard_has_one_curve_of_two_starts_over_steps_and_over_samples(tmp
         first.log(step, values(step, step))
     first.log(6, {"consumed-samples": 24, "validation-set": "wiki", "lm loss validation": math.nan})
     first.flush()
-    second = TensorBoardLogger(tmp_path, "lr: 0.1\n", 4, 16)
+    second = TensorBoardLogger(tmp_path, "lr: 0.1\n", 4, 16, {"lr": 0.1, "bf16": True, "split": None})
     for step in range(5, 9):
         second.log(step, values(step, 10 * step))
     second.log(8, {"consumed-samples": 32, "validation-set": "wiki", "lm loss validation": 3.0})
@@ -76,6 +78,7 @@ def test_tensorboard_has_one_curve_of_two_starts_over_steps_and_over_samples(tmp
     assert by_step.keys() == {"lm loss", "lm loss validation-wiki", "starts"}
     events = EventAccumulator(str(tmp_path)).Reload()
     texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert events.summary_metadata["_hparams_/session_start_info"].plugin_data.plugin_name == "hparams"
     assert texts == {"config/text_summary": "    lr: 0.1", "error/text_summary": "it broke"}
 
 
@@ -88,6 +91,7 @@ class Client:
         self.waiting: list[tuple[int, dict[str, Any]]] = []  # the last of them is not complete
         self.asked: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
+        self.axes: dict[str, str | None] = {}
         self.exit_code: int | None = None
 
     @property
@@ -97,6 +101,9 @@ class Client:
     def init(self, **asked: Any) -> Client:
         self.asked = asked
         return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
 
     def log(self, row: dict[str, Any], step: int) -> None:
         if self.waiting and self.waiting[-1][0] == step:
@@ -114,16 +121,26 @@ class Client:
         self.kept, self.waiting = self.kept + self.waiting, []
 
 
-def logger(client: Client, folder: Path, iteration: int = 0, told: list[str] | None = None, **more: Any) -> WandbLogger:
+def logger(
+    client: Client,
+    folder: Path,
+    iteration: int = 0,
+    told: list[str] | None = None,
+    config: dict[str, Any] | None = None,
+    **more: Any,
+) -> WandbLogger:
     options = LoggingConfig(**{"wandb_project": "p", "wandb_save_dir": str(folder), **more})
     module = SimpleNamespace(init=client.init, Settings=lambda **settings: settings)
     with patch.dict(sys.modules, wandb=module):
-        return WandbLogger(options, {"a": 1}, "run12345", iteration, [].append if told is None else told.append)
+        return WandbLogger(
+            options, config or {"a": 1}, "run12345", iteration, [].append if told is None else told.append
+        )
 
 
 def test_a_step_and_its_evaluation_are_one_row_of_a_run_asked_for_by_its_id(tmp_path: Path) -> None:
     client = Client(offline=True)
-    run = logger(client, tmp_path, wandb_entity="us", run_dir="runs/mine")
+    labels = {"wandb_tags": ("a", "b"), "wandb_group": "g", "wandb_notes": "n"}
+    run = logger(client, tmp_path, wandb_entity="us", run_dir="runs/mine", **labels)
     for step in (1, 2, 3):
         run.log(step, values(step, step / 2))
         if step == 2:
@@ -132,8 +149,12 @@ def test_a_step_and_its_evaluation_are_one_row_of_a_run_asked_for_by_its_id(tmp_
     assert [step for step, _ in client.kept] == [1, 2, 3]
     row = {"consumed-samples": 8, "consumed-tokens": 64, "samples vs steps": 8, "lm loss": 1.0, "starts": 1}
     assert client.kept[1][1] == {**row, "lm loss validation": 2.0, "restarts": 0}
-    asked = {name: client.asked[name] for name in ("project", "entity", "name", "id", "resume", "config")}
+    asked = {name: value for name, value in client.asked.items() if name not in ("dir", "settings")}
+    assert client.axes == {"consumed-tokens": None, "*": "consumed-tokens"}
     assert asked == {
+        "tags": ("a", "b"),
+        "group": "g",
+        "notes": "n",
         "project": "p",
         "entity": "us",
         "name": "mine",
@@ -142,6 +163,27 @@ def test_a_step_and_its_evaluation_are_one_row_of_a_run_asked_for_by_its_id(tmp_
         "config": {"a": 1},
     }
     assert client.exit_code == 0
+
+
+def test_health_is_grouped_by_quantity_and_a_deep_model_shows_some_layers(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    run = logger(client, tmp_path, config={"num_layers": 96})
+    layers = [f"layers.{i}" for i in range(96)]
+    run.log(1, {f"health/{q}/{x}": 1.0 for q in ("grad-norm", "update-ratio") for x in (*layers, "head", "total")})
+    run.close()
+    names = [name for name in client.kept[0][1] if name.startswith("health")]
+    assert {name.partition("/")[0] for name in names} == {"health-grad-norm", "health-update-ratio"}
+    shown = [name.partition("/")[2] for name in names if name.startswith("health-grad-norm/")]
+    assert (shown[0], shown[7:]) == ("layers.0", ["layers.95", "head", "total"])
+
+
+def test_runs_are_compared_by_flat_options_and_facts(tmp_path: Path) -> None:
+    facts = hyperparameters(tiny_run(tmp_path, "--global-batch-size 4"), "cpu", 1)
+    assert (facts["num_layers"], facts["optimizer"], facts["world_size"]) == (2, "adam", 1)
+    assert facts["tokens_per_step"] == 4 * facts["seq_length"]
+    assert facts["parameters"] > 1000
+    assert facts["version_torch"] == version("torch")
+    assert {"git_commit", "python", "device"} <= facts.keys()
 
 
 STARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans()), max_size=5)
@@ -265,6 +307,41 @@ def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, mo
     assert (printed.status, printed.err) == (0, "")
     assert "Weights & Biases is turned off by WANDB_MODE=disabled\n" in printed.out
     assert not (tmp_path / "run/wandb").exists()
+
+
+def test_prompts_are_continued_after_each_evaluation_and_training_goes_on_as_without(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("1 2 3\n4\n")
+    flags = "--train-iters 4 --eval-interval 2 --eval-iters 1"
+    sampled = f"{flags} --sample-prompts {tmp_path}/prompts --tensorboard-dir {tmp_path}/board"
+    printed = start(tiny_run(tmp_path / "run", sampled))
+    assert printed.status == 0, printed.err
+    assert "sample: 1 2 3 >>> " in printed.out
+    events = [record for record in records(tmp_path / "run", "event") if record["event"] == "samples"]
+    assert [event["iteration"] for event in events] == [2, 4]
+    for event in events:
+        assert [prompt for prompt, _ in event["continuations"]] == ["1 2 3", "4"]
+        assert all(0 < len(text.split()) <= 64 for _, text in event["continuations"])
+    assert events[0]["continuations"] != events[1]["continuations"]
+    texts = EventAccumulator(str(tmp_path / "board")).Reload().Tensors("samples/text_summary")
+    assert [text.step for text in texts] == [2, 4]
+    start(tiny_run(tmp_path / "whole", flags))
+    assert column(tmp_path / "run", "lm loss") == column(tmp_path / "whole", "lm loss")
+
+    printed = start(tiny_run(tmp_path / "none", f"{flags} --sample-prompts {tmp_path}/none/such"))
+    assert "E708 --sample-prompts" in printed.err
+    assert "Traceback" not in printed.err
+    assert codes("--sample-prompts x --pipeline-model-parallel-size 2 --eval-iters 1", 2) == ["E708"]
+
+
+def test_samples_are_a_table_of_their_step(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    run = logger(client, tmp_path)
+    run.log(2, values(2, 0.5))
+    with patch.dict(sys.modules, wandb=SimpleNamespace(Table=lambda **table: table)):
+        run.event(2, "samples", {"text": "", "continuations": [["a", "b"]], "consumed-tokens": 64})
+    run.close()
+    assert client.kept[0][1]["samples"] == {"columns": ["prompt", "continuation"], "data": [["a", "b"]]}
+    assert client.kept[0][1]["lm loss"] == 0.5
 
 
 def written(folder: Path, step: int) -> Callable[[], bool]:

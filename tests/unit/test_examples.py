@@ -1,0 +1,75 @@
+"""The examples: configuration files of the presets, the scripts that run them, and the notebook in a short form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import pretrain_gpt
+from megatron.arguments.cli import parse
+from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
+from megatron.arguments.sources import flat_values
+from megatron.config.run import RunConfig
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RANKS = {"tiny-gpt2": 1, "tiny-llama": 1, "gpt3-175b": 1024, "llama2-7b": 64, "llama3-8b": 64}
+RANKS |= {"llama3-70b": 512, "llama3-405b": 2016}
+
+
+def config_of(words: list[str], ranks: int) -> RunConfig:
+    parsed = parse([*words, "--check-config", "--world-size", str(ranks)], {})
+    assert parsed.notes == ()
+    return parsed.config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_file_and_the_script_of_a_preset(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = EXAMPLES / f"train_{preset.replace('-', '_').replace('.', '_')}.sh"
+    printed = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "GPUS": "8"}
+    done = subprocess.run(["bash", script, "--seed", "7"], env=printed, capture_output=True, text=True, check=True)
+    launch, words = done.stdout.split("pretrain_gpt.py")
+    assert launch.startswith("torchrun --nnodes 1 --nproc-per-node 8 ")
+    monkeypatch.chdir(ROOT)
+    values = flat_values(config_of(shlex.split(words), RANKS.get(preset, 8)))
+    expected = {n: pytest.approx(x, 1e-5) if isinstance(x, float) else x for n, x in PRESETS[preset].items()}
+    assert {name: values[name] for name in expected} == expected
+    assert values["seed"] == 7
+    paper = PAPER_TOKENS_PER_STEP.get(preset, 8192)
+    assert paper / 2.2 < values["global_batch_size"] * values["seq_length"] < 2.2 * paper
+
+
+def test_without_gpus_one_process_computes() -> None:
+    bare = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "GPUS": "0", "DATA": "a b"}
+    script = EXAMPLES / "train_tiny_llama.sh"
+    done = subprocess.run(["bash", script], env=bare, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("python pretrain_gpt.py --config examples/configs/tiny-llama.yaml --data-path a b ")
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """With a few steps, and its programs in this process."""
+    matplotlib.use("agg")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain_gpt.py").touch()  # as in a checkout
+    namespace: dict[str, object] = {}
+    for cell in json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]:
+        assert cell.get("outputs", []) == []
+        source = "".join(cell["source"]).replace("steps = 200", "steps = 4").replace("[:120]", "[:24]")
+        if source.startswith("!"):
+            python, program, *words = shlex.split(source[1:].replace("\\\n", "").format(**namespace))
+            name = program.removesuffix(".py").replace("/", ".")
+            main = pretrain_gpt.main if name == "pretrain_gpt" else importlib.import_module(name).main
+            assert (python, main(words)) == ("python", 0)
+        elif cell["cell_type"] == "code":
+            exec(source, namespace)
+    train = namespace["train"]
+    assert isinstance(train, list)
+    assert [line["iteration"] for line in train] == [2, 4]
+    assert "def " in capfd.readouterr().out
