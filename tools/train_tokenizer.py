@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not a
 
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
-from megatron.data.preprocess.corpus import add_input_flags, find_text_files
+from megatron.data.preprocess.corpus import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.encode import run_in_subprocess
 from megatron.data.progress import StageProgress
 from tools.lib.tokenizer_training import (
@@ -88,17 +88,17 @@ def main(argv: Sequence[str]) -> int:
 
 def train_and_save(args: argparse.Namespace) -> None:
     """Train in a process that can be killed at any moment, because the libraries do not react to signals."""
-    files = find_text_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
-    plan = TokenizerTrainingOptions(
-        tuple(files),
-        tuple(args.json_keys),
-        args.vocab_size,
-        None if is_bpe else args.sentencepiece_model_type or "bpe",
-        DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
-        args.on_bad_line == "skip",
-    )
-    with closing(StageProgress(sys.stderr)) as stages:
+    with spool_pipes(args.input, args.output) as inputs, closing(StageProgress(sys.stderr)) as stages:
+        files = find_text_files(inputs, args.suffix, args.exclude)
+        plan = TokenizerTrainingOptions(
+            tuple(files),
+            tuple(args.json_keys),
+            args.vocab_size,
+            None if is_bpe else args.sentencepiece_model_type or "bpe",
+            DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
+            args.on_bad_line == "skip",
+        )
         trained = run_in_subprocess(train_tokenizer, plan, stages)
     save_tokenizer(trained.files, Path(args.output))
     print(format_report(trained, len(files), args.vocab_size))
