@@ -220,6 +220,7 @@ class IndexedDatasetWriter:
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         for suffix, content in self._extra_files.items():
+            self._temporary(suffix).unlink(missing_ok=True)  # of a writer that was ended here
             write_file(self._temporary(suffix), content)
         with open(self._temporary("idx"), "wb") as file:
             self._write_index(file)
