@@ -19,7 +19,7 @@ import lzma
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ import xxhash
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
+    Row,
     UnreadableTableError,
     hugging_face_files,
     parse_rows,
@@ -150,7 +151,7 @@ def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
     return tuple([_text(record, key) for key in keys])
 
 
-def parse_row(row: dict[str, bytes | None], keys: Sequence[str]) -> tuple[str, ...]:
+def parse_row(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
     """Return the texts under ``keys`` of a table's row; raise BadDocumentError if one is null or not Unicode text."""
     try:
         record = {key: text if text is None else text.decode() for key, text in row.items()}
@@ -195,7 +196,7 @@ def _read_slowly(line: bytes, file: Path) -> object:
         raise BadDocumentError(f" is not JSON: {error}", FIX_LINE) from error
 
 
-def _text(record: dict[str, object], key: str) -> str:
+def _text(record: Mapping[str, object], key: str) -> str:
     text = record.get(key)
     if not isinstance(text, str):
         if key not in record:
@@ -624,8 +625,9 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
         return
     file = block.file
     number = 0
-    for number, line in enumerate(parse_rows(block.read()) if is_table(file) else split_lines(block.read()), 1):
-        if isinstance(line, bytes) and (not line or line.isspace()):
+    lines: Sequence[bytes | Row] = parse_rows(block.read()) if is_table(file) else split_lines(block.read())
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, bytes) and not line.strip():
             continue
         size = len(line) if isinstance(line, bytes) else sum(len(text or b"") for text in line.values())
         try:

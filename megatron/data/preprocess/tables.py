@@ -17,6 +17,8 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 READ_BYTES = 1 << 20  # of a Parquet column, read at once
 ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams that `datasets` writes lack it
 
+Row = dict[str, bytes | None]  # the text of each column in UTF-8, or null
+
 
 class UnreadableTableError(DataError):
     """The rest of a table cannot be read: `seen` is a sentence without its subject."""
@@ -33,7 +35,7 @@ def read_batches(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[
     Raises:
         UnreadableTableError: if the file is damaged, or a column is missing or not text.
     """
-    import pyarrow as pa  # takes a while, and is needed only here
+    import pyarrow as pa  # type: ignore[import-untyped]  # here, because it takes a while
 
     read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
     try:
@@ -106,11 +108,11 @@ def _serialize(batch: Any, keys: Sequence[str]) -> bytes:
     return content
 
 
-def parse_rows(content: bytes) -> list[dict[str, bytes | None]]:
-    """Return the rows of a batch of `read_batches`: the text of each column in UTF-8."""
+def parse_rows(content: bytes) -> list[Row]:
+    """Return the rows of a batch of `read_batches`."""
     from pyarrow import ipc
 
-    rows: list[dict[str, bytes | None]] = ipc.open_stream(content).read_all().to_pylist() if content else []
+    rows: list[Row] = ipc.open_stream(content).read_all().to_pylist() if content else []
     return rows
 
 
@@ -142,7 +144,7 @@ def hugging_face_files(name: str) -> list[Path]:
     Raises:
         DataError: if the dataset cannot be loaded, or the split has to be chosen.
     """
-    import datasets
+    import datasets  # type: ignore[import-untyped]
 
     path, *parts = name.removeprefix("hf:").split(":")
     try:

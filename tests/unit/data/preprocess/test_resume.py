@@ -133,7 +133,7 @@ def test_what_has_been_read_is_not_read_again(plan: PreprocessOptions, monkeypat
 
     monkeypatch.setattr(encode_module, "split_into_blocks", watched)
     said = run(plan)
-    assert re.fullmatch(r"continuing an interrupted run after [6-9]\d documents, 1 of 3 files", said[1])
+    assert re.fullmatch(r"continuing an interrupted run after 1\d\d documents, 1 of 3 files", said[1])
     assert read == plan.files[1:]
     assert not list(Path(plan.prefix).parent.glob("*.part"))
 
