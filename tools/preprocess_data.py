@@ -49,8 +49,9 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "preprocess_data.py",
         description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
-        epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
-        "per line; any other file is one document. The output does not depend on --workers and --engine. "
+        epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, standard input and "
+        "pipes hold one JSON object per line, .parquet and .arrow files one document per row; another file is one document. "
+        "The output does not depend on --workers and --engine. The same command continues an interrupted run. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
@@ -119,6 +120,10 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     progress = PreprocessProgress(sys.stderr, stored_bytes, args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
+    except BaseException:
+        if RunState.path(plan.prefix, plan.keys).exists():
+            progress.message("the same command continues after the documents read so far")
+        raise
     finally:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name

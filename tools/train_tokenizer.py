@@ -33,7 +33,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "train_tokenizer.py",
         description="Train a tokenizer on text, for preprocess_data.py and the Hugging Face libraries.",
-        epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document. "
+        epilog="The input is read as by preprocess_data.py. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)

@@ -381,7 +381,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     if unfinished:
         raise DataError(
             f"{unfinished[0]}: another process is writing it, or was killed while writing",
-            f"wait | rm {shlex.quote(str(folder))}/*.part",
+            f"wait, or repeat its command | rm {shlex.quote(str(folder))}/*.part",
         )
     prefixes = sorted({str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not prefixes:
