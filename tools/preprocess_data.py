@@ -50,9 +50,9 @@ def build_parser() -> ToolParser:
         "preprocess_data.py",
         description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
         epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, standard input and "
-        "pipes hold one JSON object per line, .parquet and .arrow files one document per row; another file is one document. "
-        "The output does not depend on --workers and --engine. The same command continues an interrupted run. "
-        "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
+        "pipes hold one JSON object per line, .parquet and .arrow files one document per row; another file is one "
+        "document. The output does not depend on --workers and --engine. The same command continues an interrupted "
+        "run. Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
