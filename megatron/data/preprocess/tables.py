@@ -53,7 +53,7 @@ def read_batches(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[
 def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(file, buffer_size=READ_BYTES) as table:
+    with parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
         _check_columns(table.schema_arrow, keys)
         size, total, done = file.stat().st_size, table.metadata.num_rows, 0
         for index in range(table.num_row_groups):
