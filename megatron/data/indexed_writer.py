@@ -108,14 +108,14 @@ class IndexedDatasetWriter:
                 with suppress(OSError):  # where files cannot be locked, leftovers are never removed
                     try_lock(self._bin)
             else:
-                # a writer that was ended while it published its files left the ids under their final name
-                size, final = self._resume[2] * self._dtype.itemsize, self._path("bin")
-                is_published = size and not self._temporary("bin").exists() and final.is_file()
-                is_published = is_published and final.stat().st_size == size
-                self._bin = files.enter_context(open(final if is_published else self._temporary("bin"), "a+b"))
+                ids, final = self._temporary("bin"), self._path("bin")
+                size = self._resume[2] * self._dtype.itemsize
+                if self._keep and not ids.exists() and final.is_file() and final.stat().st_size == size:
+                    ids = final  # the writer was ended while it published its files
+                self._bin = files.enter_context(open(ids, "a+b"))
                 if try_lock(self._bin) is LockState.HELD:
-                    raise DataError(f"{self._bin.name}: another process is writing it", "wait until it has ended")
-                if is_published:
+                    raise DataError(f"{ids}: another process is writing it", "wait until it has ended")
+                if ids is final:
                     self._path("idx").unlink(missing_ok=True)
                     os.rename(final, self._temporary("bin"))
                 self._lengths = files.enter_context(open(self._temporary("lengths"), "a+b"))

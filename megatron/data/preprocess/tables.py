@@ -14,6 +14,7 @@ from typing import Any
 from megatron.data.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
+TEXT_TYPES = ("string", "large_string", "string_view", "null")  # of Arrow
 READ_BYTES = 1 << 20  # of a Parquet column, read at once
 ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams that `datasets` writes lack it
 
@@ -87,10 +88,7 @@ def _check_columns(schema: Any, keys: Sequence[str]) -> None:
             has = ", ".join(schema.names[:8]) or "none"
             raise UnreadableTableError(f" has no column '{key}'; its columns: {has}", "--json-keys COLUMN")
         kind = schema.field(key).type
-        text = kind.value_type if types.is_dictionary(kind) else kind
-        if not any(
-            check(text) for check in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-        ):
+        if str(kind.value_type if types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise UnreadableTableError(f": '{key}' is {kind}, not a string", "--json-keys COLUMN")
 
 

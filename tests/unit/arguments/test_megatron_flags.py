@@ -83,10 +83,9 @@ def test_an_applied_flag_is_what_it_stands_for() -> None:
             given = run(f"{beside} {spelling} {value}", ranks=4)
             assert given.config == run(f"{beside} {flag.words.replace('{}', value)}", ranks=4).config, spelling
             assert any(note.startswith("applied: ") and spelling in note for note in given.notes)
-    assert (
-        run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config
-        == run(f"{beside} --recompute-num-layers 4").config
-    ), "a flag that is given itself wins"
+    assert run(f"{beside} --checkpoint-num-layers 2 --recompute-num-layers 4").config == run(
+        f"{beside} --recompute-num-layers 4"
+    ).config, "a flag that is given itself wins"
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.
