@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Encode text into token files on many nodes: every task of the array encodes its share of the files of a corpus, and a
 # second job merges the parts. From the root of the repository:   sbatch slurm/preprocess_array.sh
-# Each file has its own part, so submitting it again, with an array of any size, encodes only what is missing.
-#   CORPUS     a folder of .jsonl and .txt files, also compressed        OUT   prefix of the result (data/corpus)
+# Each file has its own part, so submitting it again, with an array of any size, encodes only what is missing, and
+# continues in the middle of a file.
+#   CORPUS     a folder of .jsonl, .txt, .parquet or .arrow files     OUT   prefix of the result (data/corpus)
 #   TOKENIZER  a folder with a tokenizer.json                            KEY   where the text of an object is (text)
 # SMALL=1 sbatch --array=0-1 slurm/preprocess_array.sh tries it on the pages of docs/. More flags of preprocess_data.py may follow.
 #SBATCH --job-name=preprocess
@@ -17,7 +18,7 @@ KEY=${KEY:-text}
 if [ -n "$SMALL" ]; then
     CORPUS=${CORPUS:-docs} OUT=${OUT:-$RUN/corpus} kinds='md' tokenizer=(--tokenizer-type ByteTokenizer --workers 1)
 else
-    CORPUS=${CORPUS:-data/text} OUT=${OUT:-data/corpus} kinds='jsonl|json|ndjson|txt'
+    CORPUS=${CORPUS:-data/text} OUT=${OUT:-data/corpus} kinds='jsonl|json|ndjson|parquet|arrow|txt'
     tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:-data/tokenizer}")
 fi
 CORPUS=${CORPUS%/} PARTS=${OUT}_$KEY.parts

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
-from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files
-from megatron.data.preprocess.encode import PreprocessOptions, output_prefix, write_dataset
+from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files, spool_pipes
+from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
@@ -51,9 +51,10 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "preprocess_data.py",
         description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
-        epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
-        "per line; any other file is one document. The output does not depend on --workers and --engine. "
-        "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
+        epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, standard input and "
+        "pipes hold one JSON object per line, .parquet and .arrow files one document per row; another file is one "
+        "document. The output does not depend on --workers and --engine. The same command continues an interrupted "
+        "run. Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
@@ -98,11 +99,11 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
     )
 
 
-def preprocess(args: argparse.Namespace, tokenizer: Tokenizer, stop: StopSignal) -> None:
-    """Write the files and print a summary."""
+def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
+    """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
+    files = find_text_files(inputs, args.suffix, args.exclude)
     stop.wait_for_checks()
-    files = find_text_files(args.input, args.suffix, args.exclude)
     stored_bytes = sum(file.stat().st_size for file in files)
     blocks = 1 + stored_bytes // BLOCK_BYTES
     plan = PreprocessOptions(
@@ -114,12 +115,17 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer, stop: StopSignal)
         engine=args.engine,
         workers=args.workers or min(available_cores(), blocks),
         skip_bad=args.on_bad_line == "skip",
+        overwrite=args.overwrite,
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core
     progress = PreprocessProgress(sys.stderr, stored_bytes, args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
+    except BaseException:
+        if RunState.path(plan.prefix, plan.keys).exists():
+            progress.message("the same command continues after the documents read so far")
+        raise
     finally:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name
@@ -146,11 +152,14 @@ def main(argv: Sequence[str]) -> int:
 
     def run(stop: StopSignal) -> int:
         try:
-            check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
+            state = RunState.load(RunState.path(args.output_prefix, args.json_keys))
+            overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
+            check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), overwrite)
             tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
         except DataError as error:
             return parser.fail(error, 2)
-        preprocess(args, tokenizer, stop)
+        with spool_pipes(args.input, args.output_prefix) as inputs:
+            preprocess(args, inputs, tokenizer, stop)
         return 0
 
     return run_tool(parser, run, args.output_prefix, "--output-prefix")

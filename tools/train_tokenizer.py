@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
-from megatron.data.preprocess.corpus import add_input_flags, find_text_files
+from megatron.data.preprocess.corpus import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.encode import run_in_subprocess
 from megatron.data.progress import StageProgress
 from tools.lib.tokenizer_training import (
@@ -35,7 +35,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "train_tokenizer.py",
         description="Train a tokenizer on text, for preprocess_data.py and the Hugging Face libraries.",
-        epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document. "
+        epilog="The input is read as by preprocess_data.py. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
@@ -90,17 +90,17 @@ def main(argv: Sequence[str]) -> int:
 
 def train_and_save(args: argparse.Namespace) -> None:
     """Train in a process that can be killed at any moment, because the libraries do not react to signals."""
-    files = find_text_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
-    plan = TokenizerTrainingOptions(
-        tuple(files),
-        tuple(args.json_keys),
-        args.vocab_size,
-        None if is_bpe else args.sentencepiece_model_type or "bpe",
-        DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
-        args.on_bad_line == "skip",
-    )
-    with closing(StageProgress(sys.stderr)) as stages:
+    with spool_pipes(args.input, args.output) as inputs, closing(StageProgress(sys.stderr)) as stages:
+        files = find_text_files(inputs, args.suffix, args.exclude)
+        plan = TokenizerTrainingOptions(
+            tuple(files),
+            tuple(args.json_keys),
+            args.vocab_size,
+            None if is_bpe else args.sentencepiece_model_type or "bpe",
+            DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
+            args.on_bad_line == "skip",
+        )
         trained = run_in_subprocess(train_tokenizer, plan, stages)
     save_tokenizer(trained.files, Path(args.output))
     print(format_report(trained, len(files), args.vocab_size))

@@ -121,7 +121,7 @@ def run_tool(parser: ToolParser, run: Callable[[StopSignal], int | None], output
     except OSError as error:
         return parser.fail(disk_error(error, output, flag), 1)
     except StoppedError as stopped:
-        return parser.fail(f"stopped by {stopped}; nothing was written under {output}", stopped.status)
+        return parser.fail(f"stopped by {stopped} before {output} was written", stopped.status)
 
 
 def disk_error(error: OSError, output: str | Path, flag: str) -> DataError:

@@ -38,6 +38,8 @@ from megatron.data.tokenizers.tokenizer import (
 MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens of a sequence
 COPY_BYTES = 8 << 20
 TABLE_BLOCK = 1 << 20  # table entries in memory at once
+RESUME = "resume"  # in the names of the files of a writer that can be continued
+RESUME_SUFFIXES = ("bin", "lengths", "boundaries")
 INDEX_ENTRY_BYTES = 20  # index entry of a document of one sequence: length, pointer and boundary
 DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)  # of a dataset's files and folder, ``<prefix>.<suffix>``
 
@@ -54,7 +56,13 @@ class IndexedDatasetWriter:
     that an unfinished pair is never read. An existing pair stays intact until then.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, extra_files: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        extra_files: Mapping[str, bytes] | None = None,
+        resume: Sequence[int] | None = None,
+    ) -> None:
         """Prepare ``<prefix>.bin`` and ``<prefix>.idx`` for ids of a type in `DTYPE_CODES`; creates no file yet.
 
         Args:
@@ -63,6 +71,8 @@ class IndexedDatasetWriter:
             extra_files: small files that are published together with the pair, by suffix, which may be
                 ``folder/name``; other files in such a folder are removed. The tokenizer record and files of an older
                 pair are removed too if none are added.
+            resume: result of `save` of an interrupted writer to continue, or zeros for a new one that can be
+                interrupted. None for one whose unfinished files are removed.
 
         Raises:
             DataError: when the format does not have the type.
@@ -74,27 +84,62 @@ class IndexedDatasetWriter:
         self._extra_files = dict(extra_files or {})
         self._sequences = 0
         self._published = False
-        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"  # another container may have the same process id
+        self._resume = resume
+        # another container may have the same process id
+        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}" if resume is None else RESUME
+        self._keep = any(resume or ())  # the temporary files, after an exception
         self.num_documents = 0
         self.num_tokens = 0
 
     def __enter__(self) -> Self:
-        """Create the temporary files.
+        """Create the temporary files, or continue those of an interrupted writer.
 
         Raises:
             OSError: when the folder cannot be written.
+            DataError: when another process is writing them, or they do not hold what is to be continued.
         """
         folder = Path(self._prefix).parent
         with ExitStack() as files:
-            # the index tables grow in unnamed files, which vanish with the process
-            self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
-            self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
-            self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "xb"))
-            with suppress(OSError):  # where files cannot be locked, leftovers are never removed
-                try_lock(self._bin)
+            if self._resume is None:
+                # the index tables grow in unnamed files, which vanish with the process
+                self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+                self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+                self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "xb"))
+                with suppress(OSError):  # where files cannot be locked, leftovers are never removed
+                    try_lock(self._bin)
+            else:
+                ids, final = self._temporary("bin"), self._path("bin")
+                size = self._resume[2] * self._dtype.itemsize
+                if self._keep and not ids.exists() and final.is_file() and final.stat().st_size == size:
+                    ids = final  # the writer was ended while it published its files
+                self._bin = files.enter_context(open(ids, "a+b"))
+                if try_lock(self._bin) is LockState.HELD:
+                    raise DataError(f"{ids}: another process is writing it", "wait until it has ended")
+                if ids is final:
+                    self._path("idx").unlink(missing_ok=True)
+                    os.rename(final, self._temporary("bin"))
+                self._lengths = files.enter_context(open(self._temporary("lengths"), "a+b"))
+                self._boundaries = files.enter_context(open(self._temporary("boundaries"), "a+b"))
+                self._continue_from(*self._resume)
             self._open = files.pop_all()
-        self._boundaries.write(np.zeros(1, "<i8").data)
         return self
+
+    def _continue_from(self, sequences: int, documents: int, tokens: int) -> None:
+        """Cut what was written to the files of an interrupted writer after its last `save`."""
+        self._sequences, self.num_documents, self.num_tokens = sequences, documents, tokens
+        sizes = (tokens * self._dtype.itemsize, 4 * sequences, 8 * documents)
+        for file, size in zip((self._bin, self._lengths, self._boundaries), sizes):
+            if os.fstat(file.fileno()).st_size < size:
+                left = f"{shlex.quote(self._prefix)}.*.{RESUME}.part"
+                raise DataError(f"{file.name} is shorter than it was", f"start over: rm {left}")
+            file.truncate(size)
+
+    def save(self) -> tuple[int, int, int]:
+        """Flush everything to disk, and return what a new writer needs to continue after the documents so far."""
+        for file in (self._bin, self._lengths, self._boundaries):
+            sync_file(file)
+        self._keep = True
+        return self._sequences, self.num_documents, self.num_tokens
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence of ids ``[n]``, or an empty one when ``n`` is 0."""
@@ -154,7 +199,8 @@ class IndexedDatasetWriter:
             if kind is None and not self._published:
                 publish_all([self])
         finally:
-            for suffix in ("bin", "idx", *self._extra_files):
+            kept = RESUME_SUFFIXES if self._keep and not self._published else ()
+            for suffix in {"idx", *RESUME_SUFFIXES, *self._extra_files}.difference(kept):
                 self._temporary(suffix).unlink(missing_ok=True)
             for folder in self._folders():
                 if folder.is_dir() and not any(folder.iterdir()):
@@ -174,6 +220,7 @@ class IndexedDatasetWriter:
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         for suffix, content in self._extra_files.items():
+            self._temporary(suffix).unlink(missing_ok=True)  # of a writer that was ended here
             write_file(self._temporary(suffix), content)
         with open(self._temporary("idx"), "wb") as file:
             self._write_index(file)
@@ -190,6 +237,7 @@ class IndexedDatasetWriter:
             ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self._dtype.itemsize
             file.write(np.append(np.int64(start), ends[:-1]).astype("<i8").data)
             start = int(ends[-1])
+        file.write(np.zeros(1, "<i8").data)
         self._boundaries.seek(0)
         shutil.copyfileobj(self._boundaries, file)
 
@@ -265,7 +313,7 @@ def remove_unfinished_files(prefix: str | Path) -> list[Path]:
             if try_lock(file) is not LockState.ACQUIRED:
                 continue
             writer = ids.split(".")[-2]
-            for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{writer}.part")):
+            for path in map(Path, sorted(glob.glob(f"{glob.escape(str(prefix))}.*.{writer}.part"), reverse=True)):
                 path.unlink()
                 removed.append(path)
     return removed
@@ -333,7 +381,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     if unfinished:
         raise DataError(
             f"{unfinished[0]}: another process is writing it, or was killed while writing",
-            f"wait | rm {shlex.quote(str(folder))}/*.part",
+            f"wait, or repeat its command | rm {shlex.quote(str(folder))}/*.part",
         )
     prefixes = sorted({str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not prefixes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -95,10 +95,13 @@ class PreprocessTotals:
     text_bytes: int = 0  # UTF-8 bytes of the texts of all keys
     tokens: int = 0  # of all keys
     bad: int = 0  # documents skipped, and files not readable to their end
+    before: PreprocessTotals | None = field(default=None, compare=False)  # of the interrupted run that is continued
 
     def rates(self, seconds: float) -> str:
         """Format the speed after ``seconds``."""
-        return f"{format_bytes(self.text_bytes / seconds)}/s, {tqdm.format_sizeof(self.tokens / seconds)} tokens/s"
+        before = self.before or PreprocessTotals()
+        text_rate, token_rate = (self.text_bytes - before.text_bytes) / seconds, (self.tokens - before.tokens) / seconds
+        return f"{format_bytes(text_rate)}/s, {tqdm.format_sizeof(token_rate)} tokens/s"
 
 
 class PreprocessProgress(ProgressLine):
@@ -120,6 +123,7 @@ class PreprocessProgress(ProgressLine):
 
     def update(self, totals: PreprocessTotals) -> None:
         """Show the progress, if a line is due."""
+        self._bar.initial = totals.before.stored_bytes if totals.before else 0
         rates = totals.rates(time.monotonic() - self._start)
         counts = f"{totals.documents:,} documents, {tqdm.format_sizeof(totals.tokens)} tokens"
         self._bar.set_description_str(f"{counts} | {rates}", refresh=False)

@@ -1,10 +1,11 @@
 """Find text files and read their documents, in an order that depends only on the file names.
 
-`find_text_files` expands files, patterns and folders, and rejects what would be read twice. A file of JSON lines holds
-one document per line; any other file is one document. Compressed files are decompressed as streams.
-`split_into_blocks` cuts files into blocks of whole lines, or of plain files, that a worker encodes at once; the block
-size changes neither the documents nor their order. `read_block` yields the documents of a block, and a `BadDocument`
-for each invalid one.
+`find_text_files` expands files, patterns, folders and datasets, and rejects what would be read twice. A file of JSON
+lines holds one document per line, a table one per row; any other file is one document. Compressed files are
+decompressed as streams. `spool_pipes` copies standard input and pipes to files first.
+`split_into_blocks` cuts files into blocks of whole lines or rows, or of plain files, that a worker encodes at once; the
+block size changes neither the documents nor their order. `read_block` yields the documents of a block, and a
+`BadDocument` for each invalid one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,24 @@ import lzma
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import xxhash
+
 from megatron.data.errors import DataError
+from megatron.data.preprocess.tables import (
+    TABLE_SUFFIXES,
+    Row,
+    UnreadableTableError,
+    hugging_face_files,
+    parse_rows,
+    read_batches,
+    saved_dataset_files,
+)
 
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
@@ -92,7 +105,7 @@ JSON_TYPE_NAMES: dict[type, str] = {
     type(None): "null",
 }
 ESCAPED_NUL = b"\\u0000"  # as escaped in JSON
-FIX_LINE = "fix or remove this line"
+FIX_LINE = "fix or remove this document"
 
 
 class BadDocumentError(DataError):
@@ -111,7 +124,7 @@ class BadDocument(NamedTuple):
     """Invalid document of a block."""
 
     file: Path
-    line: int  # from 1 on, within the block; 0 for a plain file
+    line: int  # or row; from 1 on, within the block; 0 for a plain file
     seen: str  # a sentence without its subject
     fixes: tuple[str, ...]
     num_bytes: int = 0
@@ -135,6 +148,15 @@ def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
     if not isinstance(record, dict):
         hint = (f"jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl",) if isinstance(record, list) else ()
         raise BadDocumentError(f" is {JSON_TYPE_NAMES[type(record)]}, not an object", FIX_LINE, *hint)
+    return tuple([_text(record, key) for key in keys])
+
+
+def parse_row(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts under ``keys`` of a table's row; raise BadDocumentError if one is null or not Unicode text."""
+    try:
+        record = {key: text if text is None else text.decode() for key, text in row.items()}
+    except UnicodeDecodeError as error:
+        raise BadDocumentError(f" is not UTF-8 text: {error.reason}", "fix or remove this row") from error
     return tuple([_text(record, key) for key in keys])
 
 
@@ -174,7 +196,7 @@ def _read_slowly(line: bytes, file: Path) -> object:
         raise BadDocumentError(f" is not JSON: {error}", FIX_LINE) from error
 
 
-def _text(record: dict[str, object], key: str) -> str:
+def _text(record: Mapping[str, object], key: str) -> str:
     text = record.get(key)
     if not isinstance(text, str):
         if key not in record:
@@ -239,14 +261,14 @@ SEARCH_BYTES = 1 << 16  # read at once in search of the end of a line, which may
 
 
 class LineBlock(NamedTuple):
-    """Consecutive whole lines of a JSON-lines file."""
+    """Consecutive whole lines of a JSON-lines file, or rows of a table."""
 
     file: Path
-    content: bytes | range  # the lines, or the byte range of the file that holds them
+    content: bytes | range  # the lines or rows, or the byte range of the file that holds them
     stored: int  # bytes they take in the file, compressed if it is
     first: bool  # whether the file begins with them
     last: bool  # whether the file ends with them
-    damage: str = ""  # why the rest of the file cannot be read; empty if it can
+    damage: tuple[str, ...] = ()  # why the rest of the file cannot be read, and fixes; empty if it can
 
     def read(self) -> bytes:
         """Return the lines; raise DataError if the file has become shorter."""
@@ -275,6 +297,16 @@ def is_json_lines(file: Path) -> bool:
     return uncompressed_name(file).lower().endswith(JSON_LINES_SUFFIXES)
 
 
+def is_table(file: Path) -> bool:
+    """Return True if the name is that of a Parquet or Arrow file, ignoring case."""
+    return file.name.lower().endswith(TABLE_SUFFIXES)
+
+
+def is_plain(file: Path) -> bool:
+    """Return True for a file that is one document."""
+    return not is_json_lines(file) and not is_table(file)
+
+
 def compression_suffix(file: Path) -> str:
     """Return the suffix of the compression in lower case, or an empty string."""
     suffix = file.suffix.lower()
@@ -286,18 +318,23 @@ def uncompressed_name(file: Path) -> str:
     return file.name[: len(file.name) - len(compression_suffix(file))]
 
 
-def split_into_blocks(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block."""
+def split_into_blocks(files: Sequence[Path], keys: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
+
+    Of tables only the columns ``keys`` are read.
+    """
     plain: list[Path] = []
     size = 0
     for file in files:
-        if not is_json_lines(file):
+        if is_plain(file):
             plain.append(file)
             size += file.stat().st_size
-        if plain and (size >= block_bytes or is_json_lines(file)):
+        if plain and (size >= block_bytes or not is_plain(file)):
             yield FileBlock(tuple(plain), size)
             plain, size = [], 0
-        if is_json_lines(file):
+        if is_table(file):
+            yield from _cut_table(file, keys, block_bytes)
+        elif not is_plain(file):
             yield from split_lines_file(file, block_bytes)
     if plain:
         yield FileBlock(tuple(plain), size)
@@ -325,7 +362,8 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     pieces: list[bytes] = []
     size = 0  # of the pieces
     block_start = 0  # in the compressed file
-    first, damage = True, ""
+    first = True
+    damage: tuple[str, ...] = ()
     with open(file, "rb") as stream:
         try:
             for piece in decompress(file, stream):
@@ -339,7 +377,7 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
                     block_start = stream.tell()
                     first = False
         except DamagedStreamError as error:
-            damage = str(error)
+            damage = (f" {error}", "copy the file again")
         stored = file.stat().st_size - block_start
     content = b"".join(pieces)
     if damage:
@@ -347,9 +385,23 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     yield LineBlock(file, content, stored, first, last=True, damage=damage)
 
 
+def _cut_table(file: Path, keys: Sequence[str], block_bytes: int) -> Iterator[LineBlock]:
+    """Yield the blocks of a table; the last one has no rows."""
+    done = 0  # bytes of the file
+    first = True
+    damage: tuple[str, ...] = ()
+    try:
+        for content, end in read_batches(file, keys, block_bytes):
+            yield LineBlock(file, content, end - done, first, last=False)
+            done, first = end, False
+    except UnreadableTableError as error:
+        damage = (error.seen, *error.fixes)
+    yield LineBlock(file, b"", file.stat().st_size - done, first, last=True, damage=damage)
+
+
 SKIP_BAD_FLAG = "--on-bad-line skip"
 MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
-UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
+UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z")
 UNSUPPORTED_COMPRESSIONS = {
     ".zstd": "mv {0} {1}.zst",
     ".z": "uncompress {0}",
@@ -363,27 +415,65 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
     add = parser.add_argument_group("input").add_argument
     folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
-    suffixes = [*JSON_LINES_SUFFIXES, ".txt"]
+    suffixes = [*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, ".txt"]
+    inputs = (
+        "files, quoted patterns, folders, datasets of the hub hf:NAME[:CONFIG][:SPLIT], standard input (-) or pipes"
+    )
+    keys = "keys of an object's texts, or columns of a table (text)"
     bad_lines = "at an invalid document: stop (fail), or report it, count it and continue"
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)")
+    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
     add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
     add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
 
 
+@contextmanager
+def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
+    """Replace standard input (``-``) and pipes among ``inputs`` by copies beside ``output``, removed at the end.
+
+    The copies are JSON lines. Their time is a checksum of the content, so that a run that continues an interrupted one
+    recognizes the same content.
+    """
+    names: list[str] = []
+    copies: list[Path] = []
+    try:
+        for name in inputs:
+            if name == "-" or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
+                copies.append(Path(f"{output}.pipe{len(copies)}.jsonl"))
+                copies[-1].parent.mkdir(parents=True, exist_ok=True)
+                digest = xxhash.xxh3_64()
+                with (
+                    open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe,
+                    open(copies[-1], "wb") as copy,
+                ):
+                    while piece := pipe.read(BLOCK_BYTES):
+                        copy.write(piece)
+                        digest.update(piece)
+                os.utime(copies[-1], ns=(0, digest.intdigest() % 10**18))
+                name = str(copies[-1])
+            names.append(name)
+        yield names
+    finally:
+        for path in copies:
+            path.unlink(missing_ok=True)
+
+
 def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
-    """Return the files named by ``inputs``: each a file, a glob pattern like ``data/*.jsonl``, or a folder.
+    """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
     by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern. Inputs that match no file, unsupported formats, and documents that
-    would be read twice are errors.
+    existing file name is never treated as a pattern. A folder written by `save_to_disk` of Hugging Face `datasets`
+    contributes the rows of the dataset. Inputs that match no file, unsupported formats, and documents that would be
+    read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
         if os.path.isdir(name):
             found = _walk(Path(name), suffixes, exclude)
+        elif name.startswith("hf:"):
+            found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
@@ -404,9 +494,6 @@ def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: C
 
 
 def _no_files(name: str, suffixes: Collection[str]) -> DataError:
-    if os.path.exists(name) and not os.path.isdir(name):
-        why = "it is a pipe or a device, and the input is read more than once"
-        return DataError(f"--input {name}: {why}", "write it to a file: cat ... > FILE.jsonl")
     why = f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
     return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
 
@@ -430,6 +517,8 @@ def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> 
     for path, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name not in exclude]
         files = [Path(path, name) for name in names if name not in exclude]
+        if saved := saved_dataset_files(Path(path)):
+            files, folders[:] = saved, []
         found += [file for file in files if _ends_in(file, wanted) and file.is_file()]
     unique: dict[str, Path] = {}  # each file once, preferably under a name that is not a link
     for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
@@ -457,7 +546,7 @@ def _refuse_copies(files: Collection[Path]) -> None:
 
 def check_single_key(file: Path, keys: Sequence[str]) -> None:
     """Raise DataError if several keys are requested of a plain file."""
-    if len(keys) > 1 and not is_json_lines(file):
+    if len(keys) > 1 and is_plain(file):
         raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")
 
 
@@ -467,11 +556,18 @@ class BadDocumentReport:
     Blocks are added in their order, so that their lines are numbered within the file.
     """
 
-    def __init__(self, skip: bool = False, message: Callable[[str], object] = print) -> None:
+    def __init__(
+        self, skip: bool = False, message: Callable[[str], object] = print, counts: Sequence[int] = (0, 0, 0)
+    ) -> None:
         self._skip = skip
         self._message = message
-        self.count = 0
-        self._lines = self._documents = 0  # of the current JSON-lines file, in the blocks added so far
+        # bad documents; lines and documents of the current file of lines, in the blocks added so far
+        self.count, self._lines, self._documents = counts
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers with which a new report continues this one."""
+        return self.count, self._lines, self._documents
 
     def lines_before(self, block: Block) -> int:
         """Return the number of lines of the file before the next block."""
@@ -502,15 +598,17 @@ class BadDocumentReport:
 
 
 def load_block(block: Block) -> tuple[Block, int]:
-    """Return the block with its lines in memory, and the number of line ends; plain files are not read."""
+    """Return the block with its lines in memory, and the number of line ends or rows; plain files are not read."""
     if isinstance(block, FileBlock):
         return block, 0
     content = block.read()
+    if is_table(block.file):
+        return block, len(parse_rows(content))
     return block._replace(content=content), content.count(b"\n")
 
 
 def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> Iterator[TextDocument | BadDocument]:
-    """Yield the documents of a block: one per line (except blank lines) or plain file, and an error for each bad one.
+    """Yield the documents of a block: one per line (except blank lines), row or plain file, an error for each bad one.
 
     Args:
         block: to read.
@@ -526,15 +624,19 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
                 yield BadDocument(file, 0, bad.seen, bad.fixes, file.stat().st_size)
         return
     file = block.file
-    lines = split_lines(block.read())
+    number = 0
+    lines: Sequence[bytes | Row] = parse_rows(block.read()) if is_table(file) else split_lines(block.read())
     for number, line in enumerate(lines, 1):
-        if line and not line.isspace():
-            try:
-                yield TextDocument(parse_line(line, keys, file), (file, number), len(line))
-            except BadDocumentError as bad:
-                yield BadDocument(file, number, bad.seen, bad.fixes, len(line))
+        if isinstance(line, bytes) and not line.strip():
+            continue
+        size = len(line) if isinstance(line, bytes) else sum(len(text or b"") for text in line.values())
+        try:
+            texts = parse_line(line, keys, file) if isinstance(line, bytes) else parse_row(line, keys)
+            yield TextDocument(texts, (file, number), size)
+        except BadDocumentError as bad:
+            yield BadDocument(file, number, bad.seen, bad.fixes, size)
     if block.damage:
-        yield BadDocument(file, len(lines) + 1, f" {block.damage}", ("copy the file again",))
+        yield BadDocument(file, number + 1, block.damage[0], block.damage[1:])
 
 
 def read_documents(
@@ -544,7 +646,7 @@ def read_documents(
     for file in files:
         check_single_key(file, keys)
     report = report or BadDocumentReport()
-    for unread in split_into_blocks(files):
+    for unread in split_into_blocks(files, keys):
         block, lines = load_block(unread)
         documents = list(read_block(block, keys))
         bad = [document for document in documents if isinstance(document, BadDocument)]

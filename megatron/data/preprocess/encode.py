@@ -9,16 +9,21 @@ complete. `run_in_subprocess` runs any function in a process that can be killed 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
+import shlex
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -29,16 +34,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron.data.errors import DataError
-from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
+from megatron.checkpoint.durable_files import checksum, publish_file
+from megatron.data.errors import DataError, pluralize
+from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
     BadDocumentReport,
     Block,
+    FileBlock,
     LineBlock,
     TextDocument,
     check_single_key,
+    is_table,
     load_block,
     parse_valid_lines,
     read_block,
@@ -56,6 +64,7 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
+SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
 
@@ -117,7 +126,7 @@ class BlockEncoder:
     def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._options.keys
-        if isinstance(block, LineBlock) and not block.damage:
+        if isinstance(block, LineBlock) and not block.damage and not is_table(block.file):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
                 return columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)], []
@@ -362,11 +371,90 @@ class PreprocessOptions:
     workers: int = 1  # processes that encode; 1 means this process
     skip_bad: bool = False  # skip invalid documents instead of failing
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
+    overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
 
 
 def output_prefix(prefix: str, key: str) -> str:
     """Return the prefix of the token files of a JSON key, as in Megatron-LM."""
     return f"{prefix}_{key}_document"
+
+
+@dataclass
+class RunState:
+    """Position of a run, saved beside its temporary files, from which the same command continues after any end."""
+
+    settings: dict[str, str]  # everything the output depends on
+    written: list[tuple[int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
+    totals: PreprocessTotals
+    bad: tuple[int, int, int] = (0, 0, 0)  # counts of `BadDocumentReport`
+    files: int = 0  # read completely
+    blocks: int = 0  # read of the next file
+    complete: bool = False  # the token files are complete and get their final names
+
+    @staticmethod
+    def path(prefix: str, keys: Sequence[str]) -> Path:
+        """Return the path of the saved state of a run."""
+        return Path(f"{output_prefix(prefix, keys[0])}.state.{RESUME}.part")
+
+    @classmethod
+    def load(cls, path: Path) -> RunState | None:
+        """Return the saved state, or None if there is none; raise DataError if it is damaged."""
+        try:
+            fields = json.loads(path.read_bytes())
+            return cls(**fields | {"totals": PreprocessTotals(**fields["totals"])})
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path} is damaged", f"start over: rm {shlex.quote(str(path))}") from error
+
+    def add(self, block: Block) -> None:
+        """Move the position behind a block."""
+        ended = len(block.files) if isinstance(block, FileBlock) else int(block.last)
+        self.files, self.blocks = self.files + ended, 0 if ended else self.blocks + 1
+
+
+def _settings(
+    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, stats: Sequence[os.stat_result]
+) -> dict[str, str]:
+    """Return everything the output and its blocks depend on, by the flag that sets it."""
+    files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("zstandard", "pyarrow"))
+    return {
+        "--input": checksum(repr(files).encode()),
+        "--json-keys": json.dumps(plan.keys),
+        "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
+        "--append-eod": str(plan.append_eod),
+        "--engine": engine.name,
+        "versions of libraries": f"{libraries}, blocks of {plan.block_bytes}",
+    }
+
+
+def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable[[str], object]) -> RunState:
+    """Return the state of an interrupted run with these settings, or that of a new one.
+
+    Raises:
+        DataError: if the interrupted run had other settings, unless the plan overwrites it.
+    """
+    path = RunState.path(plan.prefix, plan.keys)
+    state = RunState.load(path)
+    keys = {*plan.keys}
+    if state is not None:
+        other = [name for name in settings if settings[name] != state.settings[name]]
+        if state.bad[0] and not plan.skip_bad:
+            other.append("--on-bad-line")
+        if not other:
+            position = f"{state.files:,} of {pluralize(len(plan.files), 'files')}"
+            message(f"continuing an interrupted run after {state.totals.documents:,} documents, {position}")
+            return state
+        differs = f"an interrupted run had other {', '.join(other)}"
+        if not plan.overwrite:
+            raise DataError(f"{path}: {differs}", "the same command as before", "--overwrite to start over")
+        message(f"starting over, because {differs}")
+        keys.update(json.loads(state.settings["--json-keys"]))
+    for key in sorted(keys):
+        for left in remove_unfinished_files(output_prefix(plan.prefix, key)):
+            message(f"removed {left}, left by a run that was killed")
+    return RunState(settings, [(0, 0, 0)] * len(plan.keys), PreprocessTotals())
 
 
 def write_dataset(
@@ -379,7 +467,7 @@ def write_dataset(
 
     The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document without
     sequences and without end-of-document id. A bad document is skipped under all keys. An exception leaves no file
-    under its final name.
+    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there.
 
     Args:
         plan: settings.
@@ -394,12 +482,7 @@ def write_dataset(
     _check_keys(plan)
     before = [file.stat() for file in plan.files]
     options = EncodeOptions(plan.keys, plan.tokenizer_options.local(), tokenizer.fingerprint, plan.append_eod)
-    totals = PreprocessTotals()
-    report = BadDocumentReport(plan.skip_bad, progress.message)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
-    for key in plan.keys:
-        for path in remove_unfinished_files(output_prefix(plan.prefix, key)):
-            progress.message(f"removed {path}, left by a run that was killed")
     with ExitStack() as stack:
         workers = stack.enter_context(closing(EncoderPool(options, plan.workers))) if plan.workers > 1 else None
         sample = read_sample(plan.files, plan.keys) if tokenizer.files and plan.engine != OWN_LIBRARY else []
@@ -409,11 +492,23 @@ def write_dataset(
         extra_files = {f"{FILES_SUFFIX}/{name}": content for name, content in tokenizer.files.items()}
         extra_files[RECORD_SUFFIX] = TokenizerRecord.of(tokenizer).to_bytes()
         dtype = id_dtype(tokenizer.vocab_size)
+        state = _resume(plan, _settings(plan, tokenizer, engine, before), progress.message)
+        totals = replace(state.totals, before=state.totals)
+        report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         writers = [
-            stack.enter_context(IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files))
-            for key in plan.keys
+            stack.enter_context(IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written))
+            for key, written in zip(plan.keys, state.written)
         ]
-        blocks = split_into_blocks(plan.files, plan.block_bytes)
+
+        def save() -> None:
+            state.written = [writer.save() for writer in writers]
+            state.totals, state.bad = replace(totals, before=None), report.counts
+            publish_file(state_path, json.dumps(asdict(state)).encode())
+
+        state_path = RunState.path(plan.prefix, plan.keys)
+        next_save = time.monotonic() + SAVE_SECONDS
+        unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes)
+        blocks = islice(unread, state.blocks, None)
         encode = BlockEncoder(options, tokenizer, engine)
         results = (
             ((block, encode(block)) for block in blocks)
@@ -433,7 +528,11 @@ def write_dataset(
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
             totals.tokens = sum(writer.num_tokens for writer in writers)
+            state.add(block)
             progress.update(totals)
+            if time.monotonic() >= next_save:
+                save()
+                next_save = time.monotonic() + SAVE_SECONDS
         for file, old in zip(plan.files, before):
             new = file.stat()
             if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
@@ -441,7 +540,10 @@ def write_dataset(
         if not totals.tokens:
             seen = f"the documents of the input are all empty ({totals.documents:,})"
             raise DataError(seen, "another --input")
+        state.complete = True
+        save()
         publish_all(writers)
+        state_path.unlink()
     return totals, engine
 
 
@@ -463,7 +565,7 @@ def read_sample(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     size = searched = 0
-    for block in split_into_blocks(files, SAMPLE_BYTES):
+    for block in split_into_blocks(files, keys, SAMPLE_BYTES):
         for document in read_block(block, keys):
             searched += document.num_bytes
             for text in document.texts if isinstance(document, TextDocument) else ():

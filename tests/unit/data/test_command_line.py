@@ -66,7 +66,7 @@ def test_later_it_waits_for_a_check(number: signal.Signals) -> None:
     [
         (DataError("it is wrong", "mend it"), 1, "x: it is wrong\n  fix: mend it\n"),
         (OSError(errno.EIO, "W", "in"), 1, "x: in cannot be read: W\n"),
-        (StoppedError(signal.SIGINT), 130, "x: stopped by SIGINT; nothing was written under d/out\n"),
+        (StoppedError(signal.SIGINT), 130, "x: stopped by SIGINT before d/out was written\n"),
     ],
 )
 def test_errors_become_a_message_and_a_status(

@@ -274,7 +274,7 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr(ByteProgress, "add", interrupt)
     a = str(write(tmp_path / "a", [[1]]))
     assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 130
-    assert capsys.readouterr().err == f"merge_datasets: stopped by SIGINT; nothing was written under {tmp_path}/all\n"
+    assert capsys.readouterr().err == f"merge_datasets: stopped by SIGINT before {tmp_path}/all was written\n"
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 

@@ -9,9 +9,11 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -20,12 +22,14 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import encode as encode_module
+from megatron.data.preprocess.encode import PreprocessOptions
 from megatron.data.tokenizers import huggingface
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerRecord, load_recorded_tokenizer, read_tokenizer_record
 from tests.processes import wait_until_gone
+from tools import preprocess_data
 from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, main
 
 ROOT = Path(__file__).parents[3]
@@ -253,10 +257,10 @@ def test_a_signal_to_all_its_processes_ends_it_with_a_sentence(long_corpus: Path
     process = start(tmp_path, long_corpus)
     workers = wait_for_work(process)
     assert len(workers) == 2
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)  # as timeout(1) and scancel do
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == f"preprocess_data: stopped by SIGINT; nothing was written under {tmp_path}/out"
+    assert process.returncode == 143
+    assert err.splitlines()[-1] == f"preprocess_data: stopped by SIGTERM before {tmp_path}/out was written"
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(workers)
@@ -275,7 +279,7 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
 
     monkeypatch.setattr(encode_module, "choose_engine", swallowing)
     assert run_model(tmp_path, model, "--input", str(corpus)) == 143
-    assert "stopped by SIGTERM; nothing was written" in capsys.readouterr().err
+    assert "stopped by SIGTERM before" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
 
 
@@ -318,6 +322,93 @@ def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
     assert {path.name for path in data.iterdir()} == {
         f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")
     }
+
+
+def standard_input(content: bytes) -> None:
+    """Put a pipe with this content in the place of file 0."""
+    receive, send = os.pipe()
+    os.dup2(receive, 0)
+    os.close(receive)
+
+    def feed() -> None:
+        with suppress(BrokenPipeError), open(send, "wb") as pipe:
+            pipe.write(content)
+
+    threading.Thread(target=feed, daemon=True).start()
+
+
+def test_standard_input_is_read_and_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_module, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(preprocess_data, "PreprocessOptions", partial(PreprocessOptions, block_bytes=3000))
+    lines = [json.dumps({"text": str(number) * 500}).encode() + b"\n" for number in range(10, 40)]
+    (tmp_path / "c.jsonl").write_bytes(b"".join(lines))
+    assert run(tmp_path / "file", "--input", str(tmp_path / "c.jsonl")) == 0
+    flags = ["--input", "-"]
+    before = os.dup(0)
+    try:
+        with monkeypatch.context() as patch:
+            add = encode_module.RunState.add
+
+            def stop_after(state: encode_module.RunState, block: object) -> None:
+                add(state, block)  # type: ignore[arg-type]
+                if state.blocks == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            patch.setattr(encode_module.RunState, "add", stop_after)
+            standard_input(b"".join(lines))
+            assert run(tmp_path / "pipe", *flags) == 143
+        err = capsys.readouterr().err
+        assert "the same command continues after the documents" in err
+        assert {path.suffix for path in (tmp_path / "pipe").iterdir()} == {".part"}
+        standard_input(b"".join(lines[:-1] + lines[:1]))
+        assert run(tmp_path / "pipe", *flags) == 1
+        assert "an interrupted run had other --input\n  fix: the same command" in capsys.readouterr().err
+        standard_input(b"".join(lines))
+        assert run(tmp_path / "pipe", *flags) == 0
+        assert "continuing an interrupted run after " in capsys.readouterr().err
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    results = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("file", "pipe")]
+    assert results[0] == results[1]
+
+
+OFTEN_SAVED = """
+import sys
+from functools import partial
+from megatron.data.preprocess import encode
+from tools import preprocess_data as tool
+encode.SAVE_SECONDS = 0.02
+tool.PreprocessOptions = partial(tool.PreprocessOptions, block_bytes=200_000)
+sys.exit(tool.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow  # starts the command until 20 were killed
+def test_twenty_kills_give_the_same_bytes(tmp_path: Path) -> None:
+    draw = Random(time.time_ns())
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl"):
+        text = "".join(json.dumps({"text": f"{draw.getrandbits(20_000):x}"}) + "\n" for _ in range(4000)).encode()
+        (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
+    flags = ["--input", str(tmp_path), "--suffix", ".jsonl", "--log-interval", "1", "--append-eod"]
+    assert run(tmp_path / "whole", *flags) == 0
+    flags += ["--output-prefix", str(tmp_path / "killed" / "out"), "--tokenizer-type", "ByteTokenizer"]
+    words = [sys.executable, "-c", OFTEN_SAVED, *flags, "--workers", "2"]
+    for kills in range(21):
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+        if kills < 20:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "%" in line:
+                    time.sleep(draw.random() / 20)
+                    break
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if kills < 20 else 0)
+    results = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "killed")]
+    assert results[0] == results[1]
 
 
 def test_a_full_disk_ends_it_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

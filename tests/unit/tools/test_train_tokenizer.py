@@ -186,7 +186,7 @@ def test_a_signal_ends_the_tool_at_once(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - started < 2
-    stopped = f"train_tokenizer: stopped by SIGINT; nothing was written under {tmp_path / 'o'}\n"
+    stopped = f"train_tokenizer: stopped by SIGINT before {tmp_path / 'o'} was written\n"
     assert (process.returncode, err) == (128 + signal.SIGINT, stopped)
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
     assert children
