@@ -20,7 +20,7 @@ fi
 layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8)
 [ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
 evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
-data=() # not the copies on a disk of the run's nodes
+data=() # the run's own flag, which names copies on the disks of its nodes, would not do
 [ ! -f "$RUN/slurm/data_path" ] || mapfile -t data <"$RUN/slurm/data_path"
 others=( # reset options of the run that do not apply to an evaluation
     checkpoint.save=null checkpoint.save_interval=null checkpoint.keep_last=null checkpoint.keep_every=null

@@ -118,7 +118,7 @@ build_step() { # TASKS NODE...
 
 # Set COMMAND: the command that starts a program on all ranks.
 build_command() {
-    local node hosts=() order=block
+    local rank
     export HEAD=${NODES[0]} LOGS # for task.sh
     case $LAUNCHER.$RANK_ORDER in
         torchrun.)
@@ -134,16 +134,18 @@ build_command() {
             build_step "$RANKS" "${NODES[@]}"
             export MASTER_ADDR=$HEAD MASTER_PORT=$PORT
             if [ -n "$RANK_ORDER" ]; then # srun would take the nodes in the order of slurm.conf
-                order=arbitrary hosts=(env SLURM_HOSTFILE="$STATE/hosts")
-                STEP+=(--distribution=arbitrary)
-                [ -n "$DRY_RUN" ] || for node in "${NODES[@]}"; do yes "$node" | head -n "$RANKS"; done >"$STATE/hosts"
+                STEP+=(--distribution=arbitrary --nodelist="$STATE/hosts")
+                [ -n "$DRY_RUN" ] || for ((rank = 0; rank < ${#NODES[@]} * RANKS; rank++)); do
+                    echo "${NODES[rank / RANKS]}"
+                done >"$STATE/hosts"
             fi
             if [ -n "$CPU_BIND" ]; then # consecutive cores for consecutive ranks, and memory beside them
                 STEP=("${STEP[@]/--cpu-bind=none/--cpu-bind=$CPU_BIND}")
-                STEP+=(--mem-bind=local --distribution="$order:block")
+                STEP+=(--mem-bind=local)
+                [ -n "$RANK_ORDER" ] || STEP+=(--distribution=block:block)
                 STEP+=(${SLURM_CPUS_ON_NODE:+--cpus-per-task=$((SLURM_CPUS_ON_NODE / RANKS))})
             fi
-            COMMAND=("${hosts[@]}" "${STEP[@]}" "${inside[@]}" bash slurm/task.sh "$@")
+            COMMAND=("${STEP[@]}" "${inside[@]}" bash slurm/task.sh "$@")
             ;;
         torchrun.topology)
             refuse "RANK_ORDER=topology: torchrun orders its agents by host name" "fix: LAUNCHER=srun RANK_ORDER=topology" ;;
