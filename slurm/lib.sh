@@ -336,7 +336,7 @@ requeue() {
     if [ -n "$CHAIN" ]; then
         [ -n "$NEXT" ] || queue_next
         [ -z "$excluded" ] || scontrol update JobId="$NEXT" ExcNodeList="$excluded" || true
-        say "job $NEXT goes on; newest checkpoint: $(newest_checkpoint)"
+        say "the next job is $NEXT; newest checkpoint: $(newest_checkpoint)"
         exit "$((STATUS != 0))"
     fi
     trap '' TERM # sent once the job is requeued, but only then its excluded nodes can be set
@@ -390,6 +390,7 @@ queue_next() {
         for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done # they are about this job
         run_or_show sbatch "${options[@]}" "$0" "${ARGUMENTS[@]}"
     ) || say "Slurm refuses to queue the next job. sbatch it to resume from its newest checkpoint"
+    NEXT=${NEXT%%;*} # JOB;CLUSTER in a federation
     [ -z "$NEXT" ] || say "job $NEXT goes on when this one ends"
 }
 

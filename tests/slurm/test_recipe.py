@@ -138,6 +138,17 @@ def test_a_chain_that_fails_at_once_ends(cluster: Cluster) -> None:
     assert len(job.starts()) == 2
 
 
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py tells most of it; Slurm notices a lost node after 11 seconds
+def test_a_chain_goes_on_after_a_lost_node_and_slurm_queues_nothing_again(cluster: Cluster) -> None:
+    begins = '[ "$SLURM_JOB_ID" != "$CHAIN_ID" ] || exec sleep 700'
+    job = Job(cluster, "relayed", begins, ': >"$RUN"/finished.json', CHAIN="1")
+    cluster.until(lambda: bool(cluster.processes("n2", "^sleep 700")), "n2 is at work", job.number)
+    cluster.power_off("n2")
+    chain_has_ended(cluster, "relayed", 3)
+    assert sorted(cluster.named("relayed")) == ["CANCELLED", "COMPLETED", "NODE_FAIL"]
+    assert job.starts() == ["n1 n2 n3", "n1 n3 n4"]
+
+
 @pytest.mark.slow  # a cluster of its own
 def test_ranks_are_in_the_order_of_the_switches() -> None:
     if why := slurm.obstacle():

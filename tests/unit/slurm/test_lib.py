@@ -200,7 +200,7 @@ def test_a_chain_goes_on_after_a_crash_without_the_node_that_failed(chain: Job) 
     chain.environ["CLUSTER"] = "n1 n2 n3 n4"
     status, message = chain.start(fail_device("n2"))
     assert status == 1
-    assert "job 8 goes on; newest checkpoint: none" in message
+    assert "the next job is 8; newest checkpoint: none" in message
     assert 'first error: {"host": "n2"' in message
     assert chain.calls("scontrol")[1:] == ["update JobId=8 ExcNodeList=n2"]
     assert chain.calls("scancel") == []

@@ -136,7 +136,10 @@ def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
             {"CPU_BIND": "cores", "LAUNCHER": "srun", "SLURM_CPUS_ON_NODE": "96"},
             ["--cpu-bind=cores", "--mem-bind=local", "--cpus-per-task=12", "--distribution=block:block"],
         ),
-        ({"RANK_ORDER": "topology", "LAUNCHER": "srun"}, ["--nodelist=runs/train_175b/slurm/hosts", "--distribution=arbitrary"]),
+        (
+            {"RANK_ORDER": "topology", "LAUNCHER": "srun"},
+            ["--nodelist=runs/train_175b/slurm/hosts", "--distribution=arbitrary"],
+        ),
         ({"CONTAINER": "x.sif", "CACHE": "/c", "STAGE": "/s"}, [f"--bind {ROOT}:{ROOT},/c:/c,/s:/s x.sif"]),
         ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--nproc-per-node=4"]),
         ({"SLURM_GPUS_PER_NODE": "h100:4", "RANKS_PER_NODE": "2"}, ["--nproc-per-node=2"]),
