@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Copy files to a disk of this node, unless copies of their size are there.   slurm/stage.sh FOLDER FILE...
-# The copy of /data/corpus.bin is FOLDER/data/corpus.bin.
+# A copy lies in FOLDER under the absolute path of its file.
 set -euo pipefail
 folder=$1 needed=0 files=()
 for file in "${@:2}"; do

@@ -196,18 +196,18 @@ def test_a_file_of_the_cluster_loads_modules_and_sets_settings(tmp_path: Path) -
 
 
 def test_staging_names_the_copies_of_the_last_data_path(tmp_path: Path) -> None:
-    blend = ["--data-path", "0.3", "/data/a", "0.7", "b", "--seed", "7"]
+    blend = ["--data-path", "0.3", "/shared/a", "0.7", "b", "--seed", "7"]
     started = Started.by("train_175b", *blend, STAGE="/nvme")
     assert started.flags[started.flags.index("0.3") : started.flags.index("--seed")] == [
         "0.3",
-        "/nvme/data/a",
+        "/nvme/shared/a",
         "0.7",
         f"/nvme{ROOT}/b",
     ]
     environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "STAGE": "/nvme", "CHAIN": "1"}
     command = ["bash", "slurm/train_175b.sh", *blend]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    files = " ".join(f"{prefix}.{end}" for prefix in ("/data/a", f"{ROOT}/b") for end in ("idx", "bin"))
+    files = " ".join(f"{prefix}.{end}" for prefix in ("/shared/a", f"{ROOT}/b") for end in ("idx", "bin"))
     assert f"bash slurm/stage.sh /nvme {files} \n" in done.stderr
     assert (
         f"--dependency=singleton --no-requeue --open-mode=append slurm/train_175b.sh {' '.join(blend)}" in done.stderr
