@@ -237,7 +237,9 @@ plan_staging() { # FLAG...
         fi
         FLAGS+=("$word")
     done
-    [ -n "$DRY_RUN" ] || [ -z "$STAGE" ] || printf '%s\n' "${given[@]}" >"$STATE/data_path" # for evaluate.sh
+    [ -z "$DRY_RUN" ] || return 0
+    rm -f "$STATE/data_path"
+    [ ${#FILES[@]} = 0 ] || printf '%s\n' "${given[@]}" >"$STATE/data_path" # for evaluate.sh
 }
 
 # Copy FILES to all NODES.

@@ -250,6 +250,9 @@ def test_data_that_do_not_fit_on_a_disk_end_the_job_and_its_chain(chain: Job) ->
     assert [words.rpartition(" bash ")[2].split()[0] for words in chain.calls("srun")] == ["slurm/stage.sh"]
     assert chain.calls("scancel") == ["8"]
     assert (chain.run / "slurm" / "data_path").read_text() == "--data-path\na\n"
+    chain.environ |= {"STAGE": "", "SLURM_JOB_ID": "8"}
+    assert chain.start(FINISH)[0] == 0
+    assert not (chain.run / "slurm" / "data_path").exists(), "evaluate.sh would take the data of an earlier start"
 
 
 def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
