@@ -490,7 +490,10 @@ train() {
     while [ -z "$stopping" ]; do
         before=${NODES[*]} newest=$(newest_checkpoint) known=0
         [ ! -f "$RUN/failures.jsonl" ] || known=$(wc -l <"$RUN/failures.jsonl")
-        stage || { end_chain && exit 1; }
+        if ! stage; then
+            [ -n "$stopping" ] || end_chain # the time was up, else a disk is full
+            exit 1
+        fi
         say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before; output of each: $LOGS"
         rm -f "$RUN/finished.json" # of an earlier, shorter run
         "${COMMAND[@]}" &
