@@ -9,7 +9,7 @@
 ##SBATCH --partition=PARTITION
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH --time=01:00:00 --no-requeue
-#SBATCH --output=slurm-%x-%j.out
+#SBATCH --output=runs/%x-%j.out
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 

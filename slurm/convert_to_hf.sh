@@ -8,7 +8,7 @@
 ##SBATCH --partition=PARTITION
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --mem=0
 #SBATCH --time=12:00:00
-#SBATCH --output=slurm-%x-%j.out
+#SBATCH --output=runs/%x-%j.out
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 [ -n "$DRY_RUN" ] || [ -d "$RUN/checkpoints" ] ||

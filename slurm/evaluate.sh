@@ -9,7 +9,7 @@
 ##SBATCH --partition=PARTITION
 #SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH --time=04:00:00
-#SBATCH --output=slurm-%x-%j.out
+#SBATCH --output=runs/%x-%j.out
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 if [ -z "$DRY_RUN" ]; then
@@ -20,13 +20,15 @@ fi
 layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8)
 [ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
 evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
+data=() # the run's own flag, which names copies on the disks of its nodes, would not do
+[ ! -f "$RUN/slurm/data_path" ] || mapfile -t data <"$RUN/slurm/data_path"
 others=( # reset options of the run that do not apply to an evaluation
     checkpoint.save=null checkpoint.save_interval=null checkpoint.keep_last=null checkpoint.keep_every=null
     checkpoint.async_save=false checkpoint.local_save=null checkpoint.local_save_interval=null
     training.stop_file=null parallel.pipeline_schedule=null parallel.expert_tensor_parallel_size=null
     parallel.num_virtual_stages_per_pipeline_rank=null logging.tensorboard_dir=null logging.wandb_project=null
 )
-once pretrain_gpt.py --config "$RUN/config.yaml" "${evaluation[@]}" "${layout[@]}" "$@" --set "${others[@]}"
+once pretrain_gpt.py --config "$RUN/config.yaml" "${evaluation[@]}" "${layout[@]}" "${data[@]}" "$@" --set "${others[@]}"
 
 [ -z "${TASKS:-}" ] ||
     alone -m lm_eval --model hf --model_args "pretrained=$RUN/hf" --tasks "$TASKS" --output_path "$RUN/lm-eval"

@@ -1,26 +1,9 @@
 # shellcheck shell=bash
 # Library of the recipes in this folder: start a program on all nodes of a job, and restart it until it has finished.
 # Sourced from the root of the repository. It reads from top to bottom in the order of a job: folders, Python
-# environment, nodes, rendezvous, network, stopping, requeueing.
-#
-# Environment variables, as in   SMALL=1 RUN=runs/try sbatch --nodes=3 slurm/train_175b.sh
-#   RUN             the run's folder, with its checkpoints (runs/JOB_NAME; with SMALL, runs/JOB_NAME_small)
-#   SMALL=1         the same script with a tiny model on CPUs, STEPS (20) long, saved every SAVE_EVERY (5) steps
-#   DRY_RUN=1       print the command without starting it; works without Slurm:   DRY_RUN=1 bash slurm/X.sh
-#   LAUNCHER        torchrun: an agent per node that starts and restarts its ranks; srun: one task per rank
-#   NETWORK         infiniband, or ethernet: TCP over 100 GbE
-#   IFNAME          network interface for the rendezvous, such as eth0 (the first that is up)
-#   VENV            virtual environment on a shared disk (.venv, if it exists); none: use the nodes' own Python
-#   CONTAINER       image to run in instead: FILE.sif for apptainer, else for pyxis/enroot; MOUNTS: SRC:DST,SRC:DST
-#   RANKS_PER_NODE  (number of GPUs; with SMALL 4)
-#   SPARES          nodes of the job kept in reserve until a device of another node fails (0)
-#   MIN_NODES       continue with this few nodes after failures, with the same global batch (as many as are used)
-#                   With sbatch --no-kill, both also apply when Slurm loses a node, and the job need not be requeued.
-#                   Loss of the first node, where this script runs, then goes undetected until the time limit.
-#   MAX_RESTARTS    restarts of the ranks inside a job, before it is requeued (3)
-#   MAX_STALLED     starts of a job without a new checkpoint, after which it is not requeued (3)
-#   BAD_NODE_HOURS  time for which a node whose device failed is excluded (24)
-#   STOP_SECONDS    time for the ranks to save and stop, out of the seconds given by --signal (240)
+# environment, nodes, rendezvous, network, data, stopping, requeueing, chaining.
+# Settings are environment variables, as in   SMALL=1 RUN=runs/try sbatch --nodes=3 slurm/train_175b.sh
+# The table of docs/slurm.md lists them all. DRY_RUN=1 bash slurm/X.sh shows what they do, without Slurm.
 set -euo pipefail
 
 say() { printf '%(%F %T)T slurm: %s\n' -1 "$*" || true; } # a full disk must not end the job
@@ -30,7 +13,16 @@ refuse() { printf 'slurm: %s\n' "$@" >&2 && exit 2; }
 # ---- Folders. Slurm runs a copy of the recipe, in the directory where sbatch was called.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-SMALL=${SMALL:-} DRY_RUN=${DRY_RUN:-}
+[ -z "${SETUP:-}" ] || [ -e "$SETUP" ] || refuse "SETUP=$SETUP: there is no such file"
+SETUP=${SETUP:-slurm/setup.sh} # module load, and settings of the cluster
+if [ -e "$SETUP" ]; then
+    set +eu # the functions of module systems fail under these
+    # shellcheck source=/dev/null
+    source "$SETUP"
+    set -eu
+fi
+ARGUMENTS=("$@") # of the recipe
+SMALL=${SMALL:-} DRY_RUN=${DRY_RUN:-} STAGE=${STAGE:-} CHAIN=${CHAIN:-}
 JOB=${SLURM_JOB_ID:-0}
 ATTEMPT=$JOB.${SLURM_RESTART_COUNT:-0} # a requeued job keeps its number
 # Job id for Slurm commands, which take the number of an array's last task to mean the whole array.
@@ -38,6 +30,7 @@ SELF=$JOB
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || SELF=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}${SMALL:+_small}} # never the folder of the large run
 STATE=$RUN/slurm # state of the job, kept across starts
+LOGS=''          # folder for the output of each node and rank
 [ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
     refuse "$0 is a job for Slurm" "fix: sbatch $0 | DRY_RUN=1 bash $0, which prints what it would start"
 
@@ -50,7 +43,7 @@ if [ -n "${CONTAINER:-}" ] && [[ $RUN = /* ]]; then
     mounts+=,$RUN:$RUN # else checkpoints would be written inside the container and lost
     [ -n "$DRY_RUN" ] || mkdir -p "$RUN"
 fi
-mounts+=${MOUNTS:+,$MOUNTS}
+mounts+=${CACHE:+,$CACHE:$CACHE}${STAGE:+,$STAGE:$STAGE}${MOUNTS:+,$MOUNTS}
 case ${CONTAINER:-} in
     '')
         [ -z "${VENV:-}" ] || [ "$VENV" = none ] || [ -f "$VENV/bin/activate" ] ||
@@ -70,7 +63,22 @@ case ${CONTAINER:-} in
         pyxis=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD")
         ;;
 esac
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+DEFAULTS=() # names of variables set here
+set_default() { # NAME VALUE
+    export "$1=${!1:-$2}"
+    DEFAULTS+=("$1")
+}
+
+if [ -n "${CACHE:-}" ]; then # instead of the home folder, which is small, slow for many readers, or not mounted
+    [ -n "$DRY_RUN" ] || mkdir -p "$CACHE"
+    set_default HF_HOME "$CACHE/huggingface"
+    set_default WANDB_CACHE_DIR "$CACHE/wandb"
+    set_default WANDB_DATA_DIR "$CACHE/wandb"
+    # On each node: ranks lock and rename thousands of small files when they compile kernels.
+    set_default TRITON_CACHE_DIR "${STAGE:-/tmp}/triton-$UID"
+    set_default TORCHINDUCTOR_CACHE_DIR "${STAGE:-/tmp}/torchinductor-$UID"
+fi
+[[ :${PYTHONPATH:-}: == *:$PWD:* ]] || export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of a node share its cores
 # Slurm passes on the limits of this shell. Rank 0 has a connection from every other rank; InfiniBand pins memory.
 ulimit -S -n hard -l hard
@@ -87,7 +95,7 @@ source slurm/nodes.sh
 
 # ---- Rendezvous: on the head node, at a port unlikely to be used by another job.
 
-LAUNCHER=${LAUNCHER:-torchrun}
+LAUNCHER=${LAUNCHER:-torchrun} RANK_ORDER=${RANK_ORDER:-} CPU_BIND=${CPU_BIND:-}
 PORT=$((10000 + JOB % 20000)) # below Linux's ephemeral ports
 # Ranks must not share the agents' store: restarted ranks would find keys of the dead ones in it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -110,54 +118,136 @@ build_step() { # TASKS NODE...
 
 # Set COMMAND: the command that starts a program on all ranks.
 build_command() {
-    case $LAUNCHER in
-        torchrun)
+    local rank
+    export HEAD=${NODES[0]} LOGS # for task.sh
+    case $LAUNCHER.$RANK_ORDER in
+        torchrun.)
             build_step 1 "${NODES[@]}"
             COMMAND=(
-                "${STEP[@]}" "${inside[@]}" torchrun --nnodes=${#NODES[@]} --nproc-per-node="$RANKS"
-                --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d --rdzv-endpoint="${NODES[0]}:$PORT" --rdzv-id="$JOB" "$@"
+                "${STEP[@]}" "${inside[@]}" bash slurm/task.sh torchrun --nnodes=${#NODES[@]} --nproc-per-node="$RANKS"
+                --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:$PORT" --rdzv-id="$JOB"
             )
+            [ -z "$CPU_BIND" ] || COMMAND+=(--numa-binding="$CPU_BIND")
+            COMMAND+=(--no-python bash slurm/task.sh "$@")
             ;;
-        srun)
+        srun. | srun.topology)
             build_step "$RANKS" "${NODES[@]}"
-            export MASTER_ADDR=${NODES[0]} MASTER_PORT=$PORT
-            COMMAND=("${STEP[@]}" "${inside[@]}" python "$@")
+            export MASTER_ADDR=$HEAD MASTER_PORT=$PORT
+            if [ -n "$RANK_ORDER" ]; then # srun would take the nodes in the order of slurm.conf
+                STEP+=(--distribution=arbitrary --nodelist="$STATE/hosts")
+                [ -n "$DRY_RUN" ] || for ((rank = 0; rank < ${#NODES[@]} * RANKS; rank++)); do
+                    echo "${NODES[rank / RANKS]}"
+                done >"$STATE/hosts"
+            fi
+            if [ -n "$CPU_BIND" ]; then # consecutive cores for consecutive ranks, and memory beside them
+                STEP=("${STEP[@]/--cpu-bind=none/--cpu-bind=$CPU_BIND}")
+                STEP+=(--mem-bind=local)
+                [ -n "$RANK_ORDER" ] || STEP+=(--distribution=block:block)
+                STEP+=(${SLURM_CPUS_ON_NODE:+--cpus-per-task=$((SLURM_CPUS_ON_NODE / RANKS))})
+            fi
+            COMMAND=("${STEP[@]}" "${inside[@]}" bash slurm/task.sh "$@")
             ;;
+        torchrun.topology)
+            refuse "RANK_ORDER=topology: torchrun orders its agents by host name" "fix: LAUNCHER=srun RANK_ORDER=topology" ;;
+        srun.* | torchrun.*) refuse "RANK_ORDER=$RANK_ORDER: must be topology" ;;
         *) refuse "LAUNCHER=$LAUNCHER: must be torchrun or srun" ;;
     esac
 }
 
-# ---- Network: settings that NCCL cannot detect. Variables you export take precedence.
+# ---- Network: settings that NCCL cannot detect. Variables you export take precedence; docs/slurm.md has the sources.
 
 NETWORK=${NETWORK:-infiniband}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # print errors, and the version
+set_default NCCL_DEBUG WARN # print errors, and the version
 case $NETWORK in
-    infiniband)
+    infiniband | roce)
         # Prefix of the adapters' names; others in a node may be connected to storage only.
-        export NCCL_IB_HCA=${NCCL_IB_HCA:-mlx5}
+        set_default NCCL_IB_HCA mlx5
         # 4 us x 2^22 = 17 s until a packet counts as lost, to survive short link failures.
-        export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
+        set_default NCCL_IB_TIMEOUT 22
         # Four flows between two adapters, which switches spread over several paths.
-        export NCCL_IB_QPS_PER_CONNECTION=${NCCL_IB_QPS_PER_CONNECTION:-4}
+        set_default NCCL_IB_QPS_PER_CONNECTION 4
+        # DSCP 26 with ECN, on most RoCE networks the class without packet loss. NCCL finds the GID of RoCE v2 itself.
+        [ "$NETWORK" = infiniband ] || set_default NCCL_IB_TC 106
         ;;
     ethernet)
         # Use TCP even if there are InfiniBand adapters, which may not be connected.
-        export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1}
+        set_default NCCL_IB_DISABLE 1
         # A core copies 20 to 30 Gb/s, so 100 Gb/s need four.
-        export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-4}
+        set_default NCCL_SOCKET_NTHREADS 4
         # A single TCP connection does not saturate the link either.
-        export NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-4}
+        set_default NCCL_NSOCKS_PERTHREAD 4
         ;;
-    *) refuse "NETWORK=$NETWORK: must be infiniband or ethernet" ;;
+    efa)
+        # Fail if the aws-ofi-nccl plugin is not found, instead of using TCP.
+        set_default NCCL_NET "AWS Libfabric"
+        # The same if libfabric has no EFA.
+        set_default FI_PROVIDER efa
+        # Huge pages make fork() of data loaders fail when they run out.
+        set_default FI_EFA_USE_HUGE_PAGE 0
+        ;;
+    slingshot)
+        # As for efa.
+        set_default NCCL_NET "AWS Libfabric"
+        # Interfaces of the Slingshot adapters, for bootstrap.
+        set_default NCCL_SOCKET_IFNAME hsn
+        # Let adapters read GPU memory on the same NUMA node.
+        set_default NCCL_NET_GDR_LEVEL PHB
+        # Rings may change the adapter between nodes: faster on large systems.
+        set_default NCCL_CROSS_NIC 1
+        # LL128, default since NCCL 2.27, is slower here.
+        set_default NCCL_PROTO ^LL128
+        # The default monitor of registered memory can deadlock with NCCL.
+        set_default FI_MR_CACHE_MONITOR userfaultfd
+        # So can allocations of the provider.
+        set_default FI_CXI_DISABLE_HOST_REGISTER 1
+        # Room for the many small messages of large jobs.
+        set_default FI_CXI_DEFAULT_CQ_SIZE 131072
+        set_default FI_CXI_DEFAULT_TX_SIZE 2048
+        # Match messages in software when the adapter's resources are exhausted.
+        set_default FI_CXI_RX_MATCH_MODE hybrid
+        # Send nothing before the receiver is ready.
+        set_default FI_CXI_RDZV_EAGER_SIZE 0
+        ;;
+    *) refuse "NETWORK=$NETWORK: must be infiniband, roce, ethernet, efa or slingshot" ;;
 esac
 if [ -n "${IFNAME:-}" ]; then
     # NCCL's bootstrap, and TCP traffic.
     export NCCL_SOCKET_IFNAME=$IFNAME
     # The same for gloo, on CPUs.
     export GLOO_SOCKET_IFNAME=$IFNAME
+    DEFAULTS+=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 fi
-# Start kernels in launch order: a transfer before the matrix product that hides it.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+
+# ---- Data: copies on a disk of each node.
+
+# Set FLAGS, in which --data-path names the copies, and FILES, which are to be copied.
+plan_staging() { # FLAG...
+    local word prefix='' reading='' given=()
+    FLAGS=() FILES=()
+    for word in "$@"; do
+        case $word in
+            --data-path) reading=1 FILES=() given=() ;; # the last of repeated flags counts
+            --*) reading='' ;;
+        esac
+        [ -z "$reading" ] || given+=("$word")
+        if [ -n "$STAGE" ] && [ -n "$reading" ] && [[ $word != --* && ! $word =~ ^[0-9.]+$ ]]; then
+            prefix=$(realpath -m "$word")
+            FILES+=("$prefix.idx" "$prefix.bin")
+            word=$STAGE$prefix
+        fi
+        FLAGS+=("$word")
+    done
+    [ -z "$DRY_RUN" ] || return 0
+    rm -f "$STATE/data_path"
+    [ ${#FILES[@]} = 0 ] || printf '%s\n' "${given[@]}" >"$STATE/data_path" # for evaluate.sh
+}
+
+# Copy FILES to all NODES.
+stage() {
+    [ ${#FILES[@]} != 0 ] || return 0
+    build_step 1 "${NODES[@]}"
+    run_or_show "${STEP[@]}" bash slurm/stage.sh "$STAGE" "${FILES[@]}"
+}
 
 # ---- Stopping. Before the time limit Slurm sends USR1 to this script alone (--signal=B:USR1@300). The ranks check for a
 # stop file after each step; a signal sent through srun would also reach torchrun's agents, and kill them.
@@ -172,7 +262,8 @@ on_usr1() {
     say "the time is nearly up: the ranks are to save and stop"
 }
 on_term() {
-    [ -n "$ended" ] || echo "$JOB ended" >>"$STATE/starts" || true
+    # In a chain these count as stalled too: nobody else notices that none of its jobs has the time to save.
+    [ -n "$ended$CHAIN" ] || echo "$SERIES ended" >>"$STATE/starts" || true
     ended=1 stopping=${stopping:-$SECONDS}
     : >"$STOP_FILE" || true
     say "Slurm ends this start (scancel, preemption, or a node is gone)"
@@ -207,15 +298,15 @@ newest_checkpoint() {
     echo "$newest"
 }
 
-# Print how many consecutive starts of this job began with checkpoint $1, without those that Slurm ended.
-# A line of starts is: job, checkpoint or "ended", free text.
+# Print how many consecutive starts of this job or chain began with checkpoint $1, without those that Slurm ended.
+# A line of starts is: job (the first of a chain), checkpoint or "ended", free text.
 starts_from() {
     local job checkpoint count=0
     [ ! -f "$STATE/starts" ] || while read -r job checkpoint _; do
         case $job.$checkpoint in
-            "$JOB.$1") count=$((count + 1)) ;;
-            "$JOB.ended") count=$((count > 0 ? count - 1 : 0)) ;;
-            "$JOB".*) count=0 ;;
+            "$SERIES.$1") count=$((count + 1)) ;;
+            "$SERIES.ended") count=$((count > 0 ? count - 1 : 0)) ;;
+            "$SERIES".*) count=0 ;;
         esac
     done <"$STATE/starts"
     echo "$count"
@@ -227,12 +318,13 @@ stop_if_stalled() {
     [ "$(starts_from "$newest")" -ge "$MAX_STALLED" ] || return 0
     say "stopped: $MAX_STALLED starts have brought no new checkpoint (newest: $newest). The reasons are above, and in" \
         "$RUN/incidents.md and $RUN/failures.jsonl. Fix the problem and sbatch again to resume the run."
+    end_chain
     exit 1
 }
 
 # Exit if Slurm has started the job elsewhere, which happens when this node was cut off from the network.
 leave_if_superseded() {
-    [ "$(cat "$STATE/attempt.$JOB")" != "$ATTEMPT" ] || return 0
+    [ "$(cat "$STATE/attempt.$SERIES")" != "$ATTEMPT" ] || return 0
     say "a later start of this job has taken over"
     exit 1
 }
@@ -243,6 +335,12 @@ requeue() {
     leave_if_superseded
     stop_if_stalled
     [ ! -f "$STATE/bad_nodes" ] || excluded=$(nodes_to_exclude | paste -sd ,)
+    if [ -n "$CHAIN" ]; then
+        [ -n "$NEXT" ] || queue_next
+        [ -z "$excluded" ] || scontrol update JobId="$NEXT" ExcNodeList="$excluded" || true
+        say "the next job is $NEXT; newest checkpoint: $(newest_checkpoint)"
+        exit "$((STATUS != 0))"
+    fi
     trap '' TERM # sent once the job is requeued, but only then its excluded nodes can be set
     while :; do
         state=$(squeue --noheader --jobs="$SELF" --format=%T || true)
@@ -265,6 +363,41 @@ requeue() {
     exit 0
 }
 
+# ---- Chaining, where jobs must not be requeued: each job queues the next one before it starts. Slurm holds it until no
+# other job of this name and user runs, so it starts however this one ends.
+
+NEXT='' STATUS=0
+SERIES=$JOB # number of the job, or of the first one of its chain
+if [ -n "$CHAIN" ]; then
+    export CHAIN_ID=${CHAIN_ID:-$JOB} # also for checkpoint/lease.py: a later job of a chain takes over from earlier ones
+    SERIES=$CHAIN_ID
+fi
+
+# Queue this recipe again, as it was when it was submitted, and set NEXT.
+queue_next() {
+    local options=(--parsable --dependency=singleton --no-requeue --open-mode=append)
+    [ -n "$CHAIN" ] || return 0
+    if [ "$JOB" != 0 ]; then
+        scontrol update JobId="$JOB" Requeue=0 || true
+        options+=(
+            --job-name="$SLURM_JOB_NAME" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION"
+            --time="$(squeue --noheader --jobs="$JOB" --format=%l)"
+            --output="$(scontrol show job "$JOB" | sed -n 's/^ *StdOut=//p')" # one log for all
+            ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"}
+            ${SLURM_JOB_RESERVATION:+--reservation="$SLURM_JOB_RESERVATION"}
+            ${SLURM_GPUS_PER_NODE:+--gpus-per-node="$SLURM_GPUS_PER_NODE"}
+        )
+    fi
+    NEXT=$(
+        for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done # they are about this job
+        run_or_show sbatch "${options[@]}" "$0" "${ARGUMENTS[@]}"
+    ) || say "Slurm refuses to queue the next job. sbatch it to resume from its newest checkpoint"
+    NEXT=${NEXT%%;*} # JOB;CLUSTER in a federation
+    [ -z "$NEXT" ] || say "job $NEXT goes on when this one ends"
+}
+
+end_chain() { [ -z "$NEXT" ] || scancel "$NEXT" || true; }
+
 # ---- Commands of the recipes.
 
 # Flags of a tiny model on CPUs, overriding earlier flags of a recipe.
@@ -283,12 +416,30 @@ prepare() {
     [ -z "$SMALL" ] || RANKS=${RANKS_PER_NODE:-4}
     [ -n "$RANKS" ] || refuse "the number of ranks per node is not specified" "fix: sbatch --gpus-per-node=8 ..."
     choose_nodes "$@"
+    # 1 starts kernels in launch order: a transfer before the matrix product that hides it. In a pipeline, a transfer that
+    # waits for its peer would hold up all others behind it.
+    if [ "$TP" -gt 1 ] && [ "$PP" = 1 ]; then
+        set_default CUDA_DEVICE_MAX_CONNECTIONS 1
+    else
+        set_default CUDA_DEVICE_MAX_CONNECTIONS 32
+    fi
     [ ${#NODES[@]} = 0 ] || build_command "$@"
 }
 
-# Run a command, or print it with DRY_RUN.
+# Run a command; with DRY_RUN print it to stderr, which leaves stdout to the command of the ranks.
+run_or_show() {
+    if [ -z "$DRY_RUN" ]; then "$@"; else printf '%q ' "$@" >&2 && echo >&2; fi
+}
+
+# Run the command of the ranks, or print it with DRY_RUN, and to stderr what is exported for it.
 start() {
-    if [ -z "$DRY_RUN" ]; then "$@"; else printf '%q ' "$@" && echo; fi
+    local name
+    if [ -z "$DRY_RUN" ]; then
+        "$@"
+    else
+        for name in "${DEFAULTS[@]}"; do printf 'export %s=%q\n' "$name" "${!name}"; done >&2
+        printf '%q ' "$@" && echo
+    fi
 }
 
 # Check the flags once, before any rank runs, and end the job if they are invalid.
@@ -309,36 +460,51 @@ train() {
             --run-dir | --save | --stop-file) refuse "$flag: the run's folder is set by RUN" "fix: RUN=FOLDER sbatch ..." ;;
         esac
     done
-    local program=(pretrain_gpt.py "$@" --run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
-    [ -z "${MIN_NODES:-}" ] || program+=(--pad-global-batch)
+    local folders=(--run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
+    [ -z "${MIN_NODES:-}" ] || folders+=(--pad-global-batch)
+    LOGS=$RUN/logs/$ATTEMPT
+    [ -n "$DRY_RUN" ] || mkdir -p "$STATE" "$LOGS"
+    plan_staging "$@"
+    local program=(pretrain_gpt.py "${FLAGS[@]}" "${folders[@]}")
     if [ -n "$DRY_RUN" ]; then
         prepare "${program[@]}"
+        queue_next
+        stage
         start "${COMMAND[@]}"
         return
     fi
-    mkdir -p "$STATE"
+    if [ "$SERIES" != "$JOB" ] && is_finished; then
+        say "an earlier job of this chain has finished"
+        exit 0
+    fi
     rm -f "$STATE/stop.$JOB".* # of earlier starts
     trap on_usr1 USR1
     trap on_term TERM
-    echo "$ATTEMPT" >"$STATE/attempt.$JOB"
+    echo "$ATTEMPT" >"$STATE/attempt.$SERIES"
     stop_if_stalled
     prepare "${program[@]}"
-    echo "$JOB $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
+    echo "$SERIES $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
     [ ${#NODES[@]} != 0 ] || requeue
-    check_flags "${program[@]}"
+    check_flags pretrain_gpt.py "$@" "${folders[@]}"
+    queue_next
     while [ -z "$stopping" ]; do
         before=${NODES[*]} newest=$(newest_checkpoint) known=0
         [ ! -f "$RUN/failures.jsonl" ] || known=$(wc -l <"$RUN/failures.jsonl")
-        say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before"
+        if ! stage; then
+            [ -n "$stopping" ] || end_chain # the time was up, else a disk is full
+            exit 1
+        fi
+        say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before; output of each: $LOGS"
         rm -f "$RUN/finished.json" # of an earlier, shorter run
         "${COMMAND[@]}" &
         attend $!
         if is_finished; then
             say "finished"
+            end_chain
             exit 0
         fi
         say "ended, and has not finished (srun's status: $STATUS)"
-        note_bad_nodes "$known"
+        note_failures "$known"
         # Restart within this job only on other nodes, or if torchrun's agents have not already done so.
         [ "$(newest_checkpoint)" = "$newest" ] || left=$MAX_RESTARTS
         prepare "${program[@]}"

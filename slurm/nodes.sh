@@ -25,25 +25,41 @@ bad_nodes() {
 # Return whether line $1 is one of the lines of $2.
 among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
 
-# Print the number of ranks of one model replica; the last of repeated flags counts.
-model_ranks() {
-    local tp=1 pp=1 cp=1
+# Set TP, PP and CP from flags; the last of repeated flags counts.
+read_layout() {
+    TP=1 PP=1 CP=1
     while [ $# -gt 1 ]; do
         case $1 in
-            --tensor-model-parallel-size) tp=$2 ;;
-            --pipeline-model-parallel-size) pp=$2 ;;
-            --context-parallel-size) cp=$2 ;;
+            --tensor-model-parallel-size) TP=$2 ;;
+            --pipeline-model-parallel-size) PP=$2 ;;
+            --context-parallel-size) CP=$2 ;;
         esac
         shift
     done
-    echo $((tp * pp * cp))
+}
+
+# Print the nodes of the job in the order of their ranks: torchrun's rendezvous sorts its agents by host name. With
+# RANK_ORDER=topology, those of a leaf switch follow each other.
+nodes_in_order() {
+    local nodes
+    if [ "$JOB" = 0 ] || [ "$LAUNCHER.$RANK_ORDER" = srun. ]; then
+        nodes_of_job
+    elif [ "$LAUNCHER" = torchrun ]; then
+        nodes_of_job | LC_ALL=C sort
+    else
+        mapfile -t nodes < <(nodes_of_job)
+        build_step 1 "${nodes[@]}"
+        # shellcheck disable=SC2016 # expanded on each node
+        "${STEP[@]}" bash -c 'echo "$SLURM_TOPOLOGY_ADDR $SLURMD_NODENAME"' </dev/null | sort -V | cut -d ' ' -f 2
+    fi
 }
 
 # shellcheck disable=SC2034 # lib.sh uses NODES
 # Set NODES, the first of which is the head node; empty if the job has too few left.
 choose_nodes() { # FLAG...
     local node all bad good=() failed=() needed count
-    mapfile -t all < <(nodes_of_job)
+    read_layout "$@"
+    mapfile -t all < <(nodes_in_order)
     bad=$(bad_nodes)
     for node in "${all[@]}"; do
         if among "$node" "$bad"; then failed+=("$node"); else good+=("$node"); fi
@@ -52,7 +68,7 @@ choose_nodes() { # FLAG...
     [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES leaves no node to run on" "fix: sbatch --nodes=$((SPARES + 1)) ..."
     if [ "${#good[@]}" -lt "$needed" ]; then # fewer copies of the model, but whole ones
         count=${#good[@]}
-        while [ $((count * RANKS % $(model_ranks "$@"))) != 0 ]; do count=$((count - 1)); done
+        while [ $((count * RANKS % (TP * PP * CP))) != 0 ]; do count=$((count - 1)); done
         if [ "$count" -lt "${MIN_NODES:-$needed}" ]; then # those that failed are better than none
             count=$needed good=("${all[@]}") failed=()
         fi
@@ -61,11 +77,12 @@ choose_nodes() { # FLAG...
     if [ "${#good[@]}" -ge "$count" ]; then NODES=("${good[@]:0:count}"); else NODES=(); fi
 }
 
-# Record the nodes of device failures in failures.jsonl after its first $1 lines.
-note_bad_nodes() {
+# Print the failures in failures.jsonl after its first $1 lines, and record the nodes whose devices failed.
+note_failures() {
     local line now
     printf -v now '%(%s)T' -1
     [ ! -f "$RUN/failures.jsonl" ] || while read -r line; do
+        say "first error: $line"
         [[ $line =~ \"kind\":\ ?\"device\" && $line =~ \"host\":\ ?\"([^\"]+)\" ]] || continue
         say "a device of ${BASH_REMATCH[1]} has failed: the node is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
         echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"

@@ -11,7 +11,7 @@
 ##SBATCH --partition=PARTITION
 #SBATCH --array=0-15 --nodes=1 --ntasks=1 --cpus-per-task=8
 #SBATCH --time=12:00:00 --requeue
-#SBATCH --output=slurm-%x-%A_%a.out --open-mode=append
+#SBATCH --output=runs/%x-%A_%a.out --open-mode=append
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 KEY=${KEY:-text}

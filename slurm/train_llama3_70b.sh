@@ -10,7 +10,7 @@
 ##SBATCH --partition=PARTITION
 #SBATCH --nodes=64 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH --time=2-00:00:00 --signal=B:USR1@300 --requeue
-#SBATCH --output=slurm-%x-%j.out --open-mode=append
+#SBATCH --output=runs/%x-%j.out --open-mode=append
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 DATA=${DATA:-data/corpus_text_document} # from slurm/preprocess_array.sh

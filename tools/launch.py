@@ -35,6 +35,9 @@ LAYOUT_FLAGS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 MAX_STATE_FRACTION = 0.5
 """Fraction of a GPU's memory for the state of a chosen layout; the rest is for activations and temporary buffers."""
 
+NETWORKS = ("infiniband", "roce", "ethernet", "efa", "slingshot")
+"""Values of NETWORK in slurm/lib.sh."""
+
 ENVIRONMENT = (
     "if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"
     " && export PYTHONPATH=. OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -55,7 +58,7 @@ class ClusterSettings:
     account: str = setting("", "Slurm account, empty if there are none")
     time: str = setting("24:00:00", "time limit of a job, in Slurm's format")
     container: str = setting("", "image for pyxis, FILE.sif for apptainer, empty for .venv")
-    network: str = setting("infiniband", "infiniband or ethernet", ("infiniband", "ethernet"))
+    network: str = setting("infiniband", ", ".join(NETWORKS), NETWORKS)
     gpus_per_node: int = setting(8, "also the ranks per node; local: looked up")
     gpu_memory_gb: int = setting(80, "of each GPU; local: looked up; 0 without GPUs")
 
@@ -239,7 +242,7 @@ def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Seq
     sbatch.append(f"--nodes={options.nodes} --ntasks-per-node=1 --gpus-per-node={cluster.gpus_per_node}")
     sbatch.append("--exclusive --mem=0")
     sbatch.append(f"--time={cluster.time} --signal=B:USR1@300 --requeue")
-    sbatch.append("--output=slurm-%x-%j.out --open-mode=append")
+    sbatch.append(f"--output={shlex.quote(str(ROOT / 'runs'))}/%x-%j.out --open-mode=append")
     lines = [f"#SBATCH {option}" for option in sbatch]
     lines.append(f"export NETWORK={shlex.quote(cluster.network)}")
     lines += [f"export CONTAINER={shlex.quote(cluster.container)}"] if cluster.container else []

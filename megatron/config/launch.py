@@ -33,6 +33,7 @@ class JobStart:
     step: int = -1  # of the job, counted by srun; -1 outside of any
     group: str | None = None  # torchrun's ``--rdzv-id``
     attempt: int = 0  # number of times that torchrun restarted its processes
+    chain: str | None = None  # number of the first job of its chain, see slurm/lib.sh
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobStart:
@@ -46,16 +47,19 @@ class JobStart:
             step=_step(environ) if job else -1,
             group=None if group == DEFAULT_RDZV_ID else group,
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if group else 0,
+            chain=environ.get("CHAIN_ID") or None if job else None,
         )
 
     def follows(self, other: JobStart) -> bool:
-        """Return True if this is a later start of the same job as ``other``.
+        """Return True if this is a later start of the same job as ``other``, or a later job of the same chain.
 
         Within one Slurm step, and outside of Slurm, torchrun restarts processes: with the same ``--rdzv-id`` and an
         attempt that does not decrease. A change in the number of nodes restarts all ranks without a new attempt.
         """
-        if (self.job, self.cluster) != (other.job, other.cluster):
+        if self.cluster != other.cluster:
             return False
+        if self.job != other.job:
+            return self.chain is not None and self.chain == other.chain and int(self.job or 0) > int(other.job or 0)
         here = (self.restart, self.step)
         there = (other.restart, other.step)
         if here != there:

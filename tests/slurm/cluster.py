@@ -43,13 +43,14 @@ class Cluster:
         submitted: the jobs that :meth:`sbatch` has brought in, and their logs.
     """
 
-    def __init__(self, root: Path, nodes: int, gpus: int) -> None:
+    def __init__(self, root: Path, nodes: int, gpus: int, switches: str = "") -> None:
         """Start it; returns when all nodes are idle.
 
         Args:
             root: a folder that everybody can enter, with a short path; see ``minislurm.sh``.
             nodes: without the login node.
             gpus: of each node; they are none, but Slurm counts and deals them out.
+            switches: the nodes of every leaf switch, as in ``n1,n3 n2,n4``; none means no topology.
 
         Raises:
             RuntimeError: with the words of ``minislurm.sh``, when it does not start.
@@ -57,7 +58,9 @@ class Cluster:
         self.root, self.submitted = root, dict[str, Path]()
         self._unplugged = set[str]()
         self.path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._do("up", str(nodes), str(gpus), environ={"MINISLURM_OWNER": str(os.getpid())})
+        self._do(
+            "up", str(nodes), str(gpus), environ={"MINISLURM_OWNER": str(os.getpid()), "MINISLURM_SWITCHES": switches}
+        )
 
     def _do(self, verb: str, *words: str, environ: Mapping[str, str] | None = None, seconds: float = 120.0) -> str:
         # What a job is submitted with is what it gets: this Python first, and no word of a Slurm around these tests.
@@ -225,7 +228,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def running(nodes: int, gpus: int = 0) -> Iterator[Cluster]:
+def running(nodes: int, gpus: int = 0, switches: str = "") -> Iterator[Cluster]:
     """A cluster of so many nodes and fake GPUs per node, until the body ends, however it does."""
     with temporary_folder() as root:
-        yield Cluster(root, nodes, gpus)
+        yield Cluster(root, nodes, gpus, switches)

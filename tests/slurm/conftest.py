@@ -41,6 +41,7 @@ def cluster(the_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, all nodes idle; what the test leaves of jobs is cancelled, and what it broke repaired."""
     the_cluster.submitted.clear()
     yield the_cluster
+    the_cluster.login("scancel", "--state=PENDING", "--user=root")  # what jobs have queued themselves
     for job in the_cluster.submitted:
         the_cluster.cancel(job)
     the_cluster.repair()

@@ -20,6 +20,7 @@
 # Nothing is touched outside DIR: no interface of this machine, none of its files, no munge of its own.
 #
 #   MINISLURM_OWNER=PID   bring the cluster down when this process has ended, however it ended
+#   MINISLURM_SWITCHES="n1,n3 n2,n4"   leaf switches and their nodes (topology/tree); none unless told
 #   MINISLURM_NET=a.b.c   first three bytes of the addresses; 198.18.0 (RFC 2544: for tests) unless told
 set -euo pipefail
 
@@ -77,9 +78,18 @@ write_configuration() {
             # More than this machine has (config_overrides), so that what a real recipe asks for is there.
             echo "NodeName=n$i NodeAddr=$(address "n$i") CPUs=128 RealMemory=1000000$gres"
         done
+        [ -z "${MINISLURM_SWITCHES:-}" ] || write_switches
         echo "PartitionName=batch Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP"
     } >"$dir/etc/slurm.conf"
     echo "$nodes" >"$dir/nodes"
+}
+
+write_switches() {
+    local leaves=() i
+    echo "TopologyPlugin=topology/tree"
+    read -ra leaves <<<"$MINISLURM_SWITCHES"
+    for i in "${!leaves[@]}"; do echo "SwitchName=leaf$i Nodes=${leaves[i]}"; done >"$dir/etc/topology.conf"
+    echo "SwitchName=spine Switches=leaf[0-$((${#leaves[@]} - 1))]" >>"$dir/etc/topology.conf"
 }
 
 slurm_configuration() {

@@ -19,6 +19,10 @@ RANKS = r"python\S* (-\S+ )*pretrain_gpt.py"
 
 def assert_ended_well(training: Training) -> None:
     assert training.cluster.job(training.job)["JobState"] == "COMPLETED"
+    assert_finished(training)
+
+
+def assert_finished(training: Training) -> None:
     finished = training.finished()
     assert finished is not None
     assert finished["iteration"] == training.shape.steps
@@ -29,6 +33,8 @@ def assert_ended_well(training: Training) -> None:
 def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Training, cluster: Cluster) -> None:
     assert_ended_well(undisturbed)
     assert undisturbed.starts() == [0]
+    logs = {path.name for path in (undisturbed.folder / "logs").rglob("*.log")}
+    assert logs == {f"n{1 + r // undisturbed.shape.ranks}-rank{r}.log" for r in range(1, undisturbed.shape.size)}
     assert cluster.job(undisturbed.job)["Restarts"] == "0"
 
 
@@ -45,6 +51,9 @@ def test_time_limit_lost_nodes_and_a_cut_network_change_no_bit(
     cluster.wait(training.job)
     assert_ended_well(training)
     assert cluster.job(training.job)["Restarts"] == ("4" if shape == LARGE else "2")
+    logs = [path.name for path in (training.folder / "logs" / f"{training.job}.0").iterdir()]
+    assert sum(name.endswith(f"-rank{shape.size - 1}.log") for name in logs) == 1
+    assert len(logs) == shape.size - 1 + shape.nodes - 1, "of all ranks and agents but the first"
     assert differences(training.last(), undisturbed.last()) == []
 
 
@@ -127,11 +136,13 @@ def test_ranks_of_a_cut_off_node_that_wake_up_write_nothing(undisturbed: Trainin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chain", ["", "1"])
 @pytest.mark.parametrize("shape", [LARGE], indirect=True)
-def test_the_time_limit_itself(undisturbed: Training, cluster: Cluster) -> None:
+def test_the_time_limit_itself(undisturbed: Training, cluster: Cluster, chain: str) -> None:
     """Slurm looks at its clock every 30 s, so the signal comes up to 30 s late or early."""
-    training = Training.submit(cluster, "limited", LARGE, *SLOWED, sbatch=("--time=2", "--signal=B:USR1@60"))
-    cluster.until(lambda: cluster.job(training.job)["JobState"] in ENDED, "the job ends", seconds=1800)
-    assert_ended_well(training)
-    assert cluster.job(training.job)["Restarts"] != "0"
+    limit, name = ("--time=2", "--signal=B:USR1@60"), f"limited{chain}"
+    training = Training.submit(cluster, name, LARGE, *SLOWED, sbatch=(*limit, f"--job-name={name}"), CHAIN=chain)
+    cluster.until(lambda: set(cluster.named(name)) <= ENDED, "the job or chain ends", seconds=1800)
+    assert_finished(training)
+    assert len(cluster.named(name)) > 2 if chain else cluster.job(training.job)["Restarts"] != "0"
     assert differences(training.last(), undisturbed.last()) == []

@@ -22,6 +22,11 @@ class Shape:
     ranks: int
     steps: int
 
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks
+
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks}"
 
@@ -60,6 +65,7 @@ class Training:
         *flags: str,
         sbatch: Sequence[str] = (),
         launcher: str = "torchrun",
+        **more: str,
     ) -> Training:
         """Submit ``slurm/train_175b.sh`` with ``SMALL=1``.
 
@@ -70,10 +76,11 @@ class Training:
             flags: of ``pretrain_gpt.py``, besides the recipe's and :data:`LIGHT`.
             sbatch: its own flags, besides.
             launcher: of the ranks.
+            more: settings of the job.
         """
         folder = cluster.root / f"{name}{shape}"
         environ = {"SMALL": "1", "RUN": str(folder), "LAUNCHER": launcher}
-        environ |= {"STEPS": str(shape.steps), "SAVE_EVERY": "2", "RANKS_PER_NODE": str(shape.ranks)}
+        environ |= more | {"STEPS": str(shape.steps), "SAVE_EVERY": "2", "RANKS_PER_NODE": str(shape.ranks)}
         nodes, batch = f"--nodes={shape.nodes}", ("--global-batch-size", str(2 * shape.nodes * shape.ranks))
         job = cluster.sbatch(nodes, *sbatch, "slurm/train_175b.sh", *LIGHT, *batch, *flags, environ=environ)
         return cls(cluster, job, folder, shape)

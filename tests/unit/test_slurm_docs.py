@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tools import launch
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "slurm.md").read_text()
@@ -15,6 +19,7 @@ SHARED = "".join(text for text in SCRIPTS.values() if "\n#SBATCH" not in text)
 """What the recipes source."""
 FOREIGN = {"APEX", "WANDB_MODE"}
 """Of docker and of Weights & Biases."""
+NETWORKS = ("infiniband", "roce", "ethernet", "efa", "slingshot")
 
 
 def table(heading: str) -> list[list[str]]:
@@ -34,25 +39,78 @@ def test_words_of_the_environment_are_those_that_the_scripts_read() -> None:
     )
     assert len(message) > 12
     read = {name for script in SCRIPTS.values() for name in re.findall(r"\$\{?([A-Z][A-Z_]+)", script)}
-    assert {name for name in message if not name.startswith(("NCCL_", "TORCH_"))} - read == FOREIGN
+    assert {name for name in message if not name.startswith(("NCCL_", "TORCH_", "FI_"))} - read == FOREIGN
 
 
-@pytest.mark.parametrize("name", ["MAX_RESTARTS", "STOP_SECONDS", "BAD_NODE_HOURS"])
+def test_settings_are_those_that_the_scripts_read() -> None:
+    """One table has them all; recipes around training explain what only they read."""
+    shown = {name for row in table("setting") for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", SHARED))
+    foreign = {name for name in asked if name.startswith(("SLURM", "NCCL_", "CUDA_", "TORCH_", "OMP_", "PYTHONPATH"))}
+    assert shown - {"DATA"} == asked - foreign - {"CHAIN_ID", "RANK", "LOGS", "STEPS", "SAVE_EVERY"}
+
+
+@pytest.mark.parametrize("name", ["MAX_RESTARTS", "MAX_STALLED", "STOP_SECONDS", "BAD_NODE_HOURS", "SPARES"])
 def test_figures_are_the_defaults(name: str) -> None:
     (default,) = re.findall(rf"{name}=\$\{{{name}:-(\d+)\}}", SHARED)
-    assert set(re.findall(rf"`{name}` \((\d+)\)", TEXT)) == {default}
+    in_table = {row[1] for row in table("setting") if row[0] == f"`{name}`"}
+    assert in_table | set(re.findall(rf"`{name}` \((\d+)\)", TEXT)) == {default}
 
 
-@pytest.mark.parametrize(("column", "network"), [(1, "infiniband"), (2, "ethernet")])
-def test_settings_of_the_network_are_those_of_a_job(column: int, network: str) -> None:
-    printed: dict[str, str] = {}
-    for row in table("variable"):
-        names, values = (re.findall(r"`([^`]+)`", cell) for cell in (row[0], row[column]))
-        printed |= zip(names, values * (len(names) // max(len(values), 1)), strict=bool(values))
-    shown = "source slurm/lib.sh; env | grep -E '^(NCCL|GLOO|CUDA)_'"
-    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "NETWORK": network, "IFNAME": "IFNAME"}
-    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    assert printed == dict(line.split("=") for line in done.stdout.split())
+def values(heading: str) -> dict[str, str]:
+    """The variables of a table and their values, in backticks."""
+    found: dict[str, str] = {}
+    for names, value, *_ in table(heading):
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", names), value.strip("`"))
+    return found
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_settings_of_the_network_are_those_that_a_dry_run_shows(network: str) -> None:
+    shown = exported("train_llama3_8b", NETWORK=network, IFNAME="IFNAME")
+    assert shown.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    assert shown == values(network) | values("variable")
+
+
+def test_networks_are_those_of_the_scripts_and_of_the_launcher() -> None:
+    assert set(launch.NETWORKS) == set(NETWORKS)
+    (row,) = [row for row in table("setting") if row[0] == "`NETWORK`"]
+    assert set(re.findall(r"`(\w+)`", row[2])) == set(NETWORKS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "queues"),
+    [
+        ("train_175b", (), "32"),
+        ("train_gpt2_124m", (), "32"),
+        ("train_llama3_8b", (), "1"),
+        ("train_llama3_8b", ("--pipeline-model-parallel-size", "2"), "32"),
+        ("evaluate", (), "32"),
+    ],
+)
+def test_a_pipeline_has_more_than_one_hardware_queue(recipe: str, flags: tuple[str, ...], queues: str) -> None:
+    assert exported(recipe, *flags)["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+    assert exported(recipe, *flags, CUDA_DEVICE_MAX_CONNECTIONS="8")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_caches() -> None:
+    shown = exported("train_llama3_8b", CACHE="CACHE", STAGE="/nvme")
+    expected = {"HF_HOME": "CACHE/huggingface", "WANDB_CACHE_DIR": "CACHE/wandb", "WANDB_DATA_DIR": "CACHE/wandb"}
+    uid = os.getuid()
+    expected |= {"TRITON_CACHE_DIR": f"/nvme/triton-{uid}", "TORCHINDUCTOR_CACHE_DIR": f"/nvme/torchinductor-{uid}"}
+    assert expected.items() <= shown.items()
+    named = {name for row in table("variable") for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    assert "NCCL_DEBUG" in named
+    assert all(f"`{name}`" in TEXT for name in expected)
+
+
+def exported(recipe: str, *flags: str, **environ: str) -> dict[str, str]:
+    """What DRY_RUN says that a recipe exports."""
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1"} | environ
+    command = ["bash", f"slurm/{recipe}.sh", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    lines = [shlex.split(line) for line in done.stderr.splitlines() if line.startswith("export ")]
+    return dict(word.split("=", 1) for _, word in lines)
 
 
 def test_files_of_a_run_are_those_that_the_script_keeps() -> None:

@@ -73,6 +73,7 @@ AGENT = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
             "Slurm job 17, restart 2, step 0",
         ),
         (TORCHRUN | AGENT, JobStart(group="a", attempt=1), "torchrun's a, attempt 1"),
+        (SLURM | {"CHAIN_ID": "9"}, JobStart("17", "c", chain="9"), "Slurm job 17, restart 0"),
         (SLURM | AGENT, JobStart("17", "c", group="a", attempt=1), "Slurm job 17, restart 0, torchrun's a, attempt 1"),
         ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, JobStart(attempt=1), ""),
         ({"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"}, JobStart(), ""),
@@ -93,10 +94,12 @@ LATER = [
     ],
     [JobStart(group="a"), JobStart(group="a", attempt=1), JobStart(group="a", attempt=3)],
     [JobStart("17", restart=1, group="a", attempt=4), JobStart("17", restart=2, group="b")],
+    [JobStart("9", chain="9"), JobStart("10", chain="9", step=1), JobStart("10", chain="9", restart=1)],
 ]
 STRANGERS = [
     JobStart(),
     JobStart("18", restart=9),
+    JobStart("18", chain="18"),
     JobStart("17", "another", restart=9),
     JobStart(group="b", attempt=9),
 ]

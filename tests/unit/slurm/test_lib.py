@@ -25,8 +25,11 @@ STANDINS = {
     "squeue": """case $* in
     *%T) cat "$(dirname "$ALLOCATED")/state" 2>/dev/null || echo RUNNING ;;
     *%x) echo "${EXCLUDED:-}" ;;
+    *%l) echo 1:00:00 ;;
     *) echo "squeue $*" >>"$CALLS" && cat "$ALLOCATED" ;;
     esac""",
+    "sbatch": 'echo "sbatch $*" >>"$CALLS"\n[ -z "${SLURM_JOB_ID:-}" ] && echo 8',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
     "sinfo": 'printf "%s\\n" ${CLUSTER:-n1 n2 n3}',
     "sleep": "exec /bin/sleep 0.02",
 }
@@ -174,6 +177,82 @@ def test_a_chain_without_progress_stops(job: Job) -> None:
 
 def test_a_chain_with_progress_goes_on(job: Job) -> None:
     assert [job.start(f"{SAVE}; exit 1", restart)[0] for restart in range(5)] == [0] * 5
+
+
+@pytest.fixture
+def chain(job: Job) -> Job:
+    """A job that must not be queued again; the next one is job 8."""
+    job.environ |= {"CHAIN": "1", "SLURM_JOB_NAME": "mine", "SLURM_JOB_ACCOUNT": "lab", "SLURM_GPUS_PER_NODE": "h100:8"}
+    return job
+
+
+def test_a_job_of_a_chain_queues_the_next_before_its_ranks_start_and_cancels_it_when_finished(chain: Job) -> None:
+    assert chain.start(f'grep -q ^sbatch "$CALLS" && {FINISH}')[0] == 0
+    (options,) = chain.calls("sbatch")
+    expected = "--dependency=singleton --no-requeue --job-name=mine --nodes=3 --partition=batch --time=1:00:00"
+    expected += " --account=lab --gpus-per-node=h100:8 slurm/train_175b.sh"
+    assert {*expected.split()} <= {*options.split()}
+    assert chain.calls("scancel") == ["8"]
+    assert chain.calls("scontrol") == ["update JobId=7 Requeue=0"]
+
+
+def test_a_chain_goes_on_after_a_crash_without_the_node_that_failed(chain: Job) -> None:
+    chain.environ["CLUSTER"] = "n1 n2 n3 n4"
+    status, message = chain.start(fail_device("n2"))
+    assert status == 1
+    assert "the next job is 8; newest checkpoint: none" in message
+    assert 'first error: {"host": "n2"' in message
+    assert chain.calls("scontrol")[1:] == ["update JobId=8 ExcNodeList=n2"]
+    assert chain.calls("scancel") == []
+
+
+def test_a_chain_of_jobs_without_progress_ends(chain: Job) -> None:
+    for number, last in (("7", False), ("8", False), ("9", True)):
+        chain.environ |= {"SLURM_JOB_ID": number, "CHAIN_ID": "7"}
+        status, message = chain.start("exit 1")
+        assert status == 1
+        assert ("3 starts have brought no new checkpoint" in message) is last
+        assert chain.calls("scancel") == (["8"] if last else [])
+    chain.environ["SLURM_JOB_ID"] = "10"
+    assert chain.start(FINISH)[0] == 1, "nor does one start that was queued besides"
+
+
+def test_jobs_of_a_chain_that_slurm_ends_without_a_checkpoint_count(chain: Job) -> None:
+    """Else those whose time is too short for the first checkpoint would go on for ever."""
+    chain.environ["MAX_STALLED"] = "1"
+    assert chain.signalled(f"{UNTIL_STOPPED}; exit 1", signal.SIGTERM)[0] == 143
+    chain.environ |= {"SLURM_JOB_ID": "8", "CHAIN_ID": "7"}
+    assert chain.start(FINISH)[0] == 1
+
+
+def test_a_job_of_a_chain_that_has_finished_ends_at_once(chain: Job) -> None:
+    chain.run.mkdir()
+    (chain.run / "finished.json").touch()
+    chain.environ["CHAIN_ID"] = "6"
+    (chain.root / "calls").touch()
+    assert chain.start("exit 1")[0] == 0
+    assert chain.calls("srun") == chain.calls("sbatch") == []
+    del chain.environ["CHAIN_ID"]
+    assert chain.start(FINISH)[0] == 0, "one that a person submits trains further"
+    assert len(chain.calls("srun")) == 1
+
+
+def test_flags_that_are_refused_queue_nothing(chain: Job) -> None:
+    chain.environ["REFUSED"] = "2"
+    assert chain.start(FINISH)[0] == 2
+    assert chain.calls("sbatch") == []
+
+
+def test_data_that_do_not_fit_on_a_disk_end_the_job_and_its_chain(chain: Job) -> None:
+    chain.environ["STAGE"] = "/nvme"
+    started = chain.begin("[[ $* != *stage.sh* ]]", flags=("--data-path", "a"))
+    assert started.wait(60) == 1
+    assert [words.rpartition(" bash ")[2].split()[0] for words in chain.calls("srun")] == ["slurm/stage.sh"]
+    assert chain.calls("scancel") == ["8"]
+    assert (chain.run / "slurm" / "data_path").read_text() == "--data-path\na\n"
+    chain.environ |= {"STAGE": "", "SLURM_JOB_ID": "8"}
+    assert chain.start(FINISH)[0] == 0
+    assert not (chain.run / "slurm" / "data_path").exists(), "evaluate.sh would take the data of an earlier start"
 
 
 def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -121,33 +123,24 @@ def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
     assert linear * 1.02 < recipes.step_seconds(config, 1024, 0.44) < linear * 1.04
 
 
-def test_every_word_of_the_environment_is_explained() -> None:
-    text = text_of("lib.sh") + text_of("nodes.sh")
-    explained = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", text.partition("\nset -euo")[0]))
-    asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", text))
-    foreign = {name for name in asked if name.startswith(("SLURM_", "NCCL_", "CUDA_", "TORCH_", "OMP_", "PYTHONPATH"))}
-    assert asked - foreign - explained == set()
-
-
-def test_network_of_ethernet_and_an_interface(tmp_path: Path) -> None:
-    shown = "source slurm/lib.sh; env | grep -E '^(NCCL|GLOO)'"
-    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "NETWORK": "ethernet", "IFNAME": "eth7", "NCCL_DEBUG": "INFO"}
-    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    settings = dict(line.split("=") for line in done.stdout.split())
-    assert settings["NCCL_IB_DISABLE"] == "1"
-    assert settings["NCCL_SOCKET_IFNAME"] == settings["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert settings["NCCL_DEBUG"] == "INFO", "what a person exports comes first"
-    assert not any("HCA" in name for name in settings)
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
         ({"CONTAINER": "nvcr.io#x:1", "MOUNTS": "a:b"}, ["--container-image=nvcr.io#x:1", f"{ROOT}:{ROOT},a:b"]),
-        ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif", "torchrun"]),
+        ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif bash slurm/task.sh torchrun"]),
         ({"CONTAINER": "x.sif", "RUN": "/big/run"}, [f"--bind {ROOT}:{ROOT},/big/run:/big/run x.sif"]),
         ({"MIN_NODES": "112"}, ["--nnodes=128", "--pad-global-batch"]),
-        ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "python"]),
+        ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "slurm/task.sh pretrain_gpt.py"]),
+        ({"CPU_BIND": "node"}, ["--numa-binding=node", "--cpu-bind=none"]),
+        (
+            {"CPU_BIND": "cores", "LAUNCHER": "srun", "SLURM_CPUS_ON_NODE": "96"},
+            ["--cpu-bind=cores", "--mem-bind=local", "--cpus-per-task=12", "--distribution=block:block"],
+        ),
+        (
+            {"RANK_ORDER": "topology", "LAUNCHER": "srun"},
+            ["--nodelist=runs/train_175b/slurm/hosts", "--distribution=arbitrary"],
+        ),
+        ({"CONTAINER": "x.sif", "CACHE": "/c", "STAGE": "/s"}, [f"--bind {ROOT}:{ROOT},/c:/c,/s:/s x.sif"]),
         ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--nproc-per-node=4"]),
         ({"SLURM_GPUS_PER_NODE": "h100:4", "RANKS_PER_NODE": "2"}, ["--nproc-per-node=2"]),
     ],
@@ -161,7 +154,10 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
     ("environ", "sentence"),
     [
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be torchrun or srun"),
-        ({"NETWORK": "roce"}, "NETWORK=roce: must be infiniband or ethernet"),
+        ({"NETWORK": "ib"}, "NETWORK=ib: must be infiniband, roce, ethernet, efa or slingshot"),
+        ({"RANK_ORDER": "topology"}, "fix: LAUNCHER=srun RANK_ORDER=topology"),
+        ({"RANK_ORDER": "rack"}, "RANK_ORDER=rack: must be topology"),
+        ({"SETUP": "absent"}, "SETUP=absent: there is no such file"),
         ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
         ({"SPARES": "two"}, "SPARES=two: must be a number"),
         ({"MIN_NODES": "-1"}, "MIN_NODES=-1: must be a number"),
@@ -185,6 +181,92 @@ def test_what_follows_a_run_asks_for_its_folder(recipe: str, tmp_path: Path) -> 
     with pytest.raises(subprocess.CalledProcessError) as failed:
         Started.by(recipe, DRY_RUN="", SLURM_JOB_ID="7", RUN=str(tmp_path))
     assert f"fix: RUN=runs/mine sbatch slurm/{recipe}.sh" in failed.value.stderr
+
+
+def test_a_file_of_the_cluster_loads_modules_and_sets_settings(tmp_path: Path) -> None:
+    """Under the rules of its own shell: functions of module systems read variables that are not set, and may fail."""
+    setup = tmp_path / "setup.sh"
+    setup.write_text('module() { false; echo "$UNSET" >/dev/null; export LOADED=$2; }\nmodule load cuda\nNETWORK=efa\n')
+    shown = 'source slurm/lib.sh; echo "$LOADED $NETWORK $FI_PROVIDER $-"'
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "SETUP": str(setup)}
+    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    *words, options = done.stdout.split()
+    assert words == ["cuda", "efa", "efa"]
+    assert {"e", "u"} <= {*options}
+
+
+def test_staging_names_the_copies_of_the_last_data_path(tmp_path: Path) -> None:
+    blend = ["--data-path", "0.3", "/shared/a", "0.7", "b", "--seed", "7"]
+    started = Started.by("train_175b", *blend, STAGE="/nvme")
+    assert started.flags[started.flags.index("0.3") : started.flags.index("--seed")] == [
+        "0.3",
+        "/nvme/shared/a",
+        "0.7",
+        f"/nvme{ROOT}/b",
+    ]
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "STAGE": "/nvme", "CHAIN": "1"}
+    command = ["bash", "slurm/train_175b.sh", *blend]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    files = " ".join(f"{prefix}.{end}" for prefix in ("/shared/a", f"{ROOT}/b") for end in ("idx", "bin"))
+    assert f"bash slurm/stage.sh /nvme {files} \n" in done.stderr
+    assert (
+        f"--dependency=singleton --no-requeue --open-mode=append slurm/train_175b.sh {' '.join(blend)}" in done.stderr
+    )
+
+
+def test_files_are_staged_once_whole_and_only_if_there_is_room(tmp_path: Path) -> None:
+    source, disk = tmp_path / "corpus.bin", tmp_path / "disk"
+    source.write_bytes(b"tokens")
+    copy = Path(f"{disk}{source}")
+
+    def stage(**environ: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", ROOT / "slurm" / "stage.sh", disk, source]
+        return subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
+
+    assert stage().returncode == 0
+    assert copy.read_bytes() == b"tokens"
+    first = copy.stat().st_ino
+    assert stage().returncode == 0
+    assert copy.stat().st_ino == first, "reused"
+    copy.write_bytes(b"tok")
+    assert stage().returncode == 0
+    assert copy.read_bytes() == b"tokens"
+    (tmp_path / "df").write_text("#!/bin/sh\necho Avail\necho 1048577\n")
+    (tmp_path / "df").chmod(0o755)
+    with source.open("ab") as file:
+        file.truncate(3 << 20)
+    full = stage(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURMD_NODENAME="n7")
+    assert full.returncode == 1
+    assert f"n7: {disk} has 1 MiB free, the data need 3" in full.stderr
+    assert not list(disk.rglob("*.part"))
+    source.unlink()
+    assert stage().returncode == 1
+
+
+def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$*"\necho error >&2\n')
+    (tmp_path / "python").chmod(0o755)
+    shutil.copy(tmp_path / "python", tmp_path / "torchrun")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+
+    def output(*words: str, **environ: str) -> str:
+        here = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HEAD": "n1", "SLURM_PROCID": "0", "LOGS": str(logs)} | environ
+        command = ["bash", "slurm/task.sh", *words]
+        done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert output("torchrun", "x", SLURMD_NODENAME="n1") == "x\n"
+    assert output("torchrun", "x", SLURMD_NODENAME="n2") == ""
+    assert output("train.py", SLURMD_NODENAME="n1", RANK="0") == "-u train.py\n"
+    assert output("train.py", SLURMD_NODENAME="n1", RANK="1") == ""
+    assert output("train.py", SLURMD_NODENAME="n2", SLURM_PROCID="9") == ""
+    assert {path.name: path.read_text() for path in logs.iterdir()} == {
+        "n2.log": "x\nerror\n",
+        "n1-rank1.log": "-u train.py\nerror\n",
+        "n2-rank9.log": "-u train.py\nerror\n",
+    }
+    assert output("train.py", SLURMD_NODENAME="n2", RANK="3", LOGS="") == "-u train.py\n"
 
 
 def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:

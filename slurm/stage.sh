@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Copy files to a disk of this node, unless copies of their size are there.   slurm/stage.sh FOLDER FILE...
+# A copy lies in FOLDER under the absolute path of its file.
+set -euo pipefail
+folder=$1 needed=0 files=()
+for file in "${@:2}"; do
+    size=$(stat --dereference --format=%s "$file")
+    rm -f "$folder$file.part" # of a copy that was interrupted
+    [ "$(stat --format=%s "$folder$file" 2>/dev/null)" != "$size" ] || continue
+    files+=("$file") needed=$((needed + size))
+done
+[ ${#files[@]} != 0 ] || exit 0
+mkdir -p "$folder"
+free=$(df --output=avail --block-size=1 "$folder" | tail -n 1)
+if [ "$free" -lt "$needed" ]; then
+    printf 'slurm: %s\n' "${SLURMD_NODENAME:-$(hostname)}: $folder has $((free >> 20)) MiB free, the data need $((needed >> 20))" \
+        "fix: free some space there, STAGE=OTHER_FOLDER, or STAGE= to read the data from the shared disk" >&2
+    exit 1
+fi
+for file in "${files[@]}"; do
+    mkdir -p "$(dirname "$folder$file")"
+    cp "$file" "$folder$file.part"
+    mv "$folder$file.part" "$folder$file"
+done
