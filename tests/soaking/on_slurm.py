@@ -57,14 +57,20 @@ class SlurmJob(Job):
         return self.cluster.node_list(self.number) if self._job()["JobState"] == "RUNNING" else []
 
     def bring_back(self) -> None:
-        """Nodes that were lost boot, or are plugged in, and are idle again."""
+        """Nodes that were lost boot, or are plugged in, are idle again and hold no steps of this job.
+
+        A node that is given the job again while an earlier step of it has not reported its end is drained by Slurm,
+        which holds the job.
+        """
         for node in self.lost:
             if (self.cluster.root / "run" / f"{node}.pid").exists():
                 self.cluster.plug(node)
             else:
                 self.cluster.power_on(node)
+        steps = rf"slurmstepd: \[{self.number}\."
         for node in self.lost:
             self.cluster.until(lambda node=node: self.cluster.nodes()[node] == "IDLE", f"{node} is idle again")
+            self.cluster.until(lambda node=node: not self.cluster.processes(node, steps), f"{node} has ended its steps")
         self.lost.clear()
 
     def _job(self) -> dict[str, str]:
