@@ -205,7 +205,7 @@ def write(folder: Path, results: Mapping[str, Any]) -> None:
         "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
         "peak of the data sheet. Ours keeps fp32 main parameters and gradients; transformers keeps bf16 weights, or",
         "fp32 weights under autocast. transformers runs eagerly and with the whole model compiled by",
-        "`torch.compile(model, dynamic=False)`, without `reduce-overhead`, as far as time allows at both micro-batch sizes.",
+        "`torch.compile(model, dynamic=False)`, without `reduce-overhead`; tables show the micro-batch sizes tried.",
         "",
         f"Tests (`tests/gpu`): {results['tests']}",
     ]
