@@ -203,10 +203,9 @@ def write(folder: Path, results: Mapping[str, Any]) -> None:
         "",
         ", ".join(f"{key} {value}" for key, value in results["machine"].items()) + ".",
         "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
-        "peak of the data sheet. Ours keeps fp32 main parameters and gradients; transformers does with fp32 weights",
-        "under autocast. It runs eagerly and with the whole model compiled (`torch.compile(model, dynamic=False)`, not",
-        "`reduce-overhead`), first at the micro-batch size that is named first, then, as far as time allows, at the",
-        "other: the tables say what was tried.",
+        "peak of the data sheet. Ours keeps fp32 main parameters and gradients; transformers keeps bf16 weights, or",
+        "fp32 weights under autocast. transformers runs eagerly and with the whole model compiled by",
+        "`torch.compile(model, dynamic=False)`, without `reduce-overhead`; tables show the micro-batch sizes tried.",
         "",
         f"Tests (`tests/gpu`): {results['tests']}",
     ]

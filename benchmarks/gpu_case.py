@@ -36,6 +36,9 @@ TURN = 0.3
 MARGIN = 1.2
 """Time is taken to run out by that much earlier."""
 
+PROFILE_SECONDS = 15.0
+"""That profiling may take."""
+
 FIRST_TIME = 45.0
 """Seconds that the first setting of its kind is expected to take, most of them for compiling."""
 
@@ -211,11 +214,7 @@ class Bench:
 
 def take_turns(bench: Bench) -> None:
     """Run the winners in turns, so that clock changes of the GPU affect all of them; then profile each."""
-    steps: dict[str, Step] = {}
-    for name, setting in bench.winners.items():
-        warm = setting in bench.steps
-        steps[name] = bench.steps[setting] if warm else setting.make(bench.case, bench.device)
-        bench.timed(steps[name], 1 if warm else WARM_UP_STEPS + 1)
+    steps = {name: warm_step(bench, setting) for name, setting in bench.winners.items()}
     results = {name: bench.results[setting] for name, setting in bench.winners.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
@@ -227,8 +226,18 @@ def take_turns(bench: Bench) -> None:
             for name, s in seconds.items()
         }
     )
-    if bench.left > 15:
+    if bench.left > PROFILE_SECONDS:
         bench.keep(profiles={name: profile(bench, step) for name, step in steps.items()})
+
+
+def warm_step(bench: Bench, setting: Setting) -> Step:
+    """Return the step of a setting, ready to be measured: the one at hand, or a new one."""
+    if setting in bench.steps:
+        step, steps = bench.steps[setting], 1
+    else:
+        step, steps = setting.make(bench.case, bench.device), WARM_UP_STEPS + 1
+    bench.timed(step, steps)
+    return step
 
 
 def profile(bench: Bench, step: Step) -> str:
@@ -279,11 +288,10 @@ def run(bench: Bench) -> None:
     try:
         if len(bench.winners) >= 2:
             take_turns(bench)
-        elif best is not None:
+        else:
             bench.note("no turns were taken")
-            step = best.make(bench.case, bench.device)
-            bench.timed(step, WARM_UP_STEPS + 1)
-            bench.keep(profiles={"best": profile(bench, step)})
+            if best is not None and bench.left > MARGIN * bench.results[best].took + PROFILE_SECONDS:
+                bench.keep(profiles={"best": profile(bench, warm_step(bench, best))})
     except Exception as error:
         bench.note(f"the turns ended: {type(error).__name__}: {str(error)[:200]}")
 

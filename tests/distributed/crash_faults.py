@@ -126,9 +126,9 @@ def lose_node(folders: Sequence[Path], chance: random.Random) -> str:
 
 def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
     """Steps of which there is a whole checkpoint, published or staged: in the durable folder, or over all nodes."""
-    alone = [[path] for path in [*checkpoints(durable), *staged(durable)]]
+    alone = [[path] for path in saves(durable)]
     by_save: dict[tuple[int, bytes], list[Path]] = {}
-    for path in [path for node in nodes for path in [*checkpoints(node), *staged(node)]]:
+    for path in itertools.chain.from_iterable(map(saves, nodes)):
         if (path / "COMPLETE").exists():
             by_save.setdefault((step_of(path), (path / "COMPLETE").read_bytes()), []).append(path)
     return {step_of(copies[0]) for copies in [*alone, *by_save.values()] if is_whole(copies)}
@@ -139,9 +139,10 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("iter_*") if path.suffix == "")
 
 
-def staged(folder: Path) -> list[Path]:
-    """Saves that are complete but for renames, which the next start does."""
-    return sorted(path.parent for path in folder.glob(".epoch-*/iter_*/COMPLETE") if path.parent.suffix == "")
+def saves(folder: Path) -> list[Path]:
+    """Checkpoints, and saves of which only renames are left: the next start publishes these."""
+    staged = (path.parent for path in folder.glob(".epoch-*/iter_*/COMPLETE"))
+    return [*checkpoints(folder), *sorted(path for path in staged if path.suffix == "")]
 
 
 def step_of(path: Path) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.distributed.crash_faults import DAMAGE, Fault, checkpoints, lose_node, staged, step_of, whole_steps
+from tests.distributed.crash_faults import DAMAGE, Fault, checkpoints, lose_node, saves, step_of, whole_steps
 from tests.distributed.crash_runs import STEPS, Before, Ended, Setup, same_end, start
 from tests.golden.provenance import provenance
 
@@ -200,7 +200,7 @@ def _damage(setup: Setup, folder: Path, chance: random.Random, kind: str, newest
     if kind == "lost node":
         return lose_node([node for node in setup.nodes(folder) if node.exists()], chance)
     places = [setup.durable(folder), *setup.nodes(folder)]
-    paths = [path for place in places for path in [*checkpoints(place), *staged(place)] if step_of(path) == newest]
+    paths = [path for place in places for path in saves(place) if step_of(path) == newest]
     path = chance.choice(paths)
     file = chance.choice(sorted(file for file in path.rglob("*") if file.is_file()))
     return f"{file.relative_to(folder)} {DAMAGE[kind](file, chance)}"

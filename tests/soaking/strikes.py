@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.crash_faults import DAMAGE, checkpoints, is_whole, staged, step_of
+from tests.distributed.crash_faults import DAMAGE, is_whole, saves, step_of
 from tests.soaking.here import HereJob
 from tests.soaking.job import Job
 from tests.soaking.machine import agents
@@ -31,7 +31,7 @@ class Strike:
     Attributes:
         what: in words.
         moment: when, in seconds of ``time.time()``.
-        damaged: the checkpoint that was, which the next start has to report.
+        damaged: the checkpoint that it damaged; the next start has to report that.
         over: when it was over, of one that passes.
         afterwards: what happens as soon as the run has recovered.
     """
@@ -138,8 +138,8 @@ def damage_newest(job: HereJob, chance: random.Random) -> Strike | None:
 
 
 def _whole(folder: Path) -> list[Path]:
-    """Checkpoints of which every byte is right, published or staged: the next start publishes these."""
-    return [path for path in [*checkpoints(folder), *staged(folder)] if is_whole([path])]
+    """Saves of which every byte is right."""
+    return [path for path in saves(folder) if is_whole([path])]
 
 
 # ---- from above

@@ -195,7 +195,10 @@ class Trials:
 
 
 def _unreported(strike: Strike, records: list[dict[str, Any]]) -> list[str]:
-    """Damage that the next start does not report; it need not where a save that was under way gave it a newer one."""
+    """Return the damage that the next start should have reported, and did not.
+
+    A save that was under way may have given it a newer checkpoint; then it need not look at the damaged one.
+    """
     if strike.damaged is None:
         return []
     resumed = next((record["iteration"] for record in records if record.get("event") == "start"), 0)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import standings
 from tests.distributed import product
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,19 @@ def test_speeds_are_those_of_the_results() -> None:
     eager, fused = (found[f"tokens/s of ours / transformers{rest}"] for rest in ("", ", fused gelu"))
     assert f"{figure(eager)}; {figure(fused)} with its gelu fused" in TEXT
     assert f"| {figure(found['process-seconds of TP=2 / one process'])} |" in TEXT
+
+
+def test_speeds_on_a_gpu_are_those_of_the_results() -> None:
+    found = {case["case"]: standings(case) for case in result("gpu")["cases"]}
+    rates = {name: (v["best"]["tokens/s"], v["transformers"]["tokens/s"]) for name, v in found.items()}
+    ratios = {name: ours / theirs for name, (ours, theirs) in rates.items()}
+    assert min(ratios, key=lambda name: ratios[name]) == "124M-s1024"
+    assert max(ratios, key=lambda name: ratios[name]) == "1B-s4096"
+    assert f"| {ratios['124M-s1024']:.2f} (GPT-2 124M) to {ratios['1B-s4096']:.2f} (Llama 1B) |" in TEXT
+    for name, (ours, theirs) in rates.items():
+        mfu = " / ".join(f"{found[name][whose]['MFU']:.1%}" for whose in ("best", "transformers"))
+        row = f"| {ours:,.0f} / {theirs:,.0f} | {mfu} | {ratios[name]:.2f} |"
+        assert row in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_faults_are_those_of_the_log() -> None:

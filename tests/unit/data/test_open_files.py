@@ -35,7 +35,7 @@ def notes(folder: str) -> list[str]:
         return [str(error)]
 
 
-def told(folder: Path, soft: int, hard: int) -> list[str]:
+def printed(folder: Path, soft: int, hard: int) -> list[str]:
     """Return the output of a process with these limits of open files, and the soft limit it ends with."""
     command = [sys.executable, "-c", OPENED, str(soft), str(hard), str(folder)]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
@@ -50,11 +50,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_the_system_allows_is_asked_for(folder: Path) -> None:
-    assert told(folder, 50, 1024) == ["[]", "(1024, 1024)"]
+    assert printed(folder, 50, 1024) == ["[]", "(1024, 1024)"]
 
 
 def test_where_that_does_not_do_the_remedy_is_told(folder: Path) -> None:
-    (message, limits) = told(folder, 50, 150)
+    (message, limits) = printed(folder, 50, 150)
     assert "Too many open files" in message
     assert "ulimit -n 65536" in message
     assert limits == "(150, 150)"
