@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.training.loggers.plots import draw_health, draw_runs

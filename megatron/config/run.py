@@ -69,7 +69,6 @@ TOKENIZER_WITH_MODEL = Need(
 WANDB = Need("wandb_project")
 TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
-EVALUATION = Need("eval_iters", "--eval-iters")
 RUN_DIR = Need("run_dir")
 
 
