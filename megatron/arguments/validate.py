@@ -49,19 +49,25 @@ def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--skip-train`` has weights and batches to evaluate."""
-    if not config.training.skip_train:
-        return
-    checkpoint = config.checkpoint
-    if config.training.eval_iters == 0:
+    """Check that ``--skip-train`` has batches to evaluate."""
+    if config.training.skip_train and config.training.eval_iters == 0:
         sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
         yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
-    hub = (checkpoint.load or "").startswith(HUGGING_FACE_PREFIX)
-    if not hub and not holds_checkpoints(checkpoint.load) and not holds_checkpoints(checkpoint.save):
-        folders = {"--load": checkpoint.load, "--save": checkpoint.save}
-        reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
+
+
+def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that there is a checkpoint for flags that need one."""
+    checkpoint = config.checkpoint
+    folders = {"--load": checkpoint.load, "--save": checkpoint.save}
+    if (checkpoint.load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
+        return
+    reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
+    if config.training.skip_train:
         sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
+    elif checkpoint.exit_on_missing_checkpoint:
+        sentence = f"--exit-on-missing-checkpoint needs a checkpoint to start from{reason}"
+        yield Problem("E801", sentence, ("--load RUN", "drop --exit-on-missing-checkpoint"))
 
 
 def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:

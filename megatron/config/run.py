@@ -474,6 +474,8 @@ class CheckpointConfig:
     layout, or hf:DIR or hf:ORG/NAME (on the hub) for the weights and architecture of a Hugging Face model."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
+    exit_on_missing_checkpoint: bool = option(False, role="start", needs=START_POINT)
+    """Stop if neither save nor load holds a checkpoint, instead of starting from scratch."""
     resume_mode: str = option(
         "exact",
         role="start",

@@ -21,7 +21,8 @@ Sent = dict[tuple[str, str], float]
 LENGTH, HIDDEN, LAYERS = 16, 32, 2
 MODEL = (
     f"--mock-data --vocab-size 256 --train-iters 1 --device cpu --num-layers {LAYERS} --hidden-size {HIDDEN} "
-    f"--seq-length {LENGTH} --normalization RMSNorm --disable-bias-linear --ddp-bucket-size 9000"
+    f"--num-attention-heads 4 --seq-length {LENGTH} "
+    "--normalization RMSNorm --disable-bias-linear --ddp-bucket-size 9000"
 )
 SCALARS = 2 * 8
 """Bytes of the tokens of a step, and of their loss, which replicas add up."""

@@ -341,6 +341,7 @@ CASES = (
     Case("--stop-file s3://bucket/stop"),
     Case("--skip-train"),
     Case("--skip-train --save tests/golden --eval-iters 2"),
+    Case("--exit-on-missing-checkpoint --save tests/golden --load runs/absent"),
     # where a run reports to
     Case("--run-dir= --wandb-project= --tensorboard-dir="),
     Case("--run-dir README.md"),

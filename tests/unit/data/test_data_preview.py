@@ -13,7 +13,8 @@ from megatron.data.preview import MAX_DATASETS_SHOWN, preview_data
 from tests.unit.data import pairs
 
 ROOT = Path(__file__).parents[3]
-RUN = ["--vocab-size", "300", "--train-iters", "10", "--global-batch-size", "4", "--seq-length", "25"]  # 1,000 tokens
+MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "25"]
+RUN = [*MODEL, "--vocab-size", "300", "--train-iters", "10", "--global-batch-size", "4"]  # 1,000 tokens
 
 
 def write(prefix: Path, documents: int, tokens: int = 10) -> str:

@@ -191,7 +191,7 @@ def test_attention_dropout_is_computed_by_torch_whatever_is_free(monkeypatch: py
     monkeypatch.setitem(OPERATIONS, "attention", replace(known, candidates={**known.candidates, "cudnn": fast}))
     assert "cudnn (attention)" in select_kernels(("attention=cudnn",), CPU, torch.float32)[1][0]
     assert select_kernels(("attention=cudnn",), CPU, torch.float32, attention_dropout=True)[1] == ["kernels: torch"]
-    run = ["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--kernels", "auto"]
+    run = ["--preset", "tiny-gpt2", "--mock-data", "--vocab-size", "257", "--train-iters", "1", "--kernels", "auto"]
     for name, codes in (("cudnn", ["E903"]), ("auto", []), ("torch", [])):
         try:
             parse([*run, f"attention={name}", "--attention-dropout", "0.1"], {})

@@ -91,7 +91,7 @@ def test_depth_first_groups(p: int, m: int, group: int, lengths: list[int]) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence", "fixes"),
     [
-        (("1f2b", 2, 1, 4), "there is no schedule '1f2b'; choose from gpipe, 1f1b,", ("--pipeline-schedule 1f1b",)),
+        (("gipe", 2, 1, 4), "there is no schedule 'gipe'; choose from gpipe, 1f1b,", ("--pipeline-schedule gpipe",)),
         (("ZB-V", 2, 2, 4), "there is no schedule 'ZB-V'", ("--pipeline-schedule zb-v",)),
         (("fancy", 2, 1, 4), "there is no schedule 'fancy'", ()),
         (

@@ -28,7 +28,10 @@ from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 
-TINY = "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"
+TINY = (
+    "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"
+    " --num-attention-heads 4"
+)
 EXPERTS = "--num-experts 4 --disable-bias-linear --normalization RMSNorm --swiglu --moe-ffn-hidden-size 24"
 
 

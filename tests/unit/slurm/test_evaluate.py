@@ -22,4 +22,4 @@ def test_what_a_run_said_of_its_saves_and_layout_does_not_stop_its_evaluation(re
     evaluation = Started.by("evaluate", SMALL="1", RUN=str(tmp_path), SLURM_JOB_NUM_NODES="1")
     with pytest.raises(UserError) as refused:
         parse([*evaluation.flags, "--check-config", "--world-size", str(evaluation.world_size)], environ={})
-    assert [problem.code for problem in refused.value.problems] == ["E801"], "nothing but that there is no checkpoint"
+    assert [problem.code for problem in refused.value.problems] == ["E312"], "nothing but that there is no checkpoint"

@@ -146,7 +146,7 @@ def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
             ["--schedule", "best", *SMALL],
             "there is no schedule best: one is gpipe, 1f1b, interleaved, zb-h1,",
         ),
-        (["--compare", "1f1b", "Search", *SMALL], "there is no schedule Search: did you mean searched?"),
+        (["--compare", "1f1b", "Searchd", *SMALL], "there is no schedule Searchd: did you mean searched?"),
         (["--schedule", "a.csv", "--pipeline", "2"], "--pipeline has no effect here: the file defines its size"),
         (["--measured", "x.json", "--f", "2"], "--f has no effect here"),
         (["--compare", "all", *SMALL, "--csv", "a.csv"], "--csv has no effect here: it applies to one schedule"),

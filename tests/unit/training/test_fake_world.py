@@ -33,6 +33,7 @@ MOST_SECONDS = 30
 MOST_MEMORY = 2**31
 """Memory limit in bytes: less than the weights of one rank."""
 
+TINY = "--preset tiny-gpt2 --mock-data --vocab-size 257 --train-iters 1"
 OF_THE_MODEL = ("model", "parallel", "training", "optimizer", "precision")
 
 
@@ -157,7 +158,7 @@ def test_any_layout_is_built(layout: tuple[str, int], random: Any) -> None:
             " --num-attention-heads 8 --num-query-groups 2 --use-distributed-optimizer",
             64,
         ),
-        ("", 1),
+        ("--preset tiny-gpt2", 1),
     ],
     ids=["llama3-70b", "experts", "alone"],
 )
@@ -184,8 +185,8 @@ def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = "--mock-data --vocab-size 257 --train-iters 1 --fake-world --world-size 4 --pipeline-model-parallel-size 4"
-    argv = [*flags.split(), "--num-layers", "4", "--global-batch-size", "8", "--lr-factors"]
+    flags = f"{TINY} --fake-world --world-size 4 --pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8"
+    argv = [*flags.split(), "--lr-factors"]
     assert pretrain_gpt.main([*argv, "layers.3.*=2"]) == 0
     printed = capsys.readouterr().out
     assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in printed
@@ -210,7 +211,7 @@ def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_
 )
 def test_what_makes_no_sense_is_refused(flags: str, environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse(["--mock-data", "--vocab-size", "257", "--train-iters", "1", *flags.split()], environ)
+        parse(f"{TINY} {flags}".split(), environ)
     (problem,) = caught.value.problems
     assert (problem.code, problem.sentence) == ("E010", sentence)
     assert problem.fixes

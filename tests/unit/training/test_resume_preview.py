@@ -225,7 +225,7 @@ def test_weights_alone_cannot_be_resumed_from(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = checked(capsys, "--save", "mine", "--vocab-size", "300")
+    status, out, _ = checked(capsys, *MODEL, "--save", "mine", "--vocab-size", "300")
     assert status == 0
     assert "note: starts from scratch: mine holds no checkpoint\n" in out
 
