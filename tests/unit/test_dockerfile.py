@@ -78,8 +78,8 @@ def test_the_steps_are_those_of_the_set_up_script() -> None:
 def test_what_is_ignored_is_nothing_of_the_project() -> None:
     kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("", "#")]
-    ignored = re.compile("|".join(map(as_regex, patterns)))
-    assert [path for path in kept if ignored.fullmatch(path)] == []
+    ignored = re.compile("|".join(as_regex(pattern) for pattern in patterns if pattern[0] != "!"))
+    assert [path for path in kept if ignored.fullmatch(path) and f"!{path}" not in patterns] == []
     assert ignored.fullmatch("megatron/config/__pycache__/run.pyc")
     assert ignored.fullmatch(".git/config")
 

@@ -16,9 +16,9 @@ RUN = "--micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 -
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --gpus-per-node=4
 set -e
-source /opt/cluster/venv/bin/activate
+source venv/bin/activate
 module load cuda nccl
-cd /workspace/Megatron-LM
+cd Megatron-LM
 export MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 OUT=$1
 mkdir -p $OUT
