@@ -96,6 +96,7 @@ class Launch:
     local_size: int = 1  # ranks of this node; under srun only a lower bound
     master: str | None = "127.0.0.1"  # address of rank 0; None if unknown
     node: int = 0  # identifies the node; increases with the node's order, but not by 1
+    port: int = 29500  # of rank 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -109,7 +110,7 @@ class Launch:
             local = _variable(environ, "LOCAL_RANK", 0)
             local_size = _variable(environ, "LOCAL_WORLD_SIZE", local + 1)
             master = environ.get("MASTER_ADDR", cls.master)
-            return cls("torchrun", rank, size, local, local_size, master, rank - local)
+            return cls("torchrun", rank, size, local, local_size, master, rank - local, _port(environ))
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         if _step(environ) < 0 or not set(names) <= environ.keys():
             return cls()  # a batch script has its job's variables, but is not a rank
@@ -117,7 +118,8 @@ class Launch:
         local = _variable(environ, names[2])
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
         address = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        return cls("srun", rank, size, local, local + 1, address, _variable(environ, "SLURM_NODEID", 0))
+        node = _variable(environ, "SLURM_NODEID", 0)
+        return cls("srun", rank, size, local, local + 1, address, node, _port(environ))
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if the address of rank 0 is unknown."""
@@ -143,6 +145,13 @@ def _ranks(environ: Mapping[str, str], *names: str) -> tuple[int, int]:
         sentence = f"{given}: the ranks of {size} are 0 to {size - 1}" if size else f"{given}: there is no rank"
         raise UserError([Problem("E013", sentence, (f"unset {' '.join(names)}",))])
     return rank, size
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _variable(environ, "MASTER_PORT", Launch.port)
+    if not 0 < port < 1 << 16:
+        raise UserError([Problem("E013", f"MASTER_PORT={port} must be 1 to 65535", ("unset MASTER_PORT",))])
+    return port
 
 
 def _variable(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

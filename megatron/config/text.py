@@ -6,31 +6,40 @@ import importlib.metadata
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the one known word that ``word`` is a misspelling of, or None.
+    """Return the one known name that ``word`` is a misspelling of, or None.
 
     At most one character in five differs. Numbers and the count of words are the same, both or neither begin with a
-    negation, and no other word is as near: a different name is no misspelling, however much of it is the same.
+    negation, no word that differs is one of another name, and no other name is as near: a different name is no
+    misspelling, however much of it is the same.
     """
-    distances = {name: distance for name in known if (distance := _misspelling(word, name)) is not None}
+    names = [*known]
+    vocabulary = {part for name in names for part in _parts(name)}
+    distances = {name: distance for name in names if (distance := _misspelling(word, name, vocabulary)) is not None}
     least = min(distances.values(), default=0)
     closest = [name for name, distance in distances.items() if distance == least]
     return closest[0] if len(closest) == 1 else None
 
 
-def _misspelling(word: str, name: str) -> int | None:
+def _parts(name: str) -> list[str]:
+    return re.split(r"[-_]+", name.lower())
+
+
+def _misspelling(word: str, name: str, vocabulary: Container[str]) -> int | None:
     """Return the number of characters that differ if ``word`` may be a misspelling of ``name``, else None."""
-    letters, meant = (re.sub(r"[-_]", "", text.lower()) for text in (word, name))
+    letters, meant = "".join(_parts(word)), "".join(_parts(name))
     if letters == meant:
         return 0
     most = max(1, len(meant) // 5)
     if _shape(word) != _shape(name) or abs(len(letters) - len(meant)) > most:
+        return None
+    if any(typed != part and typed in vocabulary for typed, part in zip(_parts(word), _parts(name))):
         return None
     if sorted(letters) == sorted(meant):
         return 1  # two letters changed places
@@ -42,7 +51,7 @@ def _misspelling(word: str, name: str) -> int | None:
 def _shape(name: str) -> tuple[list[str], bool, int]:
     """Return what a misspelling does not change: numbers, negation and the count of words."""
     negated = re.match(r"-*(no|disable|skip)[-_]", name) is not None
-    return re.findall(r"\d+", name), negated, len(re.split(r"[-_]+", name))
+    return re.findall(r"\d+", name), negated, len(_parts(name))
 
 
 def nearest(value: int, among: Iterable[int]) -> list[int]:

@@ -38,7 +38,8 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
         device: where this rank computes.
 
     Raises:
-        UserError: when the backend does not support the device, or the address of rank 0 is unknown.
+        UserError: when the backend does not support the device, the address of rank 0 is unknown or its port is in use,
+            or two processes have the same rank.
         MissingRanksError: when not all ranks join within ``timeout``.
 
     """
@@ -51,7 +52,7 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
     if problems:
         raise UserError(problems)
     os.environ.setdefault("MASTER_ADDR", str(launch.master))
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.setdefault("MASTER_PORT", str(launch.port))
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     # the agents of torchrun have found each other, and host a store, before they start ranks
     store = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else open_store(launch, timeout)
@@ -66,42 +67,68 @@ LATE_SECONDS = 8.0
 """Seconds after which ranks that have not joined are reported, and once a minute from then on."""
 
 
+class _JoinWait:
+    """Polls until ranks have joined, so that signals are handled meanwhile, and names those that are missing."""
+
+    def __init__(self, place: str, timeout: timedelta) -> None:
+        self._place = place  # ranks that are to join, and where
+        self._report_at = time.monotonic() + LATE_SECONDS
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    def until(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], reports: bool) -> None:
+        """Return when ``done()``; print the missing ranks if ``reports``.
+
+        Raises:
+            MissingRanksError: after the timeout.
+        """
+        pause = 0.01
+        while not done():
+            expired = time.monotonic() > self._end
+            if expired or (reports and time.monotonic() > self._report_at):
+                self._report_at = time.monotonic() + 60.0
+                ranks = missing()
+                text = f"waiting for {len(ranks)} of {self._place}: {listed_ranks(ranks)}"
+                if expired:
+                    raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
+                print(text, file=sys.stderr, flush=True)
+            time.sleep(pause)
+            pause = min(0.5, 1.25 * pause)
+
+
 def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
 
     Meanwhile rank 0, and the first rank of a machine that cannot reach it, print which ranks are missing.
 
     Raises:
+        UserError: when rank 0 cannot listen at the port, or another process has this rank.
         MissingRanksError: when not all ranks join within ``timeout``.
     """
-    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launch.world_size
-    began = time.monotonic()
-    report_at = began + LATE_SECONDS
+    host, size = os.environ["MASTER_ADDR"], launch.world_size
+    wait = _JoinWait(f"{size} ranks at {host}:{launch.port}", timeout)
+    if launch.rank:
+        wait.until(lambda: _is_listening(host, launch.port), lambda: [0], reports=launch.local_rank == 0)
+    try:
+        store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, launch.port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if launch.rank:
+            raise
+        sentence = f"rank 0 cannot listen at port {launch.port}: {str(error).splitlines()[0]}"
+        fix = f"MASTER_PORT={launch.port + 1}, the same for all ranks"
+        raise UserError([Problem("E013", sentence, (fix,))]) from None
+    if store.add(f"joined/{launch.rank}", 1) > 1:
+        sentence = f"another process at {host}:{launch.port} is rank {launch.rank}, too"
+        raise UserError([Problem("E013", sentence, ("a RANK of its own for each process",))])
 
-    def wait(missing: Callable[[], Sequence[int]], speaks: bool) -> None:
-        """Sleep, and print who is missing if it is time to."""
-        nonlocal report_at
-        now = time.monotonic()
-        expired = now - began > timeout.total_seconds()
-        if expired or (speaks and now >= report_at):
-            report_at = now + 60.0
-            ranks = missing()
-            text = f"waiting for {len(ranks)} of {size} ranks at {host}:{port}: {listed_ranks(ranks)}"
-            if expired:
-                raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
-            print(text, file=sys.stderr, flush=True)
-        time.sleep(min(0.5, (now - began) / 4))
+    def missing() -> list[int]:
+        return [rank for rank in range(size) if not store.check([f"joined/{rank}"])]
 
-    while launch.rank and not _is_listening(host, port):
-        wait(lambda: [0], launch.local_rank == 0)
-    store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
-    )
-    store.set(f"joined/{launch.rank}", "")
-    if store.add("joined", 1) == size:
+    if launch.rank == 0:
+        wait.until(lambda: not missing(), missing, reports=True)
         store.set("joined/all", "")
-    while not store.check(["joined/all"]):  # store.wait() would log a warning whenever its timeout is over
-        wait(lambda: [rank for rank in range(size) if not store.check([f"joined/{rank}"])], launch.rank == 0)
+    wait.until(lambda: store.check(["joined/all"]), missing, reports=False)
     return store
 
 

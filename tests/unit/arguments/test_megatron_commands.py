@@ -54,6 +54,7 @@ def test_real_command_lines_start_or_name_what_is_missing(tmp_path: Path) -> Non
     assert [f"{name}: {text}" for name, text in found.items()] == GOLDEN.read_text().splitlines()
     named = [set(re.findall(r"E\d{3}", text)) <= MISSING_FEATURES for text in found.values()]
     assert sum(named) >= 0.9 * len(named)
+    assert not [text for text in found.values() if re.search(r"no such flag(?!;)|near are|did you mean", text)]
 
 
 def test_every_kept_verdict_has_a_reason() -> None:
@@ -96,6 +97,20 @@ def test_no_fix_of_300_misspellings_changes_the_type_or_sense_of_a_flag() -> Non
         assert all(kind(fix) == kind(flag) for fix in fixes), (typed, found)
         right += fixes == [flag]
     assert right > 200
+
+
+def test_a_flag_with_a_word_of_another_flag_gets_no_fix() -> None:
+    dice, words = random.Random(8), sorted({part for flag in SPELLINGS for part in flag[2:].split("-")})
+    known = {*SPELLINGS, *OWN_FLAGS, *foreign_flags().handled, *foreign_flags().replaced, *foreign_flags().renamed}
+    swapped = set()
+    for _ in range(300):
+        parts = dice.choice(sorted(SPELLINGS))[2:].split("-")
+        parts[dice.randrange(len(parts))] = dice.choice(words)
+        swapped.add("--" + "-".join(parts))
+    swapped = {flag for flag in swapped - known if foreign_flags().find(flag) is None}
+    found = {p.sentence.partition(":")[0]: p.fixes for p in problems(" ".join(sorted(swapped))) if p.code == "E001"}
+    assert found == dict.fromkeys(swapped, ())
+    assert len(found) > 150
 
 
 @pytest.mark.parametrize(

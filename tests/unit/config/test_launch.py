@@ -49,6 +49,8 @@ def test_place_of_this_process(environ: dict[str, str], launch: Launch) -> None:
         {"RANK": "0", "WORLD_SIZE": "0"},
         {"RANK": "-1", "WORLD_SIZE": "2"},
         TORCHRUN | {"LOCAL_WORLD_SIZE": ""},
+        TORCHRUN | {"MASTER_PORT": "abc"},
+        TORCHRUN | {"MASTER_PORT": "65536"},
         STEP | {"SLURM_LOCALID": "x"},
     ],
 )

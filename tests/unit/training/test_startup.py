@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -220,8 +222,7 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
     def join(rank: int, size: int, port: int, minutes: float) -> Store:
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        return open_store(Launch("torchrun", rank, size), timedelta(minutes=minutes))
+        return open_store(Launch("torchrun", rank, size, port=port), timedelta(minutes=minutes))
 
     for rank, absent in ((0, 1), (1, 0)):
         port = free_port()
@@ -232,6 +233,23 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with ThreadPoolExecutor(3) as threads:
         stores = [threads.submit(join, rank, 3, port, 1) for rank in (2, 0, 1)]
         assert all(store.result().check(["joined/all"]) for store in stores)
+
+
+def test_a_rank_that_is_started_twice_and_a_port_in_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    port = free_port()
+    launch, second = (Launch("torchrun", rank, 2, port=port) for rank in (0, 1))
+    with ThreadPoolExecutor(2) as threads:
+        stores = [threads.submit(open_store, each, timedelta(minutes=1)) for each in (launch, second)]
+        kept = [store.result() for store in stores]
+    with pytest.raises(UserError, match=f"E013 another process at 127.0.0.1:{port} is rank 1, too"):
+        open_store(second, timedelta(minutes=1))
+    del kept
+    with (
+        socket.create_server(("", port := free_port())),
+        pytest.raises(UserError, match=f"cannot listen at port {port}"),
+    ):
+        open_store(replace(launch, port=port), timedelta(minutes=1))
 
 
 # ---- Reading ahead
