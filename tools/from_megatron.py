@@ -6,8 +6,8 @@
     python tools/from_megatron.py -- --num-layers 12 --hidden-size 768 ...
 
 A script runs in an empty folder, with stand-ins that record what its launcher (torchrun, srun, mpirun, deepspeed,
-python) would start; of other programs it can call only those that print. Read a script before you run it here: absolute
-paths in it are not redirected.
+python) would start, and few other programs in PATH. That is no sandbox: it runs with your rights, and absolute paths in
+it are not redirected. Read a script of others before you run it here.
 
 Prints what becomes of each flag: `same`, `mapped`, `not needed`, or `missing` where it asks for something that
 pretrain_gpt.py does not have; then the command line. Exit status: 0 if that line has nothing missing and would start, 1
@@ -17,13 +17,16 @@ if not, 2 for input that cannot be read. Files that the command line names are n
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +35,17 @@ import yaml
 
 from megatron.arguments.cli import parse, parse_flags
 from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
-from megatron.config.errors import UserError
+from megatron.config.errors import Problem, UserError
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
-HARMLESS = "awk basename cat cut date dirname env expr grep head hostname id printf pwd readlink realpath sed seq sort"
+HARMLESS = "awk basename cat cut date dirname expr grep head hostname id printf pwd readlink realpath sed seq sort"
 HARMLESS += " sleep tail tr uname uniq wc whoami"
 ENTRY = re.compile(r"(^|/)pretrain\w*\.py$")
 SECONDS = 60
 """Of a script, at most."""
+
+NEOX_DEFAULTS = {"activation": "gelu", "warmup": 0.01, "rms_norm_epsilon": 1e-8, "lr_decay_style": "linear"}
+"""Settings of gpt-neox with other defaults here."""
 
 FILES_ARE_ELSEWHERE = {"E503", "E507", "E850"}
 """Codes of problems that a missing file may cause."""
@@ -103,20 +109,26 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
         environ = {"PATH": str(programs), "HOME": str(work), "USER": "user", "BASH_ENV": str(prelude)}
         text = script.read_text(errors="replace")
         environ |= _slurm_variables(text)
-        try:
-            ended = subprocess.run(
+        with open(Path(folder, "errors"), "w+", errors="replace") as errors:
+            started = subprocess.Popen(
                 [bash, str(script.resolve()), *arguments],
                 cwd=work,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=SECONDS,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
             )
-            output = ended.stderr
-        except subprocess.TimeoutExpired:
-            output = f"it did not end within {SECONDS} s"
+            try:
+                started.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                print(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)  # also what it has left in the background
+                started.wait()
+            errors.seek(0)
+            output = errors.read()
         recorded = record.read_bytes().decode(errors="replace") if record.exists() else ""
     for line in filter(None, recorded.split("\0\0")):
         words = line.split("\0")
@@ -169,12 +181,15 @@ def read_yaml(file: Path) -> Run:
         raise ValueError(f"{file} holds no settings")
     if isinstance(arguments := tree.get("MODEL_ARGS"), dict):
         return Run([word for name, value in arguments.items() for word in _flag(name, value)])
-    run, unknown = Run([]), 0
-    for name, value in _flattened(tree):
-        entry = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
-        if isinstance(entry, dict):
-            entry = entry.get(str(value).lower(), entry.get("else", "missing: this value has no counterpart"))
+    run = Run([])
+    if not {name for name, _ in _flattened(tree)} & foreign_flags().gpt_neox.keys():
+        raise ValueError(f"{file} is neither a model_config.yaml of Megatron-LM nor a configuration of gpt-neox")
+    for name, value in _neox_settings(tree).items():
+        entry: Any = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
         text = _text(value)
+        if isinstance(entry, dict):
+            match = [pattern for pattern in entry if re.fullmatch(pattern, text.lower())]
+            entry = entry[match[0]] if match else entry.get("else", "missing: this value has no counterpart")
         if entry.startswith("--"):
             words = entry.replace("{}", text)
             for number, item in enumerate(value if isinstance(value, list) else ()):
@@ -183,10 +198,7 @@ def read_yaml(file: Path) -> Run:
             run.rows.append((f"{name}: {text}", "mapped", words))
         else:
             verdict, _, reason = entry.partition(": ")
-            unknown += reason == "it is not a known setting"
             run.rows.append((f"{name}: {text}", verdict, reason))
-    if unknown > len(run.rows) / 2:
-        raise ValueError(f"{file} is neither a model_config.yaml of Megatron-LM nor a configuration of gpt-neox")
     return run
 
 
@@ -200,6 +212,19 @@ def _text(value: Any) -> str:
     return " ".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
+def _neox_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of gpt-neox by name, as they take effect together."""
+    settings: dict[str, Any] = NEOX_DEFAULTS | dict(_flattened(tree))
+    if settings["activation"] == "gelu" and settings.get("bias_gelu_fusion"):
+        settings["activation"] = "gelu_tanh"
+    if "fp16.initial_scale_power" in settings:
+        settings["fp16.initial_scale_power"] = 2 ** int(settings["fp16.initial_scale_power"])
+    if settings.get("tokenizer_type", "GPT2BPETokenizer") != "GPT2BPETokenizer" and "vocab_file" in settings:
+        settings["tokenizer_model"] = settings.pop("vocab_file")
+    settings.pop("rms_norm_epsilon" if settings.get("norm", "layernorm") == "layernorm" else "layernorm_epsilon", None)
+    return settings
+
+
 def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings of a gpt-neox file; names may have hyphens."""
     for name, value in tree.items():
@@ -210,33 +235,53 @@ def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def translate(run: Run) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """Return what becomes of each setting (the setting, the verdict, an explanation), and the flags for here."""
+def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, str, str]], list[str], Sequence[Problem]]:
+    """Return what becomes of each setting (the setting, the verdict, an explanation), and the flags for here.
+
+    Args:
+        run: to translate.
+        problems: of its flags, as they are.
+
+    Returns:
+        The rows, the flags, and the problems that belong to no row.
+    """
     command_line = parse_flags(run.flags)
-    rows, flags = list(run.rows), list[str]()
+    rows, flags, reported = list(run.rows), list[str](), set[Problem]()
+
+    def add(words: Sequence[str], verdict: str, text: str, here: Sequence[str]) -> None:
+        spelling = words[0].partition("=")[0]
+        begins = re.compile(rf"{re.escape(spelling)}(?![\w-])")
+        for problem in filter(lambda problem: begins.match(problem.sentence), problems):
+            if problem.code in ("E001", "E004") or "is not one of" in problem.sentence:
+                fixes = [f"fix: {fix}" for fix in problem.fixes if not fix.startswith("drop ")]
+                verdict, text, here = "missing", "; ".join([problem.sentence.partition(": ")[2], *fixes]), ()
+                reported.add(problem)
+        if shlex.join(here) not in shlex.join(flags):
+            flags.extend(here)
+        row = " ".join(words), verdict, text
+        if row not in rows and (not run.rows or verdict == "missing"):
+            rows.append(row)
+
     for given in command_line.given:
+        old = [given.spelling, *given.words]
         words = apply_foreign_values(given.spelling, given.words) if given.setting.choices else list(given.words)
-        flags += [given.spelling, *words]
-        if not run.rows:
-            verdict, here = (
-                ("same", "") if words == list(given.words) else ("mapped", " ".join([given.spelling, *words]))
-            )
-            rows.append((" ".join([given.spelling, *given.words]), verdict, here))
-    for words in command_line.foreign:
-        applied, _, _ = apply_foreign_flags([words])
-        spelling, equals, value = words[0].partition("=")
-        reason = ignore_reason(spelling, [*[value] * bool(equals), *words[1:]])
-        flag = foreign_flags().find(spelling)
-        here = [word for each in applied for word in each]
-        flags += here
-        if applied:
-            verdict, text = "mapped", " ".join(here)
-        elif reason:
-            verdict, text = "not needed", reason
+        new = [given.spelling, *words]
+        if given.spelling == "--num-query-groups" and "--group-query-attention" not in run.flags:
+            add(old, "not needed", "Megatron-LM ignores it without --group-query-attention", ())
         else:
-            verdict, text = "missing", flag.reason if flag else "it is not a flag of Megatron-LM"
-        rows.append((" ".join(words), verdict, text))
-    return rows, flags
+            add(old, *(("same", "") if new == old else ("mapped", " ".join(new))), new)
+    set_by_flags = {given.setting.name for given in command_line.given}
+    for words in command_line.foreign:
+        applied, others, _ = apply_foreign_flags([words], set_by_flags)
+        here = [word for each in applied for word in each]
+        if others:
+            spelling, equals, value = words[0].partition("=")
+            add(words, "not needed", ignore_reason(spelling, [*[value] * bool(equals), *words[1:]]) or "", ())
+        elif here:
+            add(words, "mapped", " ".join(here), here)
+        else:
+            add(words, "not needed", "another flag sets the same", ())
+    return rows, flags, [problem for problem in problems if problem not in reported]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -263,21 +308,27 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"from_megatron: {error}", file=sys.stderr)
         return 2
-    rows, flags = translate(run)
+    world_size = args.world_size or run.world_size
+    notes: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
+    try:
+        notes = parse(
+            [*run.flags, "--check-config", *(["--world-size", str(world_size)] if world_size else [])], {}
+        ).notes
+    except UserError as error:
+        notes = error.notes
+        problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
+    rows, flags, problems = translate(run, problems)
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
         print(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
-    world_size = args.world_size or run.world_size
-    check = ["--check-config", *(["--world-size", str(world_size)] if world_size else [])]
-    missing = sum(verdict == "missing" for _, verdict, _ in rows)
-    problems: Sequence[Any] = ()
-    try:
-        parse([*flags, *check], {})
-    except UserError as error:
-        problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
     print(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+    for note in notes:
+        if not note.startswith(("applied: ", "ignored")):  # as in the table
+            print(f"note: {note}")
     for problem in problems:
         print(problem)
+    missing = sum(verdict == "missing" for _, verdict, _ in rows)
     counts = f"{missing} of {len(rows)} settings are missing, {len(problems)} to mend"
     print("would start" if not missing and not problems else f"would not start as it is: {counts}")
     return 1 if missing or problems else 0

@@ -226,7 +226,8 @@ def parse(
     """
     command_line = parse_flags(argv)
     options = command_line.known
-    applied, foreign, notes = apply_foreign_flags(command_line.foreign)
+    set_by_flags = {flag.setting.name for flag in command_line.given}
+    applied, foreign, notes = apply_foreign_flags(command_line.foreign, set_by_flags)
     unknown_flags, ignored = check_unknown_flags(foreign, [*OWN_FLAGS, "--help"])
     notes += ignored
     command_line = replace(command_line, given=[_with_our_words(flag, notes) for flag in command_line.given])
@@ -247,6 +248,7 @@ def parse(
     found = [problem for source in sources for problem in source.problems]
     spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
     found += implied_default_problems(spellings, config)
+    notes += implied_default_notes(spellings, values)
     missing = [SETTINGS[name] for name in REQUIRED if name not in values]
     from_scratch = saved is None and not start.values
     if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
@@ -274,7 +276,6 @@ def parse(
         inherited = sorted(set(start.values) - {"vocab_size"})  # usually not given but known from the data
         flags = [SETTINGS[name].spell(after[name]) for name in inherited if before[name] != after[name]]
         notes += [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
-    notes += implied_default_notes(spellings, values)
     notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
     notes += restart_notes(environ)
     notes += unused_option_notes(config, merge_values(source.values for source in given))

@@ -88,8 +88,14 @@ def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
     return [theirs.get(word, word) for word in plain]
 
 
-def apply_foreign_flags(foreign: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[list[str]], list[str]]:
+def apply_foreign_flags(
+    foreign: Sequence[Sequence[str]], given: Collection[str] = ()
+) -> tuple[list[list[str]], list[list[str]], list[str]]:
     """Replace unknown flags that have a counterpart here by it.
+
+    Args:
+        foreign: each unknown flag with its arguments.
+        given: names of the fields that are set by flags, and not by a counterpart.
 
     Returns:
         The flags that stand for them, each with its arguments; the other unknown flags; and notes.
@@ -103,11 +109,15 @@ def apply_foreign_flags(foreign: Sequence[Sequence[str]]) -> tuple[list[list[str
         if flag is None or flag.kind != "applied" or ("{}" in flag.words and not arguments):
             others.append(list(words))
             continue
+        here: list[list[str]] = []
         for each in re.split(r" (?=--)", flag.words):
             name, *values = each.split()
-            applied.append([name, *chain.from_iterable(arguments if word == "{}" else [word] for word in values)])
-        done.setdefault(flag.words.replace("{}", " ".join(arguments)), []).append(" ".join([spelling, *arguments]))
-    return applied, others, [f"applied: {' and '.join(flags)} as {words}" for words, flags in done.items()]
+            if SPELLINGS[name].name not in given:
+                here.append([name, *chain.from_iterable(arguments if word == "{}" else [word] for word in values)])
+        applied += here
+        text = " ".join(chain(*here)) or "nothing, because another flag sets the same"
+        done.setdefault(text, []).append(" ".join([spelling, *arguments]))
+    return applied, others, [f"applied: {' and '.join(flags)} as {text}" for text, flags in done.items()]
 
 
 def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] = ()) -> tuple[ConfigSource, list[str]]:
@@ -122,7 +132,8 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] 
     given = {_split(words)[0] for words in foreign}
     for words in foreign:
         if not words[0].startswith("--"):
-            result.problems.append(Problem("E001", f"{' '.join(words)}: belongs to no flag"))
+            sentence = f"{' '.join(words)}: belongs to no flag; booleans take --x and --no-x"
+            result.problems.append(Problem("E001", sentence))
             continue
         spelling, arguments = _split(words)
         flag = foreign_flags().find(spelling)
@@ -161,7 +172,7 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
     normalized = spelling.lower().replace("_", "-")
     if normalized in flags.replaced:
         flag = flags.replaced[normalized]
-        fixes = tuple(fix.replace("{}", " ".join(arguments) or "N") for fix in flag.instead)
+        fixes = tuple(fix.replace("{}", " ".join(arguments) or "NAME") for fix in flag.instead)
         return Problem("E001", f"{spelling}: no such flag; {flag.reason}", fixes or (f"drop {normalized}",))
     meant = flags.renamed.get(normalized)
     refused = None if meant else flags.find(spelling)
@@ -175,11 +186,12 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
     if meant is None and (guess := did_you_mean(normalized, known)) and _takes(guess, arguments):
         meant = guess
     if meant is None:
-        nearest = get_close_matches(normalized, known, n=3)
+        nearest = get_close_matches(normalized, [*SPELLINGS, *others], n=3)
         return Problem("E001", f"{spelling}: no such flag" + (f"; near are {', '.join(nearest)}" if nearest else ""))
     if meant in SPELLINGS:
         doubtful.add(SPELLINGS[meant].name)
-    return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *arguments]),))
+    value = arguments if _takes(meant, arguments) else ["VALUE"]
+    return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *value]),))
 
 
 def _takes(spelling: str, arguments: Sequence[str]) -> bool:
@@ -216,9 +228,13 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
     if "--no-position-embedding" in spellings and config.model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding contradicts --position-embedding-type learned_absolute"
         yield Problem("E004", sentence, ("--position-embedding-type none", "--position-embedding-type rope"))
-    if "--no-load-optim" in spellings and holds_checkpoints(config.checkpoint.load):
-        sentence = f"--no-load-optim: a run resumes from {config.checkpoint.load} with its optimizer state"
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if "--no-load-optim" in spellings and load != save and holds_checkpoints(load) and not holds_checkpoints(save):
+        sentence = f"--no-load-optim: a run starts from {load} with its optimizer state"
         yield Problem("E004", sentence, ("--resume-mode weights-only", "drop --no-load-optim"))
+    if "--apply-layernorm-1p" in spellings and config.optimizer.weight_decay_factors:
+        sentence = "--apply-layernorm-1p: weight decay would pull norm weights to 0 here, and to 1 in Megatron-LM"
+        yield Problem("E004", sentence, ("drop --apply-layernorm-1p",))
     keep = next((flag for flag in KEEP_SCHEDULE_FLAGS if flag in spellings), None)
     if keep and config.checkpoint.resume_mode == "new-schedule":
         sentence = f"{keep} keeps the checkpoint's schedule, but --resume-mode new-schedule replaces it"
@@ -234,5 +250,8 @@ def implied_default_notes(spellings: Collection[str], given: Collection[str]) ->
     """
     if "--disable-bias-linear" in spellings and "activation" not in given:
         yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
+    foreign = set(spellings) - SPELLINGS.keys()
+    if foreign and "--num-query-groups" in spellings and "--group-query-attention" not in spellings:
+        yield "--num-query-groups is in effect; Megatron-LM would ignore it without --group-query-attention"
     if {"--no-create-attention-mask-in-dataloader", "--reset-attention-mask"} <= set(spellings):
         yield "attention is restricted to documents; Megatron-LM would not restrict it without masks"

@@ -215,7 +215,11 @@ def test_words_belong_to_the_flag_before_them() -> None:
     found = problems("--frobnicate 1 --bf16 stray --nonsense=2")
     assert [problem.sentence.partition(":")[0] for problem in found] == ["--frobnicate", "stray", "--nonsense"]
     sentences = {p.sentence for p in problems("--run-dir -bf16 --lr -1e-4")}
-    assert {"--run-dir: needs a value", "-bf16: belongs to no flag", "--lr -0.0001: must be at least 0"} <= sentences
+    assert {
+        "--run-dir: needs a value",
+        "-bf16: belongs to no flag; booleans take --x and --no-x",
+        "--lr -0.0001: must be at least 0",
+    } <= sentences
     assert codes("--sequence-parallel=yes") == ["E002"]
     assert codes("--num-layer 3") == ["E001"], "flags are not abbreviated"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,28 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([*flags, "--check-config"], {}).config.training.recompute_granularity == "full"
 
 
+def test_refusals_and_notes_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--learning-rate 1e-3 --position-embedding-type alibi --num-query-groups 2 --disable-bias-linear"
+    assert from_megatron.main(["--", *f"{MODEL} {RUN} {flags}".split()]) == 1
+    output = capsys.readouterr().out
+    rows, translation = translated(output)
+    assert rows["--learning-rate 1e-3"] == "missing     no such flag; did you mean --lr?; fix: --lr 1e-3"
+    assert rows["--position-embedding-type alibi"].startswith("missing     'alibi' is not one of")
+    assert rows["--num-query-groups 2"].startswith("not needed")
+    assert "--num-query-groups" not in translation
+    assert "\nnote: activation is gelu_tanh" in output
+
+
+def test_what_a_script_leaves_running_is_ended(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    began = time.monotonic()
+    from_megatron.main([script(tmp_path, f"(while sleep 0.1; do date >>{marker}; done) &\n{TORCHRUN}"), "/results"])
+    assert time.monotonic() - began < 30
+    written = marker.read_bytes() if marker.exists() else b""
+    time.sleep(0.5)
+    assert (marker.read_bytes() if marker.exists() else b"") == written
+
+
 def test_a_configuration_of_functional_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {word.split()[0]: word.split()[1:] for word in f" {MODEL} {RUN}".split(" --")[1:]}
     lines = [f"  --{name}: {' '.join(values) or 'true'}" for name, values in arguments.items()]
@@ -109,8 +132,9 @@ NEOX = """{
   "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1.0e-8}},
   "zero_optimization": {"stage": 1, "allgather_partitions": true},
   "train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "weight-decay": 0.1, "gradient_clipping": 0.5,
-  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
-  "train-iters": 320, "lr-decay-iters": 320, "warmup": 0.01, "lr-decay-style": "cosine", "data-path": "data/x",
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1,
+           "initial_scale_power": 12},
+  "train-iters": 320, "lr-decay-iters": 320, "lr-decay-style": "cosine", "data-path": "data/x",
   "vocab-file": "v.json", "merge-file": "m.txt"
 }"""
 
@@ -125,7 +149,14 @@ def test_a_configuration_of_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (config.model.rotary_percent, config.model.untie_embeddings_and_output_weights) == (0.25, True)
     assert (config.optimizer.lr, config.optimizer.adam_beta2, config.optimizer.clip_grad) == (0.0006, 0.95, 0.5)
     assert (config.training.global_batch_size, config.parallel.tensor_model_parallel_size) == (32, 2)
-    assert config.precision.params_dtype == "fp16"
+    assert (config.precision.params_dtype, config.precision.initial_loss_scale) == ("fp16", 2**12)
+    assert (config.model.activation, config.optimizer.lr_warmup_fraction) == ("gelu", 0.01), "gpt-neox's defaults"
+    file.write_text(NEOX.replace("GPTJ", 'false, "activation": "gelu", "bias_gelu_fusion": true'))
+    assert from_megatron.main([str(file)]) == 0
+    assert "--activation gelu_tanh" in capsys.readouterr().out
+    file.write_text(NEOX.replace("GPTJ", 'false, "attention_config": [[["local", "global"], 2]]'))
+    assert from_megatron.main([str(file)]) == 1
+    assert "sparse and local attention are not implemented" in capsys.readouterr().out
     file.write_text(NEOX.replace("GPTJ", "true"))
     assert from_megatron.main([str(file)]) == 1
     rows, _ = translated(capsys.readouterr().out)
