@@ -222,18 +222,27 @@ fi
 
 # Set FLAGS, in which --data-path names the copies, and FILES, which are to be copied.
 plan_staging() { # FLAG...
-    local word prefix='' reading='' given=()
+    local word file prefix='' reading='' given=()
     FLAGS=() FILES=()
-    for word in "$@"; do
+    for word in "${@/#--data-path=/--data-path }"; do
         case $word in
-            --data-path) reading=1 FILES=() given=() ;; # the last of repeated flags counts
+            --data-path*) reading=1 FILES=() given=(--data-path) ;; # the last of repeated flags counts
             --*) reading='' ;;
         esac
-        [ -z "$reading" ] || given+=("$word")
-        if [ -n "$STAGE" ] && [ -n "$reading" ] && [[ $word != --* && ! $word =~ ^[0-9.]+$ ]]; then
-            prefix=$(realpath -m "$word")
-            FILES+=("$prefix.idx" "$prefix.bin")
-            word=$STAGE$prefix
+        if [[ $word = '--data-path '* ]]; then
+            FLAGS+=(--data-path)
+            word=${word#* }
+        fi
+        if [ -n "$reading" ] && [[ $word != --* ]]; then
+            given+=("$word")
+            if [ -n "$STAGE" ] && [[ ! $word =~ ^[0-9.]+([eE][-+]?[0-9]+)?$ ]]; then
+                prefix=$(realpath -m "$word")
+                FILES+=("$prefix.idx" "$prefix.bin")
+                for file in "$prefix.tokens.json" "$prefix".tokenizer/*; do # of the tokenizer
+                    [ ! -f "$file" ] || FILES+=("$file")
+                done
+                word=$STAGE$prefix
+            fi
         fi
         FLAGS+=("$word")
     done

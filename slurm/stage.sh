@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Copy files to a disk of this node, unless copies of their size are there.   slurm/stage.sh FOLDER FILE...
+# Copy files to a disk of this node, unless copies of their size and time are there.   slurm/stage.sh FOLDER FILE...
 # A copy lies in FOLDER under the absolute path of its file.
 set -euo pipefail
 folder=$1 needed=0 files=()
 for file in "${@:2}"; do
-    size=$(stat --dereference --format=%s "$file")
+    state=$(stat --dereference --format='%s %Y' "$file")
     rm -f "$folder$file.part" # of a copy that was interrupted
-    [ "$(stat --format=%s "$folder$file" 2>/dev/null)" != "$size" ] || continue
-    files+=("$file") needed=$((needed + size))
+    [ "$(stat --format='%s %Y' "$folder$file" 2>/dev/null)" != "$state" ] || continue
+    files+=("$file") needed=$((needed + ${state% *}))
 done
 [ ${#files[@]} != 0 ] || exit 0
 mkdir -p "$folder"
@@ -19,6 +19,6 @@ if [ "$free" -lt "$needed" ]; then
 fi
 for file in "${files[@]}"; do
     mkdir -p "$(dirname "$folder$file")"
-    cp "$file" "$folder$file.part"
+    cp --preserve=timestamps "$file" "$folder$file.part"
     mv "$folder$file.part" "$folder$file"
 done

@@ -256,8 +256,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
                 fixes = [f"fix: {fix}" for fix in problem.fixes if not fix.startswith("drop ")]
                 verdict, text, here = "missing", "; ".join([problem.sentence.partition(": ")[2], *fixes]), ()
                 reported.add(problem)
-        if shlex.join(here) not in shlex.join(flags):
-            flags.extend(here)
+        flags.extend(here)
         row = " ".join(words), verdict, text
         if row not in rows and (not run.rows or verdict == "missing"):
             rows.append(row)
@@ -271,6 +270,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
         else:
             add(old, *(("same", "") if new == old else ("mapped", " ".join(new))), new)
     set_by_flags = {given.setting.name for given in command_line.given}
+    added: list[list[str]] = []
     for words in command_line.foreign:
         applied, others, _ = apply_foreign_flags([words], set_by_flags)
         here = [word for each in applied for word in each]
@@ -278,7 +278,8 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
             spelling, equals, value = words[0].partition("=")
             add(words, "not needed", ignore_reason(spelling, [*[value] * bool(equals), *words[1:]]) or "", ())
         elif here:
-            add(words, "mapped", " ".join(here), here)
+            add(words, "mapped", " ".join(here), () if here in added else here)
+            added.append(here)
         else:
             add(words, "not needed", "another flag sets the same", ())
     return rows, flags, [problem for problem in problems if problem not in reported]

@@ -130,8 +130,9 @@ class IndexedDatasetWriter:
         sizes = (tokens * self._dtype.itemsize, 4 * sequences, 8 * documents)
         for file, size in zip((self._bin, self._lengths, self._boundaries), sizes):
             if os.fstat(file.fileno()).st_size < size:
-                left = f"{shlex.quote(self._prefix)}.*.{RESUME}.part"
-                raise DataError(f"{file.name} is shorter than it was", f"start over: rm {left}")
+                folder = shlex.quote(os.path.dirname(self._prefix) or ".")
+                fix = f"start over, without what interrupted runs have left there: rm {folder}/*.{RESUME}.part"
+                raise DataError(f"{file.name} is shorter than it was", fix)
             file.truncate(size)
 
     def save(self) -> tuple[int, int, int]:

@@ -232,7 +232,7 @@ def build_callbacks(
         callbacks.append(HealthReport(trainer, logging.log_health_interval))
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
         callbacks.append(ReplicaCheck(trainer, interval))
-    if logging.sample_prompts is not None:
+    if logging.sample_prompts is not None and trainer.config.training.eval_iters:
         from megatron.contrib.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))

@@ -24,7 +24,6 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
-from megatron.config.text import did_you_mean
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
@@ -82,18 +81,16 @@ def _find(options: CheckpointConfig) -> ResumeSource:
             raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
         return ResumeSource()
     if for_own and step is None:
-        if options.resume_mode != "exact":
+        if options.resume_mode == "weights-only":
             sentence = f"--resume-mode {options.resume_mode}, but {save} holds no checkpoint to resume from"
             raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
         return ResumeSource(notes=(*notes, f"starts from scratch: {save} holds no checkpoint"))
     if load is None and options.load is not None:
         return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
-    if isinstance(folder, Path) and not folder.exists() and step is None:
-        siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        guess = did_you_mean(folder.name, sorted(siblings))
-        meant = f"; did you mean {folder.parent / guess}?" if guess else ""
-        return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist{meant}"))
+    absent = isinstance(folder, Path) and not (folder.is_dir() and any(folder.iterdir()))
+    if absent and step is None and options.resume_mode != "weights-only":
+        return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
     if is_complete(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.text import did_you_mean
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
@@ -21,7 +22,7 @@ MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--load`` does not hold checkpoints of another format, unless ``--save`` holds some to resume from.
+    """Check that ``--load`` is not misspelt or of another format, unless ``--save`` holds checkpoints to resume from.
 
     The folder need not exist yet: a run without a checkpoint starts from scratch.
     """
@@ -34,12 +35,19 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     folder = parse_location(load)
     if not isinstance(folder, Path):
         yield from _store_problems("E801", "--load", folder, world_size)
+    elif not isdir(folder) and (close := did_you_mean(folder.name, _folders_beside(folder))):
+        sentence = f"--load {folder}: the folder does not exist; did you mean {folder.parent / close}?"
+        yield Problem("E801", sentence, (f"--load {folder.parent / close}", "drop --load"))
     elif isfile(folder / MEGATRON_LM):
         sentence = f"--load {folder} holds checkpoints of Megatron-LM, which cannot be loaded"
         yield Problem("E801", sentence, ("convert them to the Hugging Face format and --load hf:DIR",))
     elif isfile(folder / "config.json"):
         fixes = (f"--load {HUGGING_FACE_PREFIX}{folder}",)
         yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
+
+
+def _folders_beside(path: Path) -> list[str]:
+    return sorted(each.name for each in path.parent.iterdir() if isdir(each)) if isdir(path.parent) else []
 
 
 def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -20,13 +20,14 @@ import os
 import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import xxhash
 
+from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
@@ -255,6 +256,7 @@ def _recode(file: Path, encoding: str) -> tuple[str, ...]:
     return (f"iconv -f {encoding} -t UTF-8 {name} > {new}",)
 
 
+UNFINISHED = ".part"  # ends the names of files that are written, which a folder does not contribute
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
 SEARCH_BYTES = 1 << 16  # read at once in search of the end of a line, which may be long
@@ -294,7 +296,7 @@ Block = LineBlock | FileBlock
 
 def is_json_lines(file: Path) -> bool:
     """Return True if the name is that of a JSON-lines file, ignoring case and compression."""
-    return uncompressed_name(file).lower().endswith(JSON_LINES_SUFFIXES)
+    return uncompressed_name(file).lower().removesuffix(UNFINISHED).endswith(JSON_LINES_SUFFIXES)
 
 
 def is_table(file: Path) -> bool:
@@ -434,29 +436,38 @@ def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
 
     The copies are JSON lines. Their time is a checksum of the content, so that a run that continues an interrupted one
     recognizes the same content.
+
+    Raises:
+        DataError: if another process is writing a copy.
     """
     names: list[str] = []
     copies: list[Path] = []
+    files = ExitStack()  # the copies, which stay locked
     try:
         for name in inputs:
-            if name == "-" or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
-                copies.append(Path(f"{output}.pipe{len(copies)}.jsonl"))
-                copies[-1].parent.mkdir(parents=True, exist_ok=True)
+            is_pipe = os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)
+            if name == "-" or is_pipe or name.startswith(("/dev/stdin", "/dev/fd/")):
+                path = Path(f"{output}.pipe{len(copies)}.jsonl{UNFINISHED}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                copy = files.enter_context(path.open("ab"))
+                if try_lock(copy) is LockState.HELD:
+                    raise DataError(f"{path}: another process is writing it", "another --output-prefix")
+                copies.append(path)
+                copy.truncate(0)
                 digest = xxhash.xxh3_64()
-                with (
-                    open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe,
-                    open(copies[-1], "wb") as copy,
-                ):
+                with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
                     while piece := pipe.read(BLOCK_BYTES):
                         copy.write(piece)
                         digest.update(piece)
-                os.utime(copies[-1], ns=(0, digest.intdigest() % 10**18))
-                name = str(copies[-1])
+                copy.flush()
+                os.utime(path, ns=(0, digest.intdigest() % 10**18))
+                name = str(path)
             names.append(name)
         yield names
     finally:
         for path in copies:
             path.unlink(missing_ok=True)
+        files.close()
 
 
 def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:

@@ -87,6 +87,8 @@ def _check_columns(schema: Any, keys: Sequence[str]) -> None:
         if key not in schema.names:
             has = ", ".join(schema.names[:8]) or "none"
             raise UnreadableTableError(f" has no column '{key}'; its columns: {has}", "--json-keys COLUMN")
+        if schema.names.count(key) > 1:
+            raise UnreadableTableError(f" has several columns '{key}'", "rename them")
         kind = schema.field(key).type
         if str(kind.value_type if types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise UnreadableTableError(f": '{key}' is {kind}, not a string", "--json-keys COLUMN")

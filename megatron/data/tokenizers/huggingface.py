@@ -181,7 +181,7 @@ def _read_files(path: Path) -> dict[str, bytes]:
     """Read ``tokenizer.json`` and the configuration files present beside it."""
     main = path / TOKENIZER_JSON if path.is_dir() else path
     if not main.is_file():
-        fetch = f"hf download {path} --include 'tokenizer*' 'special*' --local-dir DIR"
+        fetch = f"hf download ORG/{path.name} --include 'tokenizer*' --include 'special*' --local-dir DIR"
         convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
         how = [f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch]
         if (main.with_name(SENTENCEPIECE_MODEL)).is_file():

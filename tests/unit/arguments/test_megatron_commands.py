@@ -20,6 +20,7 @@ from megatron.arguments.megatron_flags import foreign_flags
 from megatron.config.errors import UserError
 from megatron.config.settings import SETTINGS, SPELLINGS
 from tests.unit.arguments.command import problems
+from tools.from_megatron import Run, translate
 
 COMMANDS = Path(__file__).parents[2] / "fixtures" / "megatron_commands.json.gz"
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron_commands.txt"
@@ -36,8 +37,11 @@ def verdict(command: dict[str, Any], folder: Path) -> str:
     names |= {"TOKENIZER": "tokenizer", "DIR": "not_there"}
     stand_ins = re.compile("{(" + "|".join(names) + ")}")
     words = [stand_ins.sub(lambda match: str(folder / names[match[1]]), word) for word in command["args"]]
+    check = ["--check-config", "--world-size", str(command["world_size"])]
     try:
-        parse([*words, "--check-config", "--world-size", str(command["world_size"])], {})
+        config = parse([*words, *check], {}).config
+        _, translated, _ = translate(Run(words), ())
+        assert parse([*translated, *check], {}).config == config, "its translation is the same run"
     except UserError as error:
         return "; ".join(sorted({f"{p.code} {p.sentence}".replace(str(folder), "FOLDER") for p in error.problems}))
     return "starts"

@@ -196,19 +196,21 @@ def test_a_file_of_the_cluster_loads_modules_and_sets_settings(tmp_path: Path) -
 
 
 def test_staging_names_the_copies_of_the_last_data_path(tmp_path: Path) -> None:
-    blend = ["--data-path", "0.3", "/shared/a", "0.7", "b", "--seed", "7"]
+    (tmp_path / "a.tokenizer").mkdir()
+    of_tokenizer = [tmp_path / "a.tokens.json", tmp_path / "a.tokenizer" / "tokenizer.json"]
+    for path in of_tokenizer:
+        path.touch()
+    blend = ["--data-path", "3e-1", f"{tmp_path}/a", "0.7", "b", "--seed", "7"]
     started = Started.by("train_175b", *blend, STAGE="/nvme")
-    assert started.flags[started.flags.index("0.3") : started.flags.index("--seed")] == [
-        "0.3",
-        "/nvme/shared/a",
-        "0.7",
-        f"/nvme{ROOT}/b",
-    ]
+    staged = ["3e-1", f"/nvme{tmp_path}/a", "0.7", f"/nvme{ROOT}/b"]
+    assert started.flags[started.flags.index("3e-1") : started.flags.index("--seed")] == staged
+    single = Started.by("train_175b", f"--data-path={tmp_path}/a", STAGE="/nvme").flags
+    assert single[-single[::-1].index("--data-path")] == f"/nvme{tmp_path}/a"
     environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "STAGE": "/nvme", "CHAIN": "1"}
     command = ["bash", "slurm/train_175b.sh", *blend]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    files = " ".join(f"{prefix}.{end}" for prefix in ("/shared/a", f"{ROOT}/b") for end in ("idx", "bin"))
-    assert f"bash slurm/stage.sh /nvme {files} \n" in done.stderr
+    files = [f"{tmp_path}/a.idx", f"{tmp_path}/a.bin", *map(str, of_tokenizer), f"{ROOT}/b.idx", f"{ROOT}/b.bin"]
+    assert f"bash slurm/stage.sh /nvme {' '.join(files)} \n" in done.stderr
     assert (
         f"--dependency=singleton --no-requeue --open-mode=append slurm/train_175b.sh {' '.join(blend)}" in done.stderr
     )
@@ -228,7 +230,7 @@ def test_files_are_staged_once_whole_and_only_if_there_is_room(tmp_path: Path) -
     first = copy.stat().st_ino
     assert stage().returncode == 0
     assert copy.stat().st_ino == first, "reused"
-    copy.write_bytes(b"tok")
+    copy.write_bytes(b"changed"[:6])
     assert stage().returncode == 0
     assert copy.read_bytes() == b"tokens"
     (tmp_path / "df").write_text("#!/bin/sh\necho Avail\necho 1048577\n")

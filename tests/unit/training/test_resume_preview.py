@@ -230,6 +230,22 @@ def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> No
     assert "note: starts from scratch: mine holds no checkpoint\n" in out
 
 
+def test_a_missing_load_folder_is_noted_but_not_if_its_weights_are_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    save(Path("runs/mine"))
+    Path("empty").mkdir()
+    for flags in ("--load none", "--load empty", "--load none --override-opt_param-scheduler --save none"):
+        status, out, _ = checked(capsys, *MODEL, "--vocab-size", "300", *flags.split())
+        assert (status, out.count("note: starts from scratch: ")) == (0, 1), flags
+    refused = {
+        "--load none --exit-on-missing-checkpoint": "E801",
+        "--load runs/mien": "E801",
+        "--load none --finetune": "E812",
+    }
+    for line, code in refused.items():
+        status, _, err = checked(capsys, *MODEL, "--vocab-size", "300", *line.split())
+        assert (status, code in err) == (2, True), line
+
+
 def test_the_tensors_of_a_hugging_face_model_are_not_read_either(capsys: pytest.CaptureFixture[str]) -> None:
     Path("theirs").mkdir()
     GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 48, "n_head": 4, "n_positions": 32, "vocab_size": 301}

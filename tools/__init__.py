@@ -1,0 +1,1 @@
+"""Programs of a checkout; a package, so that none of the same name elsewhere is imported instead."""
