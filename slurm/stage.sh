@@ -4,9 +4,9 @@
 set -euo pipefail
 folder=$1 needed=0 files=()
 for file in "${@:2}"; do
-    state=$(stat --dereference --format='%s %Y' "$file")
+    state=$(stat --dereference --format='%s %.9Y' "$file")
     rm -f "$folder$file.part" # of a copy that was interrupted
-    [ "$(stat --format='%s %Y' "$folder$file" 2>/dev/null)" != "$state" ] || continue
+    [ "$(stat --format='%s %.9Y' "$folder$file" 2>/dev/null)" != "$state" ] || continue
     files+=("$file") needed=$((needed + ${state% *}))
 done
 [ ${#files[@]} != 0 ] || exit 0
