@@ -4,7 +4,7 @@
 # any, one process computes on the CPU. With NODES, start it on each of them; HEAD is the first. DRY_RUN=1 only prints.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-model=${1:?MODEL is missing: one of $(ls examples/configs)} && shift
+model=${1:?MODEL is missing: one of $(basename -s .yaml examples/configs/*)} && shift
 gpus=${GPUS:-$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)} nodes=${NODES:-1}
 launch=(python)
 if [ "$gpus" -gt 1 ] || [ "$nodes" -gt 1 ]; then

@@ -41,7 +41,7 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run a command; return its exit status."""
     root = programs_root()
-    paths = [root / "pretrain_gpt.py", *sorted((root / "tools").glob("*.py"))]
+    paths = [root / "pretrain_gpt.py", *sorted((root / "tools").glob("[!_]*.py"))]
     commands = {SHORT_NAMES.get(p.stem, p.stem.replace("_", "-")): p for p in paths if p.stem not in OF_DEVELOPERS}
     sys.path.insert(0, str(root))
     if "_ARGCOMPLETE" in os.environ:
@@ -57,7 +57,8 @@ def run(arguments: list[str]) -> int:
         print("\nexample: megatron pretrain --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20")
         return 0
     if name not in commands:
-        print(f"megatron: no command {name}; fix: megatron {did_you_mean(name, commands) or '--help'}", file=sys.stderr)
+        meant = did_you_mean(name, [*commands, "--version"]) or "--help"
+        print(f"megatron: no command {name}; fix: megatron {meant}", file=sys.stderr)
         return 2
     path = commands[name]
     # a run records how to start it again; usage texts name the command
@@ -75,6 +76,8 @@ def complete(commands: Mapping[str, Path]) -> None:
     import argcomplete
 
     from megatron.arguments.cli import make_parser
+    from megatron.arguments.presets import PRESETS
+    from megatron.config.settings import SPELLINGS
 
     program, *words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     name = Path(program).name.partition("-")[2]
@@ -83,6 +86,11 @@ def complete(commands: Mapping[str, Path]) -> None:
         os.environ["_ARGCOMPLETE"] = "2"  # number of words before the flags
     if name:  # programs without a parser of their own take the flags of pretrain_gpt.py
         parser = getattr(import_program(commands[name]), "build_parser", make_parser)()
+        for action in parser._actions:
+            setting = SPELLINGS.get(max(action.option_strings, key=len, default=""))
+            action.choices = action.choices or (setting.choices if setting else None)
+            if "--preset" in action.option_strings:
+                action.choices = PRESETS
     else:
         parser = argparse.ArgumentParser(add_help=False)
         parser.add_argument("command", choices=[*commands])

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
+if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megatron.checkpoint.location import parse_location
 from megatron.layers.parameters import num_parameters
@@ -96,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
     except (CheckpointError, UserError, OSError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("convert_checkpoint: stopped; nothing was written", file=sys.stderr)
+        return 130
     print(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
@@ -150,4 +158,5 @@ class PercentPrinter:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -43,7 +43,7 @@ from megatron.arguments.sources import (
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import NOTES, find_problems, unused_option_notes
 from megatron.config.errors import Problem, UserError
-from megatron.config.launch import Launch, restart_notes
+from megatron.config.launch import Launch, launch_notes
 from megatron.config.plugins import load_plugins
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
@@ -277,7 +277,7 @@ def parse(
         flags = [SETTINGS[name].spell(after[name]) for name in inherited if before[name] != after[name]]
         notes += [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
     notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
-    notes += restart_notes(environ)
+    notes += launch_notes(environ)
     notes += unused_option_notes(config, merge_values(source.values for source in given))
     notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
     fake_rank = options.fake_rank or 0 if options.fake_world else None

@@ -75,8 +75,13 @@ class JobStart:
         return ", ".join(words)
 
 
-def restart_notes(environ: Mapping[str, str]) -> list[str]:
-    """Return a note if torchrun's restarts may fail: new ranks would find keys of dead ones in the agents' store."""
+def launch_notes(environ: Mapping[str, str]) -> list[str]:
+    """Return notes if this is one process though a launcher has left a number of ranks, or if restarts may fail.
+
+    New ranks would find keys of dead ones in the store of torchrun's agents.
+    """
+    if environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in environ:
+        return [f"WORLD_SIZE={environ['WORLD_SIZE']} has no effect without RANK: this is a single process"]
     if not _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
     return [

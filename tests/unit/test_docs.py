@@ -107,7 +107,7 @@ def test_commands_are_found() -> None:
 
 
 def test_flags_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("pretrain_gpt", *(f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py"))):
+    for name in ("pretrain_gpt", *(f"tools.{path.stem}" for path in (ROOT / "tools").glob("[!_]*.py"))):
         with suppress(SystemExit):
             importlib.import_module(name).main(["--help"])
     helps = capsys.readouterr().out + (ROOT / "examples" / "quickstart.sh").read_text()
@@ -127,4 +127,4 @@ def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
     operations = (ROOT / "docs" / "operations.md").read_text()
     table = operations.split("## Exit statuses of the tools")[1].split("\n\n")[1]
     named = set(re.findall(r"^\| `(\w+\.py)", table, re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "tools").glob("*.py")}
+    assert named == {path.name for path in (ROOT / "tools").glob("[!_]*.py")}

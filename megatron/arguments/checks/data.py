@@ -125,9 +125,10 @@ def _replace(paths: DataPathArgs, prefix: str, others: Sequence[str]) -> tuple[s
 def _preprocess_command(text: str, written: str, data: DataConfig) -> str:
     """Return the command that tokenizes a text, with the tokenizer of the flags."""
     named = [SETTINGS[name].spell(getattr(data, name)) for name in TOKENIZER_OPTIONS if getattr(data, name) is not None]
-    tokenizer = " ".join(named) if data.tokenizer_type else "--tokenizer-type ByteTokenizer"
+    unknown = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER_OR_HUB_NAME"
+    tokenizer = " ".join(named) if data.tokenizer_type else unknown
     files = f"--input {shlex.quote(text)} --output-prefix {shlex.quote(written)}"
-    return f"python tools/preprocess_data.py {files} {tokenizer}"
+    return f"python tools/preprocess_data.py {files} --append-eod {tokenizer}"
 
 
 def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -179,7 +179,8 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
         (tmp_path / name).touch()
     assert fixes(data_path=(f"{tmp_path}/web.jsonl.gz",)) == [(f"--data-path {tmp_path}/web_text_document",)]
     command = f"python tools/preprocess_data.py --input {tmp_path}/new.jsonl.gz --output-prefix {tmp_path}/new"
-    assert fixes(data_path=(f"{tmp_path}/new.jsonl.gz",)) == [(f"{command} --tokenizer-type ByteTokenizer",)]
+    ((given,),) = fixes(data_path=(f"{tmp_path}/new.jsonl.gz",))
+    assert given.startswith(f"{command} --append-eod --tokenizer-type HuggingFaceTokenizer --tokenizer-model ")
     folder = tmp_path / "of_text"
     folder.mkdir()
     (folder / "web.txt").touch()

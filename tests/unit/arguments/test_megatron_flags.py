@@ -206,3 +206,32 @@ def test_other_names_are_corrected_with_their_value() -> None:
     assert problems("--wandb-mode offline")[0].fixes[0] == "WANDB_MODE=offline"
     length = codes("--max-steps 10", base="--mock-data --vocab-size 257")
     assert length == ["E001"], "the run's length is not also missing"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--fp8-hybrid",
+        "--fim-rate 0.5",
+        "--muon-tp-mode blockwise",
+        "--apply-layernorm-1p --apply-wd-to-qk-layernorm",
+        "--deepspeed zero3.json",
+        "--zero-stage 3",
+        "--vocab-extra-ids 100",
+    ],
+)
+def test_what_would_change_the_run_is_refused(line: str) -> None:
+    assert [problem.code for problem in problems(line)] in (["E001"], ["E004"])
+
+
+@pytest.mark.parametrize(
+    "line", ["--fim-rate 0", "--vocab-extra-ids 0", "--head-lr-mult 1.0", "--softmax-type vanilla", "--deepspeed"]
+)
+def test_values_that_change_nothing_are_accepted(line: str) -> None:
+    assert problems(line) == ()
+
+
+def test_a_flag_that_another_one_overrides_is_not_applied() -> None:
+    assert "--no-bias-gelu-fusion as --activation gelu" in notes("--no-bias-gelu-fusion")
+    unused = "--no-bias-gelu-fusion as nothing, because another flag sets the same"
+    assert unused in notes("--swiglu --no-bias-gelu-fusion")

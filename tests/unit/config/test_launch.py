@@ -185,3 +185,4 @@ def test_restarts_that_would_meet_the_dead_are_told_of() -> None:
     assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, message).notes)
     for name, other in (("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
         assert parse(flags, message | {name: other}).notes == parse(flags, {}).notes
+    assert any(note.startswith("WORLD_SIZE=2 has no effect") for note in parse(flags, {"WORLD_SIZE": "2"}).notes)
