@@ -95,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.config.plugins import load_plugins
     from megatron.convert.huggingface.check import uncovered_by_check
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         load_plugins(args.plugin)
         done = convert(args)
@@ -158,5 +159,4 @@ class PercentPrinter:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
