@@ -20,8 +20,8 @@
 # Nothing is touched outside DIR: no interface of this machine, none of its files, no munge of its own.
 #
 #   MINISLURM_OWNER=PID   bring the cluster down when this process has ended, however it ended
-#   MINISLURM_SWITCHES="n1,n3 n2,n4"   leaf switches and their nodes (topology/tree); none unless told
-#   MINISLURM_NET=a.b.c   first three bytes of the addresses; 198.18.0 (RFC 2544: for tests) unless told
+#   MINISLURM_SWITCHES="n1,n3 n2,n4"   leaf switches and their nodes (topology/tree); default: none
+#   MINISLURM_NET=a.b.c   first three bytes of the addresses; default: 198.18.0 (RFC 2544: for tests)
 set -euo pipefail
 
 self=$(realpath "${BASH_SOURCE[0]}")
