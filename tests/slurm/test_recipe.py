@@ -68,7 +68,8 @@ def test_a_job_that_loses_a_node_starts_again_on_others_and_is_done_where_the_ma
 
 def test_a_node_whose_device_fails_is_left_out_and_a_spare_one_takes_over_inside_the_job(cluster: Cluster) -> None:
     fails = (
-        'if [ "$(hostname)" = n2 ]; then echo \'{"kind": "device", "host": "n2"}\' >>"$RUN"/failures.jsonl; exit 1; fi'
+        'if [ "$(hostname)" = n2 ]; then echo \'{"kind": "device", "host": "n2"}\' >>"$RUN"/failures.jsonl;'
+        " sleep 2; exit 1; fi"  # not before srun has started all tasks
     )
     waits = 'if [ "$SLURM_STEP_NODELIST" = "n[1-3]" ]; then exec sleep 600; fi'
     job = Job(cluster, "spared", fails, waits, ': >"$RUN"/finished.json', nodes=4, SPARES="1")

@@ -327,10 +327,12 @@ def test_prompts_are_continued_after_each_evaluation_and_training_goes_on_as_wit
     start(tiny_run(tmp_path / "whole", flags))
     assert column(tmp_path / "run", "lm loss") == column(tmp_path / "whole", "lm loss")
 
-    printed = start(tiny_run(tmp_path / "none", f"{flags} --sample-prompts {tmp_path}/none/such"))
+    (tmp_path / "prompts").write_text("not ids\n")
+    printed = start(tiny_run(tmp_path / "none", sampled))
     assert "E708 --sample-prompts" in printed.err
     assert "Traceback" not in printed.err
-    assert codes("--sample-prompts x --pipeline-model-parallel-size 2 --eval-iters 1", 2) == ["E708"]
+    for unusable in ("none", "prompts --pipeline-model-parallel-size 2"):
+        assert codes(f"--eval-iters 1 --sample-prompts {tmp_path}/{unusable}", 2) == ["E708"]
 
 
 def test_samples_are_a_table_of_their_step(tmp_path: Path) -> None:
