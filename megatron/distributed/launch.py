@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -166,18 +166,66 @@ def world_group(rank: int, world_size: int) -> Group:
     return Group(tuple(range(world_size)), rank, handle)
 
 
+Outcome = list[Any]
+"""What a call has returned, and None; or None, and the class name and arguments of the error that it raised: JSON."""
+
+
+def call_safely(act: Callable[[], object]) -> tuple[Outcome, Exception | None]:
+    """Call ``act``, which returns JSON; return the outcome, to be sent to other ranks, and the error, if any."""
+    try:
+        return [act(), None], None
+    except Exception as error:
+        arguments: list[Any] = [*error.args]
+        if isinstance(error, UserError):
+            arguments = [[[p.code, p.sentence, [*p.fixes]] for p in error.problems], [*error.notes]]
+        elif isinstance(error, OSError) and error.filename is not None:
+            arguments.append(str(error.filename))
+        elif not all(isinstance(argument, str | int | None) for argument in arguments):
+            arguments = [str(error)]
+        return [None, [type(error).__name__, arguments]], error
+
+
+def raise_first_error(outcomes: Sequence[Outcome], own: Exception | None = None, rank: int = 0) -> list[Any]:
+    """Return the results of all ranks; raise the first error, if any: ``own`` if that is ``rank``'s, else a copy."""
+    for number, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise own if own is not None and number == rank else _rebuild_error(*failure)
+    return [result for result, _ in outcomes]
+
+
+def _rebuild_error(name: str, arguments: Sequence[Any]) -> Exception:
+    """Return another rank's error: of its class if that is Python's or this project's, else a RuntimeError."""
+    kind = next((known for known in _subclasses(Exception) if known.__name__ == name), None)
+    if kind is not None:
+        with suppress(TypeError):  # a constructor may take other arguments than those it passes on
+            if issubclass(kind, UserError):
+                problems, notes = arguments
+                return kind([Problem(code, sentence, tuple(fixes)) for code, sentence, fixes in problems], notes)
+            return kind(*arguments)
+    return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
+
+
+def _subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
+    for child in kind.__subclasses__():
+        if child.__module__.partition(".")[0] in ("builtins", "megatron"):
+            yield child
+        yield from _subclasses(child)
+
+
+def gather_results(act: Callable[[], T], group: Group) -> list[T]:
+    """Call ``act`` on all ranks and return their JSON results; raise the error of the first failed rank on every rank.
+
+    Collective.
+    """
+    outcome, own = call_safely(act)
+    return raise_first_error(comm.all_gather_objects(outcome, group), own, group.rank)
+
+
 def run_on_rank0(act: Callable[[], T], world: Group) -> T:
-    """Call ``act`` on rank 0 only, and return its result, or raise its error, on every rank; collective."""
-    outcome: Any = None
-    if world.rank == 0:
-        try:
-            outcome = act(), None
-        except Exception as error:
-            outcome = None, error
-    value, failure = comm.broadcast_object(outcome, world)
-    if failure is not None:
-        raise failure
-    return cast(T, value)
+    """Call ``act`` on rank 0 only, and return its JSON result, or raise its error, on every rank; collective."""
+    outcome, own = call_safely(act) if world.rank == 0 else ([None, None], None)
+    result: T = raise_first_error([comm.broadcast_object(outcome, world)], own)[0]
+    return result
 
 
 FAILED_KEY = "failed_ranks"
