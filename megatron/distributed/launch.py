@@ -5,6 +5,7 @@ The store works outside of collectives, so ranks can report failures through it 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -69,7 +70,9 @@ LATE_SECONDS = 8.0
 def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
 
-    Meanwhile rank 0, and the first rank of a machine that cannot reach it, print which ranks are missing.
+    The store has no password. If ``MASTER_ADDR`` is an IP address, rank 0 listens on that one only; a name may stand
+    for another address on its own machine than elsewhere. Rank 0, and the first rank of a machine that cannot reach
+    it, print which ranks are missing.
 
     Raises:
         MissingRanksError: when not all ranks join within ``timeout``.
@@ -95,7 +98,14 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
     while launch.rank and not _is_listening(host, port):
         wait(lambda: [0], launch.local_rank == 0)
     store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        host,
+        port,
+        size,
+        launch.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=_listen(host, port) if launch.rank == 0 else None,
     )
     store.set(f"joined/{launch.rank}", "")
     if store.add("joined", 1) == size:
@@ -103,6 +113,15 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
     while not store.check(["joined/all"]):  # store.wait() would log a warning whenever its timeout is over
         wait(lambda: [rank for rank in range(size) if not store.check([f"joined/{rank}"])], launch.rank == 0)
     return store
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a socket that listens on the address ``host``; None for a name, or if it is no address of this machine."""
+    with suppress(ValueError, OSError):
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=4096).detach()
+    return None
 
 
 def _is_listening(host: str, port: int) -> bool:

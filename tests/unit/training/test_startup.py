@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -232,6 +233,21 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with ThreadPoolExecutor(3) as threads:
         stores = [threads.submit(join, rank, 3, port, 1) for rank in (2, 0, 1)]
         assert all(store.result().check(["joined/all"]) for store in stores)
+
+
+@pytest.mark.parametrize(("address", "elsewhere"), [("127.0.0.1", False), ("localhost", True)])
+def test_the_store_listens_on_the_address_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, address: str, elsewhere: bool
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with ThreadPoolExecutor(2) as threads:
+        launches = [Launch("srun", rank, 2) for rank in (1, 0)]
+        stores = [threads.submit(open_store, launch, timedelta(minutes=1)) for launch in launches]
+        assert all(store.result().check(["joined/all"]) for store in stores)
+        with socket.socket() as other:  # another address of this machine
+            assert (other.connect_ex(("127.0.0.2", port)) == 0) == elsewhere
 
 
 # ---- Reading ahead
