@@ -27,9 +27,10 @@ FROM base AS packages
 ARG TORCH_INDEX_URL
 COPY requirements.txt .
 # hadolint ignore=DL3013
-RUN torch=$(grep '^torch==' requirements.txt) \
+RUN torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt) \
+    && pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} --no-deps "$torch" \
+    && pip install --no-deps --require-hashes -r requirements.txt \
     && pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
-RUN pip install -r requirements.txt
 
 FROM packages AS code
 COPY . .
