@@ -18,7 +18,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """Names of the distributions that requirements need here, with their dependencies, but not torch's CUDA libraries."""
+    """Names of the distributions that requirements need here, with all dependencies but torch's CUDA libraries."""
     found, todo = set[tuple[str, frozenset[str]]](), [Requirement(text) for text in requirements]
     while todo:
         wanted = todo.pop()

@@ -84,6 +84,24 @@ def test_what_is_ignored_is_nothing_of_the_project() -> None:
     assert ignored.fullmatch(".git/config")
 
 
+@pytest.mark.parametrize(
+    "path", [".env", "examples/.env.local", "a/server.pem", "tls.key", "id_ed25519", "home/id_rsa.pub", ".netrc"]
+)
+def test_credentials_stay_out_of_an_image(path: str) -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("", "#", "!")]
+    assert any(re.fullmatch(as_regex(pattern), path) for pattern in patterns)
+
+
+def test_what_is_built_on_and_compiled_never_changes() -> None:
+    text = DOCKERFILE.read_text()
+    images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, re.M)
+    assert len(images) == 2
+    assert all(re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", image) for image in images)
+    assert re.search(r"^ARG APEX_REVISION=[0-9a-f]{40}$", text, re.M)
+    local = {"base", "packages", "code"}
+    assert {*re.findall(r"^FROM (\S+)", text, re.M)} == local | {"${PYTHON_IMAGE}", "${CUDA_IMAGE}", "apex-${APEX}"}
+
+
 @pytest.mark.slow
 def test_its_install_steps_make_an_environment_in_which_the_program_runs(tmp_path: Path) -> None:
     """In an environment of the test's, instead of the image's own Python."""
