@@ -42,8 +42,11 @@ TORCH_FREE = (
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
 
-LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
-"""Packages that are installed with this one, but that a run goes without where they are missing."""
+LAZY = (
+    *("wandb", "tensorboard", "torch.utils.tensorboard", "gigatoken", "awkward", "orjson"),
+    *("matplotlib", "datasets", "pyarrow"),
+)
+"""Packages of the extras, which a run goes without where they are missing."""
 
 COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
