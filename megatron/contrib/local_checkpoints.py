@@ -371,13 +371,13 @@ class NodeCheckpoints:
             if not unverified:
                 return chosen, bad
             on_node = [name for node, name in unverified if node == self.node]
-            found = {}
+            found = list[list[Any]]()
             for name in on_node[ranks.index(self.rank) :: len(ranks)]:
                 problem = next(list_file_damage(manifest, name, chunks[name]), None)
                 if problem is not None:
-                    found[name] = strip_folder(manifest.folder, problem)
-            for node, problems in zip(self.node_of, comm.all_gather_objects(found, self.group)):
-                bad |= {(node, name): problem for name, problem in problems.items()}
+                    found.append([self.node, name, strip_folder(manifest.folder, problem)])
+            for problems in comm.all_gather_objects(found, self.group):
+                bad |= {(node, name): problem for node, name, problem in problems}
             verified |= set(unverified)
 
     def _move(self, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
