@@ -8,11 +8,16 @@
 # TORCH_INDEX_URL is where pip finds torch, and only torch: for GPUs as for CPUs, the index of the wanted build; by
 # default where it finds everything else. Untested: no engine has built it, and apex was never compiled by it; a test
 # lints it and runs what it installs in an environment of its own (tests/unit/test_dockerfile.py).
-ARG PYTHON=3.12
+#
+# Base images are named by digest, which a tag that moves does not change. The digest of a newer tag:
+#   docker buildx imagetools inspect python:3.12-slim --format '{{.Manifest.Digest}}'
+# A GPU image contains NVIDIA's libraries, under NVIDIA's own licence: read it before you publish one.
+ARG PYTHON_IMAGE=python:3.12.14-slim-trixie@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
+ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
 ARG APEX=0
-ARG CUDA=13.0.2
 
-FROM python:${PYTHON}-slim AS base
+# hadolint ignore=DL3006
+FROM ${PYTHON_IMAGE} AS base
 # g++: torch.compile; git: which commit a run is of; the rest: InfiniBand's user half, which NCCL loads if it is there
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -27,9 +32,10 @@ FROM base AS packages
 ARG TORCH_INDEX_URL
 COPY requirements.txt .
 # hadolint ignore=DL3013
-RUN torch=$(grep '^torch==' requirements.txt) \
+RUN torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt) \
+    && pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} --no-deps "$torch" \
+    && pip install --no-deps --require-hashes -r requirements.txt \
     && pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
-RUN pip install -r requirements.txt
 
 FROM packages AS code
 COPY . .
@@ -40,10 +46,12 @@ FROM code AS cpu
 USER 1000
 
 # A compiler of the CUDA version that torch was built with, else apex refuses: python -c "import torch; print(torch.version.cuda)"
-FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS toolkit
+# hadolint ignore=DL3006
+FROM ${CUDA_IMAGE} AS toolkit
 
 FROM packages AS apex-1
-ARG APEX_REVISION=master
+# a commit, because it is compiled: of 8 July 2026
+ARG APEX_REVISION=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ENV APEX_CPP_EXT=1 APEX_CUDA_EXT=1 CUDA_HOME=/usr/local/cuda TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
 COPY --from=toolkit /usr/local/cuda /usr/local/cuda
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels "git+https://github.com/NVIDIA/apex@$APEX_REVISION"

@@ -8,8 +8,8 @@ model=${1:?MODEL is missing: one of $(basename -s .yaml examples/configs/*)} && 
 gpus=${GPUS:-$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)} nodes=${NODES:-1}
 launch=(python)
 if [ "$gpus" -gt 1 ] || [ "$nodes" -gt 1 ]; then
-    launch=(torchrun --nnodes "$nodes" --nproc-per-node "$gpus" --rdzv-backend c10d)
-    launch+=(--rdzv-endpoint "${HEAD:-localhost}:${PORT:-29400}" --rdzv-id "$model")
+    launch=(torchrun --nnodes "$nodes" --nproc-per-node "$gpus")
+    [ "$nodes" = 1 ] || launch+=(--rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29400}" --rdzv-id "$model")
 fi
 data=(--mock-data)
 [ -z "${DATA:-}" ] || data=(--data-path "$DATA")

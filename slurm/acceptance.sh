@@ -14,7 +14,6 @@
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 
 MAX_RESTARTS=0 # a killed rank ends the start, like the loss of a node
-PORT='{port}'  # replaced by the tool with another port for each start
 prepare
 device=cuda # a cluster without visible GPUs must fail
 [ -z "$SMALL" ] || device=cpu

@@ -93,10 +93,9 @@ done
 
 source slurm/nodes.sh
 
-# ---- Rendezvous: on the head node, at a port unlikely to be used by another job.
+# ---- Rendezvous: on the head node. It has no password, and torchrun's runs what anyone sends to it (SECURITY.md).
 
-LAUNCHER=${LAUNCHER:-torchrun} RANK_ORDER=${RANK_ORDER:-} CPU_BIND=${CPU_BIND:-}
-PORT=$((10000 + JOB % 20000)) # below Linux's ephemeral ports
+LAUNCHER=${LAUNCHER:-srun} RANK_ORDER=${RANK_ORDER:-} CPU_BIND=${CPU_BIND:-}
 # Ranks must not share the agents' store: restarted ranks would find keys of the dead ones in it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
@@ -116,23 +115,44 @@ build_step() { # TASKS NODE...
     STEP+=("${pyxis[@]}")
 }
 
+# Export the rendezvous: a port below Linux's ephemeral ones, and torchrun's id. Both are random, the same in all starts
+# of the job, and in a file and the environment, which only this user can read; not in arguments, which ps shows to all.
+# Rank 0 listens on one interface if it is known, see open_store in launch.py; torchrun's agent listens on all.
+export_rendezvous() {
+    local file=$STATE/rendezvous.$JOB address=''
+    MASTER_PORT=$((10000 + $(od -An -N2 -tu2 /dev/urandom) % 20000))
+    PET_RDZV_ID=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')
+    if [ -z "$DRY_RUN" ]; then
+        mkdir -p "$STATE"
+        [ -s "$file" ] || (umask 077 && echo "$MASTER_PORT $PET_RDZV_ID" >"$file")
+        read -r MASTER_PORT PET_RDZV_ID <"$file"
+    fi
+    if [ ${#NODES[@]} = 1 ]; then
+        address=127.0.0.1
+    elif [ -n "${IFNAME:-}" ] && [ -z "$DRY_RUN" ]; then
+        build_step 1 "$HEAD"
+        address=$("${STEP[@]}" ip -oneline -4 address show dev "$IFNAME" | sed -n '1s/.* inet \([0-9.]*\).*/\1/p') || true
+    fi
+    export MASTER_ADDR=${address:-$HEAD} MASTER_PORT PET_RDZV_ID
+}
+
 # Set COMMAND: the command that starts a program on all ranks.
 build_command() {
     local rank
     export HEAD=${NODES[0]} LOGS # for task.sh
+    export_rendezvous
     case $LAUNCHER.$RANK_ORDER in
         torchrun.)
             build_step 1 "${NODES[@]}"
             COMMAND=(
                 "${STEP[@]}" "${inside[@]}" bash slurm/task.sh torchrun --nnodes=${#NODES[@]} --nproc-per-node="$RANKS"
-                --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:$PORT" --rdzv-id="$JOB"
+                --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d
             )
             [ -z "$CPU_BIND" ] || COMMAND+=(--numa-binding="$CPU_BIND")
             COMMAND+=(--no-python bash slurm/task.sh "$@")
             ;;
         srun. | srun.topology)
             build_step "$RANKS" "${NODES[@]}"
-            export MASTER_ADDR=$HEAD MASTER_PORT=$PORT
             if [ -n "$RANK_ORDER" ]; then # srun would take the nodes in the order of slurm.conf
                 STEP+=(--distribution=arbitrary --nodelist="$STATE/hosts")
                 [ -n "$DRY_RUN" ] || for ((rank = 0; rank < ${#NODES[@]} * RANKS; rank++)); do
@@ -150,7 +170,7 @@ build_command() {
         torchrun.topology)
             refuse "RANK_ORDER=topology: torchrun orders its agents by host name" "fix: LAUNCHER=srun RANK_ORDER=topology" ;;
         srun.* | torchrun.*) refuse "RANK_ORDER=$RANK_ORDER: must be topology" ;;
-        *) refuse "LAUNCHER=$LAUNCHER: must be torchrun or srun" ;;
+        *) refuse "LAUNCHER=$LAUNCHER: must be srun or torchrun" ;;
     esac
 }
 

@@ -6,6 +6,7 @@ set -euo pipefail
 node=${SLURMD_NODENAME:-$(hostname)}
 if [ "$1" = torchrun ]; then
     file=$node.log is_first=$([ "$node" != "$HEAD" ] || echo 1)
+    export PET_RDZV_ENDPOINT=$HEAD:$MASTER_PORT # as --rdzv-endpoint
 else
     rank=${RANK:-$SLURM_PROCID} # from torchrun, else from srun
     file=$node-rank$rank.log is_first=$([ "$rank" != 0 ] || echo 1)

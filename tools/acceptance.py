@@ -30,7 +30,7 @@ from tools.cluster_check.report import MARKDOWN
 PARTS = ("machine", "layouts", "interruption", "bandwidth")
 FORMATS = ("fp32", "bf16")
 MIN_STEPS = 6
-TORCHRUN = "-m torch.distributed.run --nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --nproc-per-node"
+TORCHRUN = "-m torch.distributed.run --nnodes 1 --master-port {port} --nproc-per-node"
 
 
 def main(argv: list[str]) -> int:

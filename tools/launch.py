@@ -253,20 +253,22 @@ def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Seq
 def ssh_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return a script that runs torchrun on each host and restarts all ranks if one fails.
 
-    The rendezvous id is unique to each run of the script. With an id used before, it would count as a later start of
-    that job and take over its checkpoints.
+    Port and id of the rendezvous are random, because whoever reaches it can run code, and in no arguments, which ps
+    shows to all. With an id used before, a run would count as a later start and take over that one's checkpoints.
     """
     agent = (
         f"torchrun --nnodes {options.nodes} --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
-        f' --rdzv-backend c10d --rdzv-endpoint "${{hosts[0]}}:${{PORT:-29400}}"'
-        f' --rdzv-id "{options.preset}-$(date +%s)-$$"'
+        " --rdzv-backend c10d"
     )
     return f"""# This folder, with .venv in it, must be on a disk shared by all hosts.
 set -euo pipefail
 hosts=({shlex.join(options.hosts.split(","))})
+port=${{PORT:-$((10000 + $(od -An -N2 -tu2 /dev/urandom) % 20000))}}
+rendezvous="PET_RDZV_ENDPOINT=${{hosts[0]}}:$port PET_RDZV_ID=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')"
 printf -v command '%q ' {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@"
 for host in "${{hosts[@]}}"; do
-    ssh -o BatchMode=yes "$host" "cd {shlex.quote(str(ROOT))} && {ENVIRONMENT} && exec $command" </dev/null &
+    ssh -o BatchMode=yes "$host" bash -s \
+        <<<"cd {shlex.quote(str(ROOT))} && {ENVIRONMENT} && export $rendezvous && exec $command </dev/null" &
 done
 trap 'kill $(jobs -p) 2>/dev/null' INT TERM
 status=0

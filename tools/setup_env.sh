@@ -1,7 +1,8 @@
 # Sourced by scripts that need the Python environment:   source tools/setup_env.sh [dev]
 #
 # Creates .venv at the root of the repository with the pinned packages (dev: and the test tools), installs this package
-# in it and puts it first in PATH. Does nothing if .venv is up to date. Exits the calling script on error.
+# in it and puts it first in PATH. Does nothing if .venv is up to date. Exits the calling script on error. Packages are
+# checked against the hashes in the requirements, except torch, whose builds come from different indexes.
 #
 #   PYTHON=...           interpreter for .venv; default: the first of python3, python3.13, .12, .11 that is >= 3.11
 #   TORCH_INDEX_URL=...  package index for torch only; default: pip's
@@ -74,19 +75,20 @@ setup_create() {
 
 setup_install_run() {
     local torch
-    torch=$(grep '^torch==' "$setup_root/requirements.txt")
+    torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$setup_root/requirements.txt")
     setup_create
     echo "setup: installing $torch (takes minutes without output; README: how to avoid the CUDA download)"
-    setup_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+    setup_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} --no-deps "$torch"
     echo "setup: installing requirements.txt (a minute or two)"
-    setup_install -r "$setup_root/requirements.txt"
+    setup_install --no-deps --require-hashes -r "$setup_root/requirements.txt"
+    setup_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch" # a CUDA build needs NVIDIA's libraries
     setup_install --no-deps --no-build-isolation --editable "$setup_root"
     setup_stamp requirements.txt >"$setup_venv/.stamp-run"
 }
 
 setup_install_dev() {
     echo "setup: installing requirements-dev.txt (a minute or two)"
-    setup_install -r "$setup_root/requirements-dev.txt"
+    setup_install --no-deps --require-hashes -r "$setup_root/requirements-dev.txt"
     setup_stamp requirements.txt requirements-dev.txt >"$setup_venv/.stamp-dev"
 }
 

@@ -11,7 +11,7 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -251,28 +251,15 @@ class Manifest:
             NewerVersionError: if a newer version of this program wrote it.
             UnreachableError: if an object store does not answer.
         """
-        manifest, sizes = cls.read(path), None
-        if not isinstance(manifest.folder, Path):
-            try:
-                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
-            except OSError as error:
-                raise read_error(manifest.folder, error) from error
-        for name in manifest.files:
-            manifest.check_file(name, sizes)
+        manifest = cls.read(path)
+        manifest.check_files()
         return manifest
 
     @classmethod
     def read(cls, path: Location) -> Manifest:
         """As `open`, without checking the files; some may be on other nodes."""
         path = parse_location(path)
-        mark = _read(path, MARKER)
-        inside = marker_folder(mark)
-        content = _read(path / inside if inside else path, MANIFEST)
-        if mark != marker_content(content, inside):
-            raise DamagedCheckpointError(
-                f"{path / MARKER} does not match {MANIFEST}: one of them has flipped bytes or is truncated"
-            )
-        return replace(parse_manifest(path, content), inside=inside)
+        return parse_manifest(path, *read_manifest(path))
 
     @property
     def folder(self) -> Location:
@@ -302,6 +289,17 @@ class Manifest:
         problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
         if problem:
             raise DamagedCheckpointError(f"{self.path}: the chunks of {name} are not a partition of it: {problem}")
+
+    def check_files(self) -> None:
+        """Raise DamagedCheckpointError if a file is missing or has another size; as `open` if a store fails."""
+        sizes = None
+        if not isinstance(self.folder, Path):
+            try:
+                sizes = self.folder.files()  # a single request: there may be thousands of objects
+            except OSError as error:
+                raise read_error(self.folder, error) from error
+        for name in self.files:
+            self.check_file(name, sizes)
 
     def check_file(self, name: str, sizes: Mapping[str, int] | None = None) -> None:
         """Raise DamagedCheckpointError if a file is missing or has another size; ``sizes`` are those in a store."""
@@ -364,8 +362,20 @@ def _read(folder: Location, name: str) -> bytes:
         raise read_error(folder / name, error) from error
 
 
-def parse_manifest(path: Location, content: bytes) -> Manifest:
-    """Parse a manifest and check that its numbers are consistent."""
+def read_manifest(path: Location) -> tuple[bytes, str]:
+    """Return a manifest's content, verified against the marker, and the folder of the files; as `Manifest.read`."""
+    mark = _read(path, MARKER)
+    inside = marker_folder(mark)
+    content = _read(path / inside if inside else path, MANIFEST)
+    if mark != marker_content(content, inside):
+        raise DamagedCheckpointError(
+            f"{path / MARKER} does not match {MANIFEST}: one of them has flipped bytes or is truncated"
+        )
+    return content, inside
+
+
+def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest:
+    """Parse a manifest and check that its numbers are consistent; ``inside`` as in :class:`Manifest`."""
     try:
         data = json.loads(content)
         if data["format"] != FORMAT:
@@ -383,7 +393,7 @@ def parse_manifest(path: Location, content: bytes) -> Manifest:
         for part in ("state", "config"):
             if not isinstance(data[part], dict):
                 raise ValueError(f"{data[part]!r} is not an object of named values")
-        return Manifest(path, data["version"], tensors, files, data["state"], data["config"])
+        return Manifest(path, data["version"], tensors, files, data["state"], data["config"], inside)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {error!r}") from error
 

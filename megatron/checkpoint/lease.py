@@ -49,11 +49,11 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, make_folder, try_lock, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
@@ -110,6 +110,16 @@ class Lease:
     def text(self) -> bytes:
         """Content of the lease file."""
         return json.dumps({"epoch": self.epoch, **asdict(self.holder)}, indent=1).encode() + b"\n"
+
+    def to_json(self) -> list[Any]:
+        """Return the lease as JSON, for other ranks."""
+        return [self.text.decode(), [*self.notes]]
+
+    @classmethod
+    def from_json(cls, folder: Location, data: Sequence[Any]) -> Self:
+        """Read what :meth:`to_json` has returned on the rank that holds the lease on ``folder``."""
+        text, notes = data
+        return cls(folder, *parse_lease(text.encode()), tuple(notes))
 
     def check(self) -> None:
         """Raise SupersededError if a later start holds the folder.

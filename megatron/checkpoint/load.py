@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import xxhash
@@ -26,12 +26,15 @@ from megatron.checkpoint.format import (
     TensorChunk,
     format_box,
     is_inside,
+    parse_manifest,
+    read_manifest,
     relative_box,
     whole_box,
 )
+from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import DTYPES, GlobalTensor
-from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.distributed.sharding import Box
 
 if TYPE_CHECKING:
@@ -199,6 +202,18 @@ class CheckpointReader:
         return digest.hexdigest()
 
 
+def open_manifest(path: Location, group: Group) -> Manifest:
+    """Open a manifest on the first rank, and return it on every rank; collective. Raises as :meth:`Manifest.open`."""
+
+    def read() -> list[str]:
+        content, inside = read_manifest(path)
+        parse_manifest(path, content, inside).check_files()
+        return [content.decode("latin1"), inside]
+
+    content, inside = run_on_rank0(read, group)
+    return parse_manifest(path, content.encode("latin1"), inside)
+
+
 def load_sharded(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
     """Fill this rank's parts in place from a checkpoint written with any layout.
 
@@ -242,30 +257,3 @@ def _problems(manifest: Manifest, name: str, tensor: GlobalTensor) -> Iterator[s
     for part in tensor.parts:
         if not is_inside(part.box, tensor.view):
             yield f"{format_box(part.box)} is not inside {name}, which is {list(tensor.view)}"
-
-
-Outcome = tuple[T | None, Exception | None]
-"""Result of a call, or the error that it raised."""
-
-
-def call_safely(act: Callable[[], T]) -> Outcome[T]:
-    """Call ``act`` and return the outcome, to be sent to other ranks."""
-    try:
-        return act(), None
-    except Exception as error:
-        return None, error
-
-
-def raise_first_error(outcomes: Iterable[Outcome[T]]) -> list[T]:
-    """Return the results; raise the first error, if any."""
-    results = []
-    for result, error in outcomes:
-        if error is not None:
-            raise error
-        results.append(cast(T, result))
-    return results
-
-
-def gather_results(act: Callable[[], T], group: Group) -> list[T]:
-    """Run ``act`` on all ranks and return their results; raise the error of the lowest failed rank on every rank."""
-    return raise_first_error(comm.all_gather_objects(call_safely(act), group))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder
 from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
+    JSON,
     FileRecord,
     TensorChunk,
     TensorRecord,
@@ -35,7 +36,6 @@ from megatron.checkpoint.format import (
     split_box,
 )
 from megatron.checkpoint.lease import Lease, raise_if_superseded
-from megatron.checkpoint.load import call_safely, raise_first_error
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import Attempt, save_elsewhere_flags
 from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
@@ -43,7 +43,7 @@ from megatron.config.errors import Problem
 from megatron.config.text import format_bytes
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.launch import call_safely, is_peer_lost, raise_first_error, run_on_rank0
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 
@@ -83,25 +83,25 @@ def save_sharded(
     """
     extra = CheckpointExtras(state, config, files or {})
 
-    def start() -> Attempt:
+    def start() -> str:
         encode_manifest({}, {}, state, config)  # raises before anything is written
         with storage_errors(folder, group.rank, lease):
             if lease is not None:
                 lease.ready()
-            attempt = Attempt(folder, lease.staging if lease else None)
+            attempt = Attempt(folder, staging)
             attempt.start()
-        return attempt
+        return attempt.name
 
-    def write() -> RankFile:
+    def write() -> JSON:
         place = attempt.folder
         with storage_errors(folder, group.rank, lease):
             if isinstance(place, Path):
-                return write_rank_file(place, group.rank, tensors)
+                return write_rank_file(place, group.rank, tensors).to_json()
             # a failed multipart upload must restart from the beginning
-            return place.retry(lambda: write_rank_file(place, group.rank, tensors))
+            return place.retry(lambda: write_rank_file(place, group.rank, tensors)).to_json()
 
     def publish() -> None:
-        ranks = raise_first_error(outcomes)
+        ranks = [RankFile.from_json(data) for data in raise_first_error(outcomes, own_error)]
         with storage_errors(folder, group.rank, lease):
             small = write_small_files(attempt.folder, extra.files)
             content = build_manifest(ranks, small, extra)
@@ -113,9 +113,11 @@ def save_sharded(
                 lease.check()
             attempt.publish(content)
 
-    attempt = run_on_rank0(start, group)
+    staging = lease.staging if lease else None
+    attempt = Attempt(folder, staging, run_on_rank0(start, group))
     try:
-        outcomes = comm.gather_objects(call_safely(write), group)
+        outcome, own_error = call_safely(write)
+        outcomes = comm.gather_objects(outcome, group)
         run_on_rank0(publish, group)
     except Exception as error:
         if group.rank == 0 and not is_peer_lost(error):  # then others may still be writing
@@ -132,8 +134,8 @@ class CheckpointExtras:
     files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
-TensorKind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, view and type of a tensor."""
+TensorKind = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Shape, view and type of a tensor, by its name in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,26 @@ class RankFile:
     kinds: dict[str, TensorKind]  # of all its tensors
     chunks: list[tuple[str, TensorChunk]]  # each with the name of its tensor
     files: dict[str, FileRecord]  # the rank's file; none if it had no elements to write
+
+    def to_json(self) -> JSON:
+        """Return it as JSON, for other ranks."""
+        return {
+            "kinds": {name: [[*shape], [*view], dtype] for name, (shape, view, dtype) in self.kinds.items()},
+            "chunks": [
+                [name, [*chunk.box.start], [*chunk.box.size], chunk.file, chunk.offset, chunk.bytes, chunk.xxh3]
+                for name, chunk in self.chunks
+            ],
+            "files": {name: vars(record) for name, record in self.files.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: JSON) -> Self:
+        """Read what :meth:`to_json` has returned on another rank."""
+        kinds = {name: (tuple(shape), tuple(view), dtype) for name, (shape, view, dtype) in data["kinds"].items()}
+        chunks = [
+            (name, TensorChunk(Box(tuple(start), tuple(size)), *rest)) for name, start, size, *rest in data["chunks"]
+        ]
+        return cls(kinds, chunks, {name: FileRecord(**record) for name, record in data["files"].items()})
 
 
 @contextmanager
@@ -184,7 +206,7 @@ def storage_error(error: OSError, final: Location, rank: int, local: bool = Fals
 def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTensor]) -> RankFile:
     """Write the parts of a rank to its file, chunk by chunk; each part is computed when it is written, then freed."""
     name = f"tensors_{rank:05d}.safetensors"
-    kinds = {key: (tensor.shape, tensor.view, tensor.dtype) for key, tensor in tensors.items()}
+    kinds = {key: (tensor.shape, tensor.view, DTYPE_NAMES[tensor.dtype]) for key, tensor in tensors.items()}
     parts, entries = list[tuple[str, TensorPart, list[Box]]](), list[TensorEntry]()
     for key, tensor in tensors.items():
         for part in tensor.parts:
@@ -228,7 +250,7 @@ def build_manifest(ranks: Sequence[RankFile], small: Mapping[str, FileRecord], e
         elif problem := partition_problem(view, [chunk.box for chunk in chunks[name]]):
             problems.append(f"{name}: {problem}")
         ordered = sorted(chunks[name], key=lambda chunk: chunk.box.start)
-        tensors[name] = TensorRecord(DTYPE_NAMES[dtype], shape, view, tuple(ordered))
+        tensors[name] = TensorRecord(dtype, shape, view, tuple(ordered))
     if problems:
         raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
     return encode_manifest(tensors, files, extra.state, extra.config)

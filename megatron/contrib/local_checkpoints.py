@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,13 +37,13 @@ from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     BoxIndex,
+    FileRecord,
     Manifest,
     marker_content,
     marker_folder,
     parse_manifest,
 )
 from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
-from megatron.checkpoint.load import gather_results
 from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
 from megatron.checkpoint.save import (
@@ -63,7 +63,7 @@ from megatron.config.launch import JobStart, Launch
 from megatron.config.run import CheckpointConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
-from megatron.distributed.launch import run_on_rank0
+from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpointer import checkpoint_bytes, local_tensors, run_state, tensors_to_load, tensors_to_save
 from megatron.training.resume_source import (
@@ -147,11 +147,12 @@ class NodeCheckpoints:
         nodes = cls.join(options, world)
         with ExitStack() as stack:
 
-            def acquire() -> Lease | None:
+            def acquire() -> list[Any]:
                 if not nodes.is_leader:
-                    return None
+                    return []
                 try:
-                    return stack.enter_context(acquire_lease(nodes.folder, "--local-save", JobStart.read(os.environ)))
+                    start = JobStart.read(os.environ)
+                    return stack.enter_context(acquire_lease(nodes.folder, "--local-save", start)).to_json()
                 except (StorageError, SupersededError):
                     raise
                 except CheckpointError as error:
@@ -161,7 +162,8 @@ class NodeCheckpoints:
                     shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE_PLACEHOLDER}"
                     raise CheckpointError(f"{error} | {shared}") from error
 
-            nodes.lease = gather_results(acquire, world)[nodes.ranks(nodes.node)[0]]
+            held = gather_results(acquire, world)[nodes.ranks(nodes.node)[0]]
+            nodes.lease = Lease.from_json(nodes.folder, held)
             yield nodes
 
     @property
@@ -253,12 +255,21 @@ class NodeCheckpoints:
 
     def find(self) -> tuple[list[LocalCheckpoint], list[str]]:
         """Return the checkpoints on the nodes, newest first, and notes on invalid ones."""
-        found = gather_results(
-            lambda: list_node_checkpoints(self.folder, self.node, self.lease) if self.is_leader else ([], []),
-            self.group,
-        )
-        notes = [f"node {self.node_of[rank]}: {note}" for rank, (_, of_node) in enumerate(found) for note in of_node]
-        return merge_node_checkpoints(part for parts, _ in found for part in parts), notes
+
+        def read() -> list[Any]:
+            if not self.is_leader:
+                return [[], []]
+            held, notes = list_node_checkpoints(self.folder, self.node, self.lease)
+            return [[[c.iteration, c.mark, c.run, sorted(c.files[self.node]), [*c.names]] for c in held], notes]
+
+        parts, notes = list[LocalCheckpoint](), list[str]()
+        for node, (held, of_node) in zip(self.node_of, gather_results(read, self.group)):
+            notes += [f"node {node}: {note}" for note in of_node]
+            parts += [
+                LocalCheckpoint(iteration, mark, run, {node: frozenset(files)}, tuple(names))
+                for iteration, mark, run, files, names in held
+            ]
+        return merge_node_checkpoints(parts), notes
 
     def connect(self, trainer: Trainer) -> list[str]:
         """Open communicators of the trainer's ranks, to load and save; return notes."""
@@ -315,11 +326,12 @@ class NodeCheckpoints:
         reader = self.ranks(holder)[0]
         inside = marker_folder(checkpoint.mark.encode())
         path = final / inside / MANIFEST
-        content = gather_results(lambda: path.read_bytes() if self.rank == reader else b"", self.group)[reader]
+        text = gather_results(lambda: path.read_text("latin1") if self.rank == reader else "", self.group)[reader]
+        content = text.encode("latin1")
         if marker_content(content, inside).decode() != checkpoint.mark:
             raise DamagedCheckpointError(f"{path} on node {holder} has changed")
-        manifest = replace(parse_manifest(final, content), inside=inside)
-        wanted = comm.all_gather_objects(files_needed(manifest, tensors), self.group)
+        manifest = parse_manifest(final, content, inside)
+        wanted = comm.all_gather_objects(sorted(files_needed(manifest, tensors)), self.group)
         needs = {n: frozenset().union(*(wanted[rank] for rank in self.ranks(n))) for n in range(self.count)}
         chosen, bad = self._choose_verified(checkpoint, manifest, needs)
         notes = [f"node {node}: {text}: another copy is used" for (node, _), text in sorted(bad.items())]
@@ -359,13 +371,13 @@ class NodeCheckpoints:
             if not unverified:
                 return chosen, bad
             on_node = [name for node, name in unverified if node == self.node]
-            found = {}
+            found = list[list[Any]]()
             for name in on_node[ranks.index(self.rank) :: len(ranks)]:
                 problem = next(list_file_damage(manifest, name, chunks[name]), None)
                 if problem is not None:
-                    found[self.node, name] = strip_folder(manifest.folder, problem)
+                    found.append([self.node, name, strip_folder(manifest.folder, problem)])
             for problems in comm.all_gather_objects(found, self.group):
-                bad |= problems
+                bad |= {(node, name): problem for node, name, problem in problems}
             verified |= set(unverified)
 
     def _move(self, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
@@ -426,9 +438,13 @@ class NodeCheckpoints:
 
         sizes = on_all_ranks(lambda: local_bytes(tensors))
         on_leaders(lambda: self._start(attempt, sizes))
-        small = on_all_ranks(lambda: write_small_files(folder, extra.files) if leads else {})[0]
-        ranks = on_all_ranks(lambda: write_rank_file(folder, self.rank, tensors))
-        content = run_on_rank0(lambda: build_manifest(ranks, small, extra), self.group)
+        written = on_all_ranks(
+            lambda: {name: vars(file) for name, file in write_small_files(folder, extra.files).items()} if leads else {}
+        )
+        small = {name: FileRecord(**file) for name, file in written[0].items()}
+        parts = on_all_ranks(lambda: write_rank_file(folder, self.rank, tensors).to_json())
+        ranks = [RankFile.from_json(part) for part in parts]
+        content = run_on_rank0(lambda: build_manifest(ranks, small, extra).decode(), self.group).encode()
         on_all_ranks(lambda: self._copy_to_next_node(folder, ranks))
         on_leaders(lambda: attempt.write_manifest(content))
         on_leaders(lambda: attempt.publish(content))

@@ -21,10 +21,11 @@ send            B                           the tensor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -241,24 +242,77 @@ def _rows_like(x: Tensor, rows: int) -> Tensor:
 
 
 def all_gather_objects(value: T, group: Group) -> list[T]:
-    """Gather picklable values in rank order. For set-up and messages, never inside a step."""
-    values = [value] * group.size
-    if group.has_peers:
-        dist.all_gather_object(values, value, group.handle)
-    return values
+    """Gather JSON values in rank order. For set-up and messages, never inside a step.
+
+    Nothing that a rank sends can run code on another: values travel as the bytes of their JSON.
+
+    Raises:
+        TypeError: if ``value`` is not JSON, as a tuple is not.
+        ValueError: if what a rank has sent is not JSON.
+    """
+    content = _encode(value, group)
+    if not group.has_peers:
+        return [value] * group.size
+    sizes, row = _pad(content, group)
+    rows = row.new_empty(group.size * len(row))
+    _all_gather(rows, row, group=group.handle)
+    return _decode(rows.chunk(group.size), sizes, group)
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
     """As :func:`all_gather_objects`, but only the group's first rank gets the values; the others get []."""
-    values = [value] * group.size if group.rank == 0 else []
-    if group.has_peers:
-        dist.gather_object(value, values or None, group.ranks[0], group.handle)
-    return values
+    content = _encode(value, group)
+    if not group.has_peers:
+        return [value] * group.size if group.rank == 0 else []
+    sizes, row = _pad(content, group)
+    rows = [torch.empty_like(row) for _ in sizes] if group.rank == 0 else None
+    dist.gather(row, rows, group.ranks[0], group.handle)
+    return [] if rows is None else _decode(rows, sizes, group)
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """Return the picklable ``value`` of the group's first rank; the other ranks' values are ignored."""
-    values = [value]
-    if group.has_peers:
-        dist.broadcast_object_list(values, group.ranks[0], group.handle)
-    return values[0]
+    """As :func:`all_gather_objects`, but return the value of the group's first rank; other ranks' are ignored."""
+    content = _encode(value, group)
+    if not group.has_peers:
+        return value
+    size = content.new_tensor([len(content)], dtype=torch.int64)
+    dist.broadcast(size, group.ranks[0], group.handle)
+    if group.rank:
+        content = content.new_empty(int(size))
+    dist.broadcast(content, group.ranks[0], group.handle)
+    received: T = _decode([content], [len(content)], group)[0]
+    return received
+
+
+def _encode(value: object, group: Group) -> Tensor:
+    """Return the bytes of a JSON value, on a device that the group's backend serves."""
+    try:
+        text = json.dumps(value)
+        is_same = json.loads(text) == value
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"ranks exchange only JSON, which {value!r:.200} is not: {error}") from error
+    if not is_same:
+        raise TypeError(f"ranks exchange only JSON, which {value!r:.200} is not: it would arrive as {text:.200}")
+    on_gpu = group.has_peers and dist.get_backend(group.handle) == "nccl"
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to("cuda" if on_gpu else "cpu")
+
+
+def _pad(content: Tensor, group: Group) -> tuple[list[int], Tensor]:
+    """Return the number of bytes of every rank, and this rank's bytes padded to the largest; collective."""
+    sizes = content.new_empty(group.size, dtype=torch.int64)
+    _all_gather(sizes, content.new_tensor([len(content)], dtype=torch.int64), group=group.handle)
+    row = content.new_zeros(int(sizes.max()))
+    row[: len(content)] = content
+    return sizes.tolist(), row
+
+
+def _decode(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Any]:
+    """Return the values that the first ranks of the group have sent."""
+    values = []
+    for rank, row, size in zip(group.ranks, rows, sizes):
+        content = row[:size].cpu().numpy().tobytes()
+        try:
+            values.append(json.loads(content.decode()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"rank {rank} has sent something that is not JSON: {content[:40]!r}") from error
+    return values

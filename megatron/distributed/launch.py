@@ -5,6 +5,7 @@ The store works outside of collectives, so ranks can report failures through it 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,9 @@ class _JoinWait:
 def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
 
-    Meanwhile rank 0, and the first rank of a machine that cannot reach it, print which ranks are missing.
+    The store has no password. If ``MASTER_ADDR`` is an IP address, rank 0 listens on that one only; a name may stand
+    for another address on its own machine than elsewhere. Rank 0, and the first rank of a machine that cannot reach
+    it, print which ranks are missing.
 
     Raises:
         UserError: when rank 0 cannot listen at the port, or another process has this rank.
@@ -110,9 +113,16 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
         wait.until(lambda: _is_listening(host, launch.port), lambda: [0], reports=launch.local_rank == 0)
     try:
         store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, launch.port, size, launch.rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            launch.port,
+            size,
+            launch.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen(host, launch.port) if launch.rank == 0 else None,
         )
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, OSError) as error:
         if launch.rank:
             raise
         sentence = f"rank 0 cannot listen at port {launch.port}: {str(error).splitlines()[0]}"
@@ -130,6 +140,15 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
         store.set("joined/all", "")
     wait.until(lambda: store.check(["joined/all"]), missing, reports=False)
     return store
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a socket that listens on the address ``host``; None for a name, or if it is no address of this machine."""
+    with suppress(ValueError, OSError):
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=4096).detach()
+    return None
 
 
 def _is_listening(host: str, port: int) -> bool:
@@ -193,18 +212,66 @@ def world_group(rank: int, world_size: int) -> Group:
     return Group(tuple(range(world_size)), rank, handle)
 
 
+Outcome = list[Any]
+"""What a call has returned, and None; or None, and the class name and arguments of the error that it raised: JSON."""
+
+
+def call_safely(act: Callable[[], object]) -> tuple[Outcome, Exception | None]:
+    """Call ``act``, which returns JSON; return the outcome, to be sent to other ranks, and the error, if any."""
+    try:
+        return [act(), None], None
+    except Exception as error:
+        arguments: list[Any] = [*error.args]
+        if isinstance(error, UserError):
+            arguments = [[[p.code, p.sentence, [*p.fixes]] for p in error.problems], [*error.notes]]
+        elif isinstance(error, OSError) and error.filename is not None:
+            arguments.append(str(error.filename))
+        elif not all(isinstance(argument, str | int | None) for argument in arguments):
+            arguments = [str(error)]
+        return [None, [type(error).__name__, arguments]], error
+
+
+def raise_first_error(outcomes: Sequence[Outcome], own: Exception | None = None, rank: int = 0) -> list[Any]:
+    """Return the results of all ranks; raise the first error, if any: ``own`` if that is ``rank``'s, else a copy."""
+    for number, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise own if own is not None and number == rank else _rebuild_error(*failure)
+    return [result for result, _ in outcomes]
+
+
+def _rebuild_error(name: str, arguments: Sequence[Any]) -> Exception:
+    """Return another rank's error: of its class if that is Python's or this project's, else a RuntimeError."""
+    kind = next((known for known in _subclasses(Exception) if known.__name__ == name), None)
+    if kind is not None:
+        with suppress(TypeError):  # a constructor may take other arguments than those it passes on
+            if issubclass(kind, UserError):
+                problems, notes = arguments
+                return kind([Problem(code, sentence, tuple(fixes)) for code, sentence, fixes in problems], notes)
+            return kind(*arguments)
+    return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
+
+
+def _subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
+    for child in kind.__subclasses__():
+        if child.__module__.partition(".")[0] in ("builtins", "megatron"):
+            yield child
+        yield from _subclasses(child)
+
+
+def gather_results(act: Callable[[], T], group: Group) -> list[T]:
+    """Call ``act`` on all ranks and return their JSON results; raise the error of the first failed rank on every rank.
+
+    Collective.
+    """
+    outcome, own = call_safely(act)
+    return raise_first_error(comm.all_gather_objects(outcome, group), own, group.rank)
+
+
 def run_on_rank0(act: Callable[[], T], world: Group) -> T:
-    """Call ``act`` on rank 0 only, and return its result, or raise its error, on every rank; collective."""
-    outcome: Any = None
-    if world.rank == 0:
-        try:
-            outcome = act(), None
-        except Exception as error:
-            outcome = None, error
-    value, failure = comm.broadcast_object(outcome, world)
-    if failure is not None:
-        raise failure
-    return cast(T, value)
+    """Call ``act`` on rank 0 only, and return its JSON result, or raise its error, on every rank; collective."""
+    outcome, own = call_safely(act) if world.rank == 0 else ([None, None], None)
+    result: T = raise_first_error([comm.broadcast_object(outcome, world)], own)[0]
+    return result
 
 
 FAILED_KEY = "failed_ranks"

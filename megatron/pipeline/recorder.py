@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -59,9 +60,13 @@ class PipelineRecorder:
             since = self._origin.elapsed_time(start) / 1e3
             self._seconds.append(Interval(action, since, since + start.elapsed_time(end) / 1e3))
         self._events.clear()
-        ranks = comm.all_gather_objects(self._seconds, self._group)
-        origin = min((interval.start for intervals in ranks for interval in intervals), default=0.0)
-        moved = (tuple(Interval(action, a - origin, b - origin) for action, a, b in intervals) for intervals in ranks)
+        mine: list[list[Any]] = [[*action, start, end] for action, start, end in self._seconds]
+        ranks = comm.all_gather_objects(mine, self._group)
+        origin = min((start for intervals in ranks for *_, start, _ in intervals), default=0.0)
+        moved = (
+            tuple(Interval(Action(*action), start - origin, end - origin) for *action, start, end in intervals)
+            for intervals in ranks
+        )
         return Timeline(name, tuple(moved))
 
 

@@ -57,7 +57,7 @@ def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
 
 def _differences(mine: str, world: Group) -> str:
     """Describe which ranks have which version, or return an empty string if all have the same; collective."""
-    hosts, versions = zip(*comm.all_gather_objects((gethostname(), mine), world))
+    hosts, versions = zip(*comm.all_gather_objects([gethostname(), mine], world))
     return describe_versions(versions, hosts) if len(set(versions)) > 1 else ""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ from megatron.checkpoint.errors import (
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
-from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.load import load_sharded, open_manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
@@ -66,6 +67,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
+    NoCheckpointError,
     Position,
     ResumeSource,
     compare_with_checkpoint,
@@ -127,7 +129,9 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
         lease = None
         if save is not None:
             start = JobStart.read(os.environ)
-            lease = run_on_rank0(lambda: stack.enter_context(acquire_lease(parse_location(save), start=start)), world)
+            folder = parse_location(save)
+            held = run_on_rank0(lambda: stack.enter_context(acquire_lease(folder, start=start)).to_json(), world)
+            lease = Lease.from_json(folder, held)
         yield lease
 
 
@@ -139,18 +143,13 @@ def choose_resume_source(
     Raises:
         UserError: as :func:`find_resume_source`.
     """
-    if others is None:
-        return run_on_rank0(partial(find_resume_source, options), world)
-
-    def find() -> ResumeSource | UserError:
-        try:
-            return find_resume_source(options)
-        except UserError as error:  # a missing or damaged checkpoint; an unreachable store, for example, is no such
-            if error.__cause__ is not None or not {problem.code for problem in error.problems} <= {"E811", "E812"}:
-                raise
-            return error
-
-    return others.add_to(run_on_rank0(find, world))
+    try:
+        source = ResumeSource.from_json(run_on_rank0(lambda: find_resume_source(options).to_json(), world))
+    except NoCheckpointError as error:
+        if others is None:
+            raise
+        return others.add_to(error)
+    return source if others is None else others.add_to(source)
 
 
 @dataclass(frozen=True)
@@ -221,9 +220,7 @@ class Checkpointer:
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
-            size = checkpoint_bytes(trainer)
-            if problem := run_on_rank0(lambda: self._disk_space_problem(size), self.world):
-                raise UserError([problem])
+            run_on_rank0(partial(self._check_disk_space, checkpoint_bytes(trainer)), self.world)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
@@ -232,9 +229,9 @@ class Checkpointer:
         for path in source.paths:
             try:
                 opened = None if self.others is None else self.others.open(trainer, path)
-                manifest, more = opened or (run_on_rank0(partial(Manifest.open, path), self.world), [])
+                manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
-                found = run_on_rank0(partial(saved_tokenizer_files, manifest), self.world)
+                found = self._tokenizer_files(manifest)
                 changes, batches_since = compare_with_checkpoint(
                     manifest, trainer.config, self.world.size, source.mode, notes
                 )
@@ -252,6 +249,12 @@ class Checkpointer:
                 continue
             return [*notes, loaded, *changes]
         raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
+
+    def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
+        def read() -> dict[str, str]:
+            return {name: b64encode(content).decode() for name, content in saved_tokenizer_files(manifest).items()}
+
+        return {name: b64decode(content) for name, content in run_on_rank0(read, self.world).items()}
 
     # ---- Saving
 
@@ -340,8 +343,10 @@ class Checkpointer:
         checkpoints only after it has opened the new one as a start would.
         """
         options, trainer = self.options, self.trainer
-        if problem := run_on_rank0(lambda: self._disk_space_problem(contents.bytes), group):
-            raise StorageError(str(problem))
+        try:
+            run_on_rank0(partial(self._check_disk_space, contents.bytes), group)
+        except UserError as error:
+            raise StorageError(str(error.problems[0])) from None
         folder = CheckpointFolder(parse_location(str(options.save)))
         path = folder.path(contents.iteration)
         config = to_dict(trainer.config)
@@ -358,8 +363,9 @@ class Checkpointer:
                 warning = f"older checkpoints are not deleted: {error}"
         return SavedCheckpoint(path, contents.bytes, time.monotonic() - contents.started, blocking, warning)
 
-    def _disk_space_problem(self, size: int) -> Problem | None:
-        return disk_space_problem(parse_location(str(self.options.save)), size, self.lease)
+    def _check_disk_space(self, size: int) -> None:
+        if problem := disk_space_problem(parse_location(str(self.options.save)), size, self.lease):
+            raise UserError([problem])
 
     def _save_in_background(self, staging: HostCopyBuffer) -> tuple[CheckpointContents, Future[SavedCheckpoint]]:
         """Copy the contents of a checkpoint, after which steps may be taken, and write them in a thread."""
@@ -372,7 +378,7 @@ class Checkpointer:
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
         self._poll()
-        states = comm.all_gather_objects((self._pending is not None, self._lost_contact), self.world)
+        states = comm.all_gather_objects([self._pending is not None, self._lost_contact], self.world)
         if any(busy for busy, _ in states):
             last = "the last save"  # finished on this rank, but not on another
             if self._pending is not None:

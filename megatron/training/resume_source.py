@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
@@ -32,6 +32,10 @@ Position = tuple[int, int]
 """Progress of a run: steps taken and samples consumed."""
 
 
+class NoCheckpointError(UserError):
+    """A checkpoint is required, and none is there or can be used."""
+
+
 @dataclass(frozen=True)
 class ResumeSource:
     """Start of a run: checkpoints, a Hugging Face model, or neither for a new run."""
@@ -45,6 +49,16 @@ class ResumeSource:
     def fresh(self) -> bool:
         """True if the run starts from scratch."""
         return not self.paths and self.hf is None
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON, for other ranks."""
+        return [[*map(str, self.paths)], None if self.hf is None else str(self.hf), self.mode, [*self.notes]]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Self:
+        """Read what :meth:`to_json` has returned on another rank."""
+        paths, hf, mode, notes = data
+        return cls(tuple(map(parse_location, paths)), None if hf is None else Path(hf), mode, tuple(notes))
 
 
 def step_of(path: Location) -> int:
@@ -78,12 +92,12 @@ def _find(options: CheckpointConfig) -> ResumeSource:
     if save is None and load is None and options.load is None:
         if step is not None:
             sentence = f"--ckpt-step {step} needs a folder of checkpoints: neither --load nor --save is given"
-            raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
+            raise NoCheckpointError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
         return ResumeSource()
     if for_own and step is None:
         if options.resume_mode == "weights-only":
             sentence = f"--resume-mode {options.resume_mode}, but {save} holds no checkpoint to resume from"
-            raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
+            raise NoCheckpointError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
         return ResumeSource(notes=(*notes, f"starts from scratch: {save} holds no checkpoint"))
     if load is None and options.load is not None:
         return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
@@ -173,12 +187,12 @@ def _select(
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         reasons = "".join(f"\n  {path.name}: {strip_folder(path, problem)}" for path, problem in damaged.items())
         elsewhere = "--save ANOTHER" if own else "--load ANOTHER"
-        raise UserError([Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))])
+        raise NoCheckpointError([Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))])
     if step is not None:
         sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
-        raise UserError([Problem("E812", sentence, instead)])
+        raise NoCheckpointError([Problem("E812", sentence, instead)])
     sentence = f"{folder} has no checkpoint"
-    raise UserError([Problem("E812", sentence, ("--load ANOTHER", "drop --load to start from nothing"))])
+    raise NoCheckpointError([Problem("E812", sentence, ("--load ANOTHER", "drop --load to start from nothing"))])
 
 
 def _problem(path: Location) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +214,7 @@ def check_same_data(data: DataSource, world: Group) -> None:
         + " + ".join(f"{count:,}" for count in data.segments[name])
         for name, fingerprint in data.fingerprints.items()
     }
-    gathered = comm.all_gather_objects((gethostname(), layout), world)
+    gathered: list[list[Any]] = comm.all_gather_objects([gethostname(), layout], world)
     hosts = [host for host, _ in gathered]
     by_rank = [splits for _, splits in gathered]
     names = dict.fromkeys(name for splits in by_rank for name in splits)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.load import CheckpointReader, gather_results
+from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import CheckpointExtras, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import CheckpointConfig
 from megatron.contrib import local_checkpoints
 from megatron.contrib.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
-from megatron.distributed.launch import run_on_rank0, world_group
+from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.distributed.sharding import Box
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import (
@@ -48,7 +48,7 @@ def act_together(rank: int, world_size: int) -> list[int]:
 def save_rows(rank: int, world_size: int) -> list[float]:
     """Every rank saves a row of a tensor; the numbers in the rows of the checkpoint."""
     world = world_group(rank, world_size)
-    folder = run_on_rank0(lambda: Path(mkdtemp()), world)
+    folder = Path(run_on_rank0(mkdtemp, world))
     path, shape = folder / "iter_0000001", (world_size, 3)
     row = TensorPart(Box((rank, 0), (1, 3)), torch.full((1, 3), float(rank)))
     try:

@@ -30,8 +30,8 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 @pytest.fixture(scope="session")
 def undisturbed(the_cluster: Cluster, shape: Shape) -> Training:
-    """A run from its start to its end that nothing happened to, its ranks started by srun alone; it has ended."""
-    training = Training.submit(the_cluster, "undisturbed", shape, launcher="srun")
+    """A run from its start to its end that nothing happened to, its ranks started by torchrun; it has ended."""
+    training = Training.submit(the_cluster, "undisturbed", shape, launcher="torchrun")
     the_cluster.wait(training.job)
     return training
 

@@ -29,7 +29,13 @@ class Job:
         stubs.mkdir(parents=True)
         self._write(stubs / "python", python)
         self._write(stubs / "torchrun", "start=${SLURM_RESTART_COUNT:-0}", *torchrun)
-        here = {"SMALL": "1", "RUN": str(self.folder), "VENV": "none", "PATH": f"{stubs}:{cluster.path}"}
+        here = {
+            "SMALL": "1",
+            "RUN": str(self.folder),
+            "VENV": "none",
+            "LAUNCHER": "torchrun",
+            "PATH": f"{stubs}:{cluster.path}",
+        }
         options = (f"--nodes={nodes}", f"--job-name={name}")
         self.number = cluster.sbatch(*options, "slurm/train_175b.sh", *flags, environ=here | environ)
 

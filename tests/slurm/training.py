@@ -64,7 +64,7 @@ class Training:
         shape: Shape,
         *flags: str,
         sbatch: Sequence[str] = (),
-        launcher: str = "torchrun",
+        launcher: str = "srun",
         **more: str,
     ) -> Training:
         """Submit ``slurm/train_175b.sh`` with ``SMALL=1``.

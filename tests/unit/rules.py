@@ -42,14 +42,29 @@ TORCH_FREE = (
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
 
-LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
-"""Packages that are installed with this one, but that a run goes without where they are missing."""
+LAZY = (
+    *("wandb", "tensorboard", "torch.utils.tensorboard", "gigatoken", "awkward", "orjson"),
+    *("matplotlib", "datasets", "pyarrow"),
+)
+"""Packages of the extras, which a run goes without where they are missing."""
 
 COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {"megatron.contrib.dcp_reader": "torch.distributed.checkpoint"}
 """What else of torch.distributed a module may use: a library that brings its own communication."""
+
+PICKLES = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+"""Packages whose files and messages run code when they are read."""
+
+PIPES = {"megatron.data.preprocess.encode": "pickle"}
+"""Modules that may use one of them, for pipes to child processes of their own."""
+
+OBJECT_COLLECTIVES = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""torch's collectives for Python objects, which unpickle what other ranks send."""
 
 DISTRIBUTION_OF = {
     "yaml": "pyyaml",
@@ -178,6 +193,22 @@ def stray_communication(modules: Sequence[Module]) -> list[str]:
         allowed = [engine for package, engine in STORAGE.items() if prefix_of(module.name, (package,))]
         if any(prefix_of(name, ("torch.distributed",)) and not prefix_of(name, allowed) for name in names):
             found.append(f"{module.name} uses torch.distributed; communication goes through {', '.join(COMMUNICATORS)}")
+    return found
+
+
+def unpickling(modules: Sequence[Module]) -> list[str]:
+    """Places that may run what a file or another rank contains: pickles, and torch's functions that read them."""
+    found = []
+    for module in modules:
+        used = sorted(name for name in imports(module) if prefix_of(name, PICKLES))
+        found += [f"{module.name} imports {name}" for name in used if name != PIPES.get(module.name)]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in OBJECT_COLLECTIVES:
+                found.append(f"{module.name}:{node.lineno} exchanges pickles, which comm's own collectives do not")
+            if isinstance(node, ast.Call) and module.name != "tools.cluster_check.checks":
+                text = ast.unparse(node)
+                if text.startswith("torch.load(") and "weights_only=True" not in text:
+                    found.append(f"{module.name}:{node.lineno} may unpickle a file: weights_only=True")
     return found
 
 

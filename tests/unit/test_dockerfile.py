@@ -70,9 +70,9 @@ def test_the_steps_are_those_of_the_set_up_script() -> None:
     """Which every run of these tests takes, from a fresh clone."""
     script = (ROOT / "tools" / "setup_env.sh").read_text()
     script = script.partition("setup_install_run()")[2].replace('"$setup_root/requirements.txt"', "requirements.txt")
-    steps = re.findall(r"^    setup_install (.*)", script, re.M)
+    steps = re.findall(r"^    setup_install (.*?)(?: #.*)?$", script, re.M)
     ours = re.findall(r"pip install (.*?)(?: && |$)", " && ".join([*commands("packages"), *commands("code")]))
-    assert ours == [step.replace('"$setup_root"', ".") for step in steps[:3]]
+    assert ours == [step.replace('"$setup_root"', ".") for step in steps[:4]]
 
 
 def test_what_is_ignored_is_nothing_of_the_project() -> None:
@@ -82,6 +82,24 @@ def test_what_is_ignored_is_nothing_of_the_project() -> None:
     assert [path for path in kept if ignored.fullmatch(path) and f"!{path}" not in patterns] == []
     assert ignored.fullmatch("megatron/config/__pycache__/run.pyc")
     assert ignored.fullmatch(".git/config")
+
+
+@pytest.mark.parametrize(
+    "path", [".env", "examples/.env.local", "a/server.pem", "tls.key", "id_ed25519", "home/id_rsa.pub", ".netrc"]
+)
+def test_credentials_stay_out_of_an_image(path: str) -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("", "#", "!")]
+    assert any(re.fullmatch(as_regex(pattern), path) for pattern in patterns)
+
+
+def test_what_is_built_on_and_compiled_never_changes() -> None:
+    text = DOCKERFILE.read_text()
+    images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, re.M)
+    assert len(images) == 2
+    assert all(re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", image) for image in images)
+    assert re.search(r"^ARG APEX_REVISION=[0-9a-f]{40}$", text, re.M)
+    local = {"base", "packages", "code"}
+    assert {*re.findall(r"^FROM (\S+)", text, re.M)} == local | {"${PYTHON_IMAGE}", "${CUDA_IMAGE}", "apex-${APEX}"}
 
 
 @pytest.mark.slow

@@ -15,11 +15,14 @@ from megatron.arguments.cli import parse
 from tests.distributed import product
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAMES = ["architecture", "data", "extending", "flags", "formats", "operations", "performance", "pipelines", "slurm"]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_gpt\.py (?P<flags>.*)")
-OF_OTHERS = {"--no-deps", "--nproc-per-node"}
+OF_OTHERS = {"--no-deps", "--nproc-per-node", "--require-hashes"}
 """Flags of pip and torchrun."""
 
 

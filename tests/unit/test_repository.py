@@ -44,6 +44,7 @@ RULES: dict[Callable[[list[Module]], list[str]], dict[str, str]] = {
     },
     rules.eager_optional_imports: {"megatron.layers.bad": "if True:\n    import flash_attn.ops"},
     rules.stray_communication: {"megatron.layers.bad": "import torch\ntorch.distributed.all_reduce(x)"},
+    rules.unpickling: {"megatron.bad": "import torch\ntorch.load(path, weights_only=False)"},
     rules.unannotated: {"megatron.bad": "def f(x: int, *rest) -> None: ..."},
     rules.repeated_classes: {"megatron.a": "class Part: ...", "megatron.b": "class Part: ..."},
     rules.asserts: {"megatron.bad": "def f(x: int) -> None:\n    assert x"},
@@ -72,6 +73,20 @@ def test_a_module_that_breaks_it_is_found(rule: Callable[[list[Module]], list[st
 )
 def test_layers_are_strict(name: str, source: str) -> None:
     assert len(rules.misplaced_imports([Module.parse(name, source)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def f() -> None:\n    import pickle", 1),
+        ("from cloudpickle import loads", 1),
+        ("dist.all_gather_object(a, b)\ntorch.distributed.broadcast_object_list(c)", 2),
+        ("torch.load(path)", 1),
+        ("torch.load(path, weights_only=True)\ncomm.all_gather_objects(a, b)", 0),
+    ],
+)
+def test_what_may_run_a_strangers_code_is_found(source: str, count: int) -> None:
+    assert len(rules.unpickling([Module.parse("megatron.layers.module", source)])) == count
 
 
 def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:

@@ -18,6 +18,8 @@ TEXT_TYPES = ("string", "large_string", "string_view", "null")  # of Arrow
 READ_BYTES = 1 << 20  # of a Parquet column, read at once
 ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams that `datasets` writes lack it
 
+TABLES_FIX = "pip install 'megatron-pretrain[tables]'"
+
 Row = dict[str, bytes | None]  # the text of each column in UTF-8, or null
 
 
@@ -36,8 +38,10 @@ def read_batches(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[
     Raises:
         UnreadableTableError: if the file is damaged, or a column is missing or not text.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]  # here, because it takes a while
-
+    try:  # here, because it takes a while
+        import pyarrow as pa  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"pyarrow is needed for {file}", TABLES_FIX) from error
     read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
     try:
         for batch, end in read(file, keys, batch_bytes):
@@ -144,8 +148,10 @@ def hugging_face_files(name: str) -> list[Path]:
     Raises:
         DataError: if the dataset cannot be loaded, or the split has to be chosen.
     """
-    import datasets  # type: ignore[import-untyped]
-
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"datasets is needed for --input {name}", TABLES_FIX) from error
     path, *parts = name.removeprefix("hf:").split(":")
     try:
         if len(parts) == 1 and parts[0] not in datasets.get_dataset_config_names(path):

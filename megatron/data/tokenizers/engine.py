@@ -123,7 +123,7 @@ def _load_gigatoken(tokenizer: Tokenizer) -> tuple[EncodeBatch, list[str]]:
         import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
         import gigatoken
     except ImportError:
-        raise _GigatokenError("gigatoken is not installed (pip install gigatoken)") from None
+        raise _GigatokenError("gigatoken is not installed (pip install 'megatron-pretrain[fast]')") from None
     file = json.loads(content)
     added = [token["content"] for token in file.get("added_tokens") or ()]
     if not tokenizer.settings.get("parse_special_tokens"):

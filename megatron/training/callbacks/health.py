@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -232,7 +232,9 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     Micro-batches run one by one, so that pipeline order is time order, and without the data-parallel reduction, which
     would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
     """
-    by_rank = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
+    mine = first_nonfinite(trainer, batches)
+    gathered = comm.all_gather_objects([] if mine is None else [*astuple(mine)], trainer.mesh.world)
+    by_rank = [NonFiniteFinding(*values) if values else None for values in gathered]
     found = [finding for finding in by_rank if finding is not None]
     step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
     if not found:
@@ -309,7 +311,13 @@ def check_weight_copies(trainer: Trainer) -> None:
     Raises:
         UserError: on every rank if copies differ, with the step, the first parameter and the ranks.
     """
-    by_rank = comm.all_gather_objects(find_differing_copies(trainer), trainer.mesh.world)
+    mine: list[list[Any]] = [
+        [copy.what, [*copy.place.start], [*copy.place.size], copy.digest] for copy in find_differing_copies(trainer)
+    ]
+    by_rank = [
+        [WeightCopy(what, Box(tuple(start), tuple(size)), digest) for what, start, size, digest in copies]
+        for copies in comm.all_gather_objects(mine, trainer.mesh.world)
+    ]
     names = list(dict.fromkeys(copy.what for copies in by_rank for copy in copies))
     if not names:
         return

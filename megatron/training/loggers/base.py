@@ -262,5 +262,7 @@ def metrics_under(prefix: str, metrics: Metrics) -> dict[str, Any]:
 def error_summary(error: BaseException) -> str:
     """Return the error's message in one line, or its type if there is none."""
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"{error.name} is not installed: pip install {error.name.partition('.')[0]}"
+        package = error.name.partition(".")[0]
+        wanted = f"'megatron-pretrain[{package}]'" if package in ("tensorboard", "wandb") else package
+        return f"{error.name} is not installed: pip install {wanted}"
     return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"

@@ -59,7 +59,7 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+        raise ValueError("drawing needs matplotlib: pip install 'megatron-pretrain[plots]'") from error
     with rc_context({**STYLE, "axes.grid": grid}):
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         yield figure

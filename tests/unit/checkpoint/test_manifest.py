@@ -135,12 +135,7 @@ def test_state_is_json(state: dict[str, Any]) -> None:
         encode_manifest({}, {}, state, {})
 
 
-def test_errors_survive_the_way_between_ranks() -> None:
-    import pickle
-
-    for error in (CheckpointError("a", "b", "c"), NewerVersionError("d")):
-        again = pickle.loads(pickle.dumps(error))
-        assert (type(again), str(again)) == (type(error), str(error))
+def test_an_error_ends_with_its_fixes() -> None:
     assert str(CheckpointError("a", "b", "c")) == "a\n  fix: b | c"
 
 

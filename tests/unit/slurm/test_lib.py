@@ -136,13 +136,15 @@ def job(tmp_path: Path) -> Job:
         pytest.param(f"{IS_CANCELLED}; exit 1", 143, "Slurm is ending it (COMPLETING)", [], id="is cancelled"),
     ],
 )
-def test_what_becomes_of_a_start(job: Job, case: str, status: int, says: str, told: list[str]) -> None:
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_what_becomes_of_a_start(job: Job, case: str, status: int, says: str, told: list[str], launcher: str) -> None:
+    job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0" if launcher == "srun" else "3"}
     done, message = job.start(case)
     assert done == status
     assert says in message
     assert job.calls("scontrol") == told, "and what sbatch --exclude has said is left alone"
     assert len(job.calls("srun")) == 1, "agents start their ranks again themselves"
-    assert "--max-restarts=3" in job.calls("srun")[0]
+    assert ("--max-restarts=3" in job.calls("srun")[0]) == (launcher == "torchrun")
 
 
 def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
@@ -176,6 +178,7 @@ def test_a_chain_without_progress_stops(job: Job) -> None:
 
 
 def test_a_chain_with_progress_goes_on(job: Job) -> None:
+    job.environ["MAX_RESTARTS"] = "0"
     assert [job.start(f"{SAVE}; exit 1", restart)[0] for restart in range(5)] == [0] * 5
 
 
@@ -279,15 +282,14 @@ def test_what_slurm_ends_is_left_to_slurm(job: Job) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher: str) -> None:
     job.environ |= {"SPARES": "1", "LAUNCHER": launcher, "RANKS_PER_NODE": "2"}
-    status, message = job.start(f"{fail_device('n1')}; {FINISH}")
+    status, message = job.start(f'echo "$MASTER_ADDR" >>"$RUN/heads"; {fail_device("n1")}; {FINISH}')
     assert status == 0
     assert "a device of n1 has failed" in message
     first, second = job.calls("srun")
     assert "--nodelist=n1,n2" in first
     assert "--nodelist=n2,n3" in second
     assert "--nodes=2" in second
-    if launcher == "torchrun":
-        assert "--rdzv-endpoint=n2:" in second
+    assert (job.run / "heads").read_text() == "n1\nn2\n"
     node, until, _ = (job.run / "slurm" / "bad_nodes").read_text().split(maxsplit=2)
     assert node == "n1"
     assert int(until) == pytest.approx(time.time() + 24 * 3600, abs=60)
@@ -321,9 +323,39 @@ def test_other_failures_blame_no_node(job: Job) -> None:
 
 
 def test_ranks_of_srun_are_started_again_in_the_job(job: Job) -> None:
-    job.environ |= {"LAUNCHER": "srun", "MAX_RESTARTS": "2"}
+    job.environ |= {"MAX_RESTARTS": "2"}
     job.start("exit 1")
     assert len(job.calls("srun")) == 3
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_rendezvous_is_random_and_only_this_user_can_read_it(job: Job, launcher: str) -> None:
+    job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0"}
+    said = 'echo "$MASTER_PORT $PET_RDZV_ID" >>"$RUN/seen"; exit 1'
+    for number in ("7", "7", "8"):
+        job.environ["SLURM_JOB_ID"] = number
+        job.start(said)
+    first, again, other = (job.run / "seen").read_text().splitlines()
+    assert first == again != other, "a job that is queued again is the same run of torchrun"
+    kept = job.run / "slurm" / "rendezvous.7"
+    assert (kept.read_text().strip(), kept.stat().st_mode & 0o777) == (first, 0o600)
+    port, number = first.split()
+    assert 10000 <= int(port) < 30000
+    assert len(number) == 16
+    arguments = " ".join(job.calls("srun"))
+    assert port not in arguments
+    assert number not in arguments, "ps shows them to every user of the node"
+
+
+def test_ranks_meet_on_the_interface_of_the_job(job: Job) -> None:
+    """The address of the head node on it is asked for there; one node needs none."""
+    address = "2: ib0    inet 10.0.7.1/24 brd 10.0.7.255 scope global ib0\\       valid_lft forever"
+    case = f'[[ $* != *" ip -oneline"* ]] || {{ echo "{address}"; exit; }}; echo "$MASTER_ADDR" >>"$RUN/seen"; {FINISH}'
+    for interface, nodes in (("ib0", 3), ("", 3), ("", 1)):
+        job.environ |= {"IFNAME": interface, "SLURM_JOB_NUM_NODES": str(nodes), "RANKS_PER_NODE": "4"}
+        job.allocate(*(f"n{number + 1}" for number in range(nodes)))
+        assert job.start(case)[0] == 0
+    assert (job.run / "seen").read_text().split() == ["10.0.7.1", "n1", "127.0.0.1"]
 
 
 def test_a_job_that_lost_a_node_goes_on_with_whole_copies_of_the_model(job: Job) -> None:

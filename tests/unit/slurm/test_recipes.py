@@ -127,22 +127,23 @@ def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
     ("environ", "words"),
     [
         ({"CONTAINER": "nvcr.io#x:1", "MOUNTS": "a:b"}, ["--container-image=nvcr.io#x:1", f"{ROOT}:{ROOT},a:b"]),
-        ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif bash slurm/task.sh torchrun"]),
+        ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif bash slurm/task.sh pretrain_gpt.py"]),
         ({"CONTAINER": "x.sif", "RUN": "/big/run"}, [f"--bind {ROOT}:{ROOT},/big/run:/big/run x.sif"]),
-        ({"MIN_NODES": "112"}, ["--nnodes=128", "--pad-global-batch"]),
-        ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "slurm/task.sh pretrain_gpt.py"]),
-        ({"CPU_BIND": "node"}, ["--numa-binding=node", "--cpu-bind=none"]),
+        ({"MIN_NODES": "112"}, ["--nodes=128", "--pad-global-batch"]),
+        ({}, ["--ntasks=1024", "--ntasks-per-node=8", "slurm/task.sh pretrain_gpt.py"]),
+        ({"LAUNCHER": "torchrun", "MAX_RESTARTS": "5"}, ["--ntasks=128", "--nproc-per-node=8 --max-restarts=5"]),
+        ({"CPU_BIND": "node", "LAUNCHER": "torchrun"}, ["--numa-binding=node", "--cpu-bind=none"]),
         (
-            {"CPU_BIND": "cores", "LAUNCHER": "srun", "SLURM_CPUS_ON_NODE": "96"},
+            {"CPU_BIND": "cores", "SLURM_CPUS_ON_NODE": "96"},
             ["--cpu-bind=cores", "--mem-bind=local", "--cpus-per-task=12", "--distribution=block:block"],
         ),
         (
-            {"RANK_ORDER": "topology", "LAUNCHER": "srun"},
+            {"RANK_ORDER": "topology"},
             ["--nodelist=runs/train_175b/slurm/hosts", "--distribution=arbitrary"],
         ),
         ({"CONTAINER": "x.sif", "CACHE": "/c", "STAGE": "/s"}, [f"--bind {ROOT}:{ROOT},/c:/c,/s:/s x.sif"]),
-        ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--nproc-per-node=4"]),
-        ({"SLURM_GPUS_PER_NODE": "h100:4", "RANKS_PER_NODE": "2"}, ["--nproc-per-node=2"]),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--ntasks-per-node=4"]),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "RANKS_PER_NODE": "2"}, ["--ntasks-per-node=2"]),
     ],
 )
 def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
@@ -153,9 +154,9 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be torchrun or srun"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be srun or torchrun"),
         ({"NETWORK": "ib"}, "NETWORK=ib: must be infiniband, roce, ethernet, efa or slingshot"),
-        ({"RANK_ORDER": "topology"}, "fix: LAUNCHER=srun RANK_ORDER=topology"),
+        ({"RANK_ORDER": "topology", "LAUNCHER": "torchrun"}, "fix: LAUNCHER=srun RANK_ORDER=topology"),
         ({"RANK_ORDER": "rack"}, "RANK_ORDER=rack: must be topology"),
         ({"SETUP": "absent"}, "SETUP=absent: there is no such file"),
         ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
@@ -246,7 +247,9 @@ def test_files_are_staged_once_whole_and_only_if_there_is_room(tmp_path: Path) -
 
 
 def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Path) -> None:
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$*"\necho error >&2\n')
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\necho "$*"${PET_RDZV_ENDPOINT+ at $PET_RDZV_ENDPOINT}\necho error >&2\n'
+    )
     (tmp_path / "python").chmod(0o755)
     shutil.copy(tmp_path / "python", tmp_path / "torchrun")
     logs = tmp_path / "logs"
@@ -254,17 +257,18 @@ def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Pa
 
     def output(*words: str, **environ: str) -> str:
         here = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HEAD": "n1", "SLURM_PROCID": "0", "LOGS": str(logs)} | environ
+        here |= {"MASTER_PORT": "10007"}
         command = ["bash", "slurm/task.sh", *words]
         done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, check=True)
         return done.stdout
 
-    assert output("torchrun", "x", SLURMD_NODENAME="n1") == "x\n"
+    assert output("torchrun", "x", SLURMD_NODENAME="n1") == "x at n1:10007\n"
     assert output("torchrun", "x", SLURMD_NODENAME="n2") == ""
     assert output("train.py", SLURMD_NODENAME="n1", RANK="0") == "-u train.py\n"
     assert output("train.py", SLURMD_NODENAME="n1", RANK="1") == ""
     assert output("train.py", SLURMD_NODENAME="n2", SLURM_PROCID="9") == ""
     assert {path.name: path.read_text() for path in logs.iterdir()} == {
-        "n2.log": "x\nerror\n",
+        "n2.log": "x at n1:10007\nerror\n",
         "n1-rank1.log": "-u train.py\nerror\n",
         "n2-rank9.log": "-u train.py\nerror\n",
     }

@@ -87,5 +87,5 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
 
     summary = summary_of(tmp_path, [1])
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match="pip install matplotlib"):
+    with pytest.raises(ValueError, match=r"pip install 'megatron-pretrain\[plots\]'"):
         draw_lengths([("x", summary)], tmp_path / "out.png")

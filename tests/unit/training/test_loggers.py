@@ -394,7 +394,7 @@ def test_an_error_fits_into_a_sentence() -> None:
     assert error_summary(ValueError("two\n  lines.\n")) == "two lines"
     assert error_summary(KeyboardInterrupt()) == "it raised KeyboardInterrupt"
     missing = ModuleNotFoundError("No module named 'wandb'", name="wandb")
-    assert error_summary(missing) == "wandb is not installed: pip install wandb"
+    assert error_summary(missing) == "wandb is not installed: pip install 'megatron-pretrain[wandb]'"
     part = ModuleNotFoundError("No module named 'a.b'", name="a.b")
     assert error_summary(part) == "a.b is not installed: pip install a"
     assert error_summary(ModuleNotFoundError("no such codec")) == "no such codec"

@@ -27,7 +27,6 @@ from megatron.checkpoint.lease import acquire_lease
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import run_on_rank0
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
@@ -358,22 +357,13 @@ def test_a_file_that_cannot_be_removed_stops_the_start(tmp_path: Path) -> None:
     assert (failed.status, failed.samples) == (1, {})
 
 
-# ---- One run per folder; for several ranks see tests/distributed/test_resume.py
-
-PROBLEMS = UserError([Problem("E802", "no such disk", ("--save ANOTHER", "--save B")), Problem("E813", "newer")])
-
-
-@pytest.mark.parametrize("error", [PROBLEMS, DamagedCheckpointError("cut short", "--save ANOTHER", "--load B")])
-def test_an_error_on_rank_0_is_the_same_on_every_rank(error: UserError | DamagedCheckpointError) -> None:
-    def act() -> None:
-        raise error
-
-    with pytest.raises(type(error)) as raised:
-        run_on_rank0(act, Group())
-    assert raised.value is error
+def test_a_user_error_of_a_child_process_keeps_its_problems() -> None:
+    error = UserError([Problem("E802", "no such disk", ("--save ANOTHER", "--save B")), Problem("E813", "newer")])
     sent = pickle.loads(pickle.dumps(error))
-    assert (type(sent), str(sent)) == (type(error), str(error))
-    assert getattr(sent, "problems", ()) == getattr(error, "problems", ())
+    assert (type(sent), str(sent), sent.problems) == (UserError, str(error), error.problems)
+
+
+# ---- One run per folder; for several ranks see tests/distributed/test_resume.py
 
 
 def test_a_folder_is_held_for_as_long_as_the_run_takes(tmp_path: Path) -> None:

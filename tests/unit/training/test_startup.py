@@ -252,6 +252,20 @@ def test_a_rank_that_is_started_twice_and_a_port_in_use_are_refused(monkeypatch:
         open_store(replace(launch, port=port), timedelta(minutes=1))
 
 
+@pytest.mark.parametrize(("address", "elsewhere"), [("127.0.0.1", False), ("localhost", True)])
+def test_the_store_listens_on_the_address_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, address: str, elsewhere: bool
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with ThreadPoolExecutor(2) as threads:
+        launches = [Launch("srun", rank, 2, port=port) for rank in (1, 0)]
+        stores = [threads.submit(open_store, launch, timedelta(minutes=1)) for launch in launches]
+        assert all(store.result().check(["joined/all"]) for store in stores)
+        with socket.socket() as other:  # another address of this machine
+            assert (other.connect_ex(("127.0.0.2", port)) == 0) == elsewhere
+
+
 # ---- Reading ahead
 
 

@@ -292,8 +292,8 @@ def test_missing_packages_and_places_that_cannot_be_written_cost_a_warning_each(
         assert start(tiny_run(tmp_path / "run", f"{flags}/board")).status == 0
     assert start(tiny_run(tmp_path / "other", f"{flags}/file --wandb-save-dir {tmp_path}/file")).status == 0
     board, client = warned(tmp_path / "run")
-    assert "pip install tensorboard; training continues" in board
-    assert "pip install wandb; training continues" in client
+    assert "pip install 'megatron-pretrain[tensorboard]'; training continues" in board
+    assert "pip install 'megatron-pretrain[wandb]'; training continues" in client
     board, client = warned(tmp_path / "other")
     for warning in (board, client):
         assert f"{tmp_path}/file" in warning

@@ -167,9 +167,9 @@ def test_tokenizers_without_gigatoken(tokenizer: Tokenizer, tmp_path: Path, monk
     assert reason.startswith("gigatoken ")
     assert "\n" not in reason
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert choose_engine(tokenizer, TEXT).reason == "gigatoken is not installed (pip install gigatoken)"
+    assert choose_engine(tokenizer, TEXT).reason == "gigatoken is not installed (pip install 'megatron-pretrain[fast]')"
     for call in (lambda: choose_engine(tokenizer, TEXT, "gigatoken"), lambda: build_engine(tokenizer, "gigatoken 1")):
-        with pytest.raises(DataError, match=r"gigatoken is not installed \(pip install gigatoken\)"):
+        with pytest.raises(DataError, match=r"gigatoken is not installed \(pip install 'megatron-pretrain\[fast\]'\)"):
             call()
 
 
