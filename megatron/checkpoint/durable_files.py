@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, NamedTuple, Self
 
 import xxhash
 
@@ -173,11 +173,21 @@ def try_lock(file: int | IO[bytes], shared: bool = False) -> LockState:
     return LockState.ACQUIRED
 
 
+class LockHolder(NamedTuple):
+    """A process on this machine that holds a lock."""
+
+    process: int
+    user: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.user}"
+
+
 LOCKS = Path("/proc/locks")
 
 
-def lock_holder(path: Path) -> tuple[int, str] | None:
-    """Return the number and the user's name of the process that holds a lock on a file.
+def lock_holder(path: Path) -> LockHolder | None:
+    """Return the process that holds a lock on a file.
 
     None if this system does not know it: the process is on another machine or in another container, the file system
     has no device numbers of its own, or there is no ``/proc``.
@@ -188,5 +198,5 @@ def lock_holder(path: Path) -> tuple[int, str] | None:
         for line in LOCKS.read_text().splitlines():
             _, _, _, _, process, where, *_ = line.split()  # "1: FLOCK ADVISORY WRITE 4242 fe:00:1234 0 EOF"
             if where == place:
-                return int(process), user_name(os.stat(f"/proc/{process}").st_uid)
+                return LockHolder(int(process), user_name(os.stat(f"/proc/{process}").st_uid))
     return None

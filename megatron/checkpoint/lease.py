@@ -76,7 +76,7 @@ from megatron.checkpoint.publish import (
 )
 from megatron.config.errors import Problem
 from megatron.config.launch import JobStart
-from megatron.config.privacy import PRIVATE_FILE, foreign_access, private_mode
+from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 
 LEASE_FILE = "claim.json"
 """The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
@@ -176,8 +176,8 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
     Raises:
         CheckpointError: if another process holds the folder and is not an earlier start of this job.
         SupersededError: if a later start of the job acquired it meanwhile.
-        StorageError: if the folder is not writable, or another user may have written to it: see `foreign_access`. A
-            folder of root or of a group is accepted for ``--save`` only.
+        StorageError: if the folder is not writable, or another user may have written to it: see `check_access`. Only
+            ``--save`` may name a folder of root or of a group.
     """
     holder = LeaseHolder(start or JobStart())
     with ExitStack() as opened:
@@ -188,10 +188,7 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
                 (folder / LEASE_FILE).write_bytes(lease.text)
             else:
                 make_folder(folder, private=True)
-                if refused := foreign_access(folder, shared=flag == "--save"):
-                    problem, *fixes = refused
-                    sentence = f"{problem}: checkpoints in it may be somebody else's, and nothing is read or written"
-                    raise StorageError(sentence, f"{flag} ANOTHER", *fixes)
+                check_access(folder, shared=flag == "--save")
                 lease = _acquire_on_disk(folder, holder, flag, opened)
         except OSError as error:
             fix = save_elsewhere_flags(folder) if flag == "--save" else f"{flag} ANOTHER"
@@ -237,12 +234,13 @@ def _in_use(last: Lease, holder: LeaseHolder, flag: str) -> tuple[str, ...]:
         return f"{last.folder} is in use by a later start of this job: {last.holder}", f"{flag} ANOTHER"
     message = f"{last.folder} is in use by {last.holder}"
     claim = staging_folder(local_path(last.folder), last.epoch) / LEASE_FILE
-    if (found := lock_holder(claim)) is not None and found[0] != last.holder.pid:
-        message = f"{last.folder} is in use: process {found[0]} of {found[1]} has locked {claim}, written by {last.holder}"
+    found = lock_holder(claim)
+    if found is not None and found.process != last.holder.pid:
+        message = f"{last.folder} is in use: {found} has locked {claim}, which is of {last.holder}"
         return message, f"{flag} ANOTHER", f"rm {claim}, once no start of this run is alive"
     if last.holder.host == socket.gethostname():
-        unsure = "" if found else f", according to {claim}; this machine does not know who has locked it"
-        return message + unsure, f"{flag} ANOTHER"
+        doubt = "" if found else f", as {claim} has it; this machine does not know which process has locked that file"
+        return message + doubt, f"{flag} ANOTHER"
     return (
         f"{message}; if that machine is gone, its lock expires within minutes",
         f"{flag} ANOTHER",

@@ -1,7 +1,7 @@
 """Privacy on a machine with other users: folders that they cannot write to, and texts without credentials.
 
 **Folders.** What a run creates is closed to others (`private_mode`). An existing folder is used only if nobody else can
-have put files there (`foreign_access`), because a run resumes from what it finds. To let a group in, create the folder
+have put files there (`check_access`), because a run resumes from what it finds. To let a group in, create the folder
 first: what is created inside a folder that a group can write to is open to that group.
 
 **Credentials** belong in the environment. Options are recorded in files, logs and trackers, so one that holds a
@@ -10,6 +10,7 @@ credential is refused; `redact` removes credentials from texts of other origins,
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -21,26 +22,30 @@ PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 def private_mode(folder: Path, mode: int) -> int:
-    """Return the mode of a new entry of ``folder``: ``mode``, and the same for the group if it can write to it."""
-    return mode | (mode >> 3 if os.stat(folder).st_mode & stat.S_IWGRP else 0)
+    """Return the mode of a new entry of ``folder``: ``mode``, and the same for a group that shares it.
+
+    A group shares a folder that it, but not everybody, can write to.
+    """
+    shared = os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
+    return mode | (mode >> 3 if shared else 0)
 
 
-def foreign_access(folder: Path, shared: bool = False) -> tuple[str, ...]:
-    """Return why files in ``folder`` may be another user's, and a fix if there is one; nothing if they are not.
+def check_access(folder: Path, shared: bool = False) -> None:
+    """Raise PermissionError if files in ``folder`` may be another user's; a missing folder passes.
 
-    A private folder belongs to this user, who alone can write to it. A ``shared`` one may also belong to root, or be
-    writable by a group: by any group if this user owns it, else by a group of this user. A missing folder is neither.
+    A private folder must belong to this user, who alone can write to it. A ``shared`` one may also belong to root, or
+    be writable by a group: by any group if this user owns it, else by a group of this user.
     """
     try:
         link, found = os.lstat(folder), os.stat(folder)
     except FileNotFoundError:
-        return ()
+        return
     owners = {os.geteuid(), *([0] if shared else [])}
     if shared and found.st_mode & stat.S_IWGRP and found.st_gid in {os.getegid(), *os.getgroups()}:
         owners.add(found.st_uid)
     others = found.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
     if {link.st_uid, found.st_uid} <= owners and not others:
-        return ()
+        return
     made = folder / f".access-{os.urandom(8).hex()}"
     with suppress(OSError):  # not every file system has owners and modes: one that shows those of any entry has none
         os.mkdir(made, PRIVATE_FOLDER)
@@ -49,11 +54,11 @@ def foreign_access(folder: Path, shared: bool = False) -> tuple[str, ...]:
         owners.add(shown.st_uid)
         others &= ~shown.st_mode
     if foreign := {link.st_uid, found.st_uid} - owners:
-        return (f"{folder} belongs to {user_name(foreign.pop())}",)
+        raise PermissionError(errno.EPERM, f"it belongs to {user_name(foreign.pop())}", str(folder))
     if others:
-        mode = stat.S_IMODE(found.st_mode)
-        return f"other users can write to {folder} (mode {mode:04o})", f"chmod {'o' if shared else 'go'}-w {folder}"
-    return ()
+        fix = f"chmod {'o' if shared else 'go'}-w {folder}"
+        reason = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}); {fix}"
+        raise PermissionError(errno.EPERM, reason, str(folder))
 
 
 def user_name(uid: int) -> str:
@@ -85,7 +90,7 @@ SECRETS = tuple(
         r"\bxox[abposr]-[\w-]{10,}",
         r"\bAIza[\w-]{35}",
         r"\beyJ[\w-]{5,}\.[\w-]+\.[\w-]+",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]*PRIVATE KEY-----|[^\"]*)",
         # anything random under such a name
         rf"(?i)(?P<keep>(?:api|access|secret|private|auth)[_-]?key[\"']?\s*[:=]\s*[\"']?){_RANDOM}",
         rf"(?i)(?P<keep>(?:token|secret|passw(?:or)?d|credentials?)[\"']?\s*[:=]\s*[\"']?){_RANDOM}",

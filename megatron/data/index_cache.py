@@ -41,7 +41,7 @@ from megatron.checkpoint.durable_files import (
     try_lock,
     write_file,
 )
-from megatron.config.privacy import PRIVATE_FILE, foreign_access, private_mode
+from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
@@ -78,8 +78,7 @@ class IndexCache:
         about = {"format": CACHE_FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(CACHE_FORMAT, json.dumps(facts, sort_keys=True))}"
         try:
-            if refused := foreign_access(self.folder, shared=True):
-                raise PermissionError(errno.EPERM, "; ".join(refused))
+            check_access(self.folder, shared=True)
             found = self._read(path, about)
             if found is None and self._is_writable:
                 make_folder(self.folder, private=True)
@@ -138,8 +137,7 @@ class IndexCache:
                 return None
             now = time.monotonic()
             if now - reported > WAIT_MESSAGE_SECONDS or now - began > LONGEST_WAIT_SECONDS:
-                reported, holder = now, lock_holder(Path(lock.name))
-                process = "another process" if holder is None else f"process {holder[0]} of {holder[1]}"
+                reported, process = now, lock_holder(Path(lock.name)) or "another process"
                 if now - began > LONGEST_WAIT_SECONDS:
                     raise TimeoutError(errno.ETIMEDOUT, f"{process} has locked {lock.name} for {now - began:.0f} s")
                 print(f"waiting {now - began:.0f} s for {process} to build {path}", file=sys.stderr, flush=True)

@@ -84,7 +84,7 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
     checkpoint = config.checkpoint
     local, save = checkpoint.local_save, checkpoint.save
-    on_node, drop = "--local-save /dev/shm/checkpoints", "drop --local-save"
+    on_node, drop = "--local-save /dev/shm/$USER/checkpoints", "drop --local-save"
     if local is None:
         return
     if local == "":
