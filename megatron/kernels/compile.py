@@ -60,7 +60,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Keep compiled code, which torch unpickles and runs, where no other user can write; a folder that is set is kept.
 
-    PyTorch's default is used if it is this user's: a folder in ``/tmp`` with a known name, which anybody can make first.
+    PyTorch's default is used if it is this user's: it has a known name in ``/tmp``, where anybody can make it first.
     Otherwise the cache is in the home folder. Triton's cache is a subfolder.
     """
     if CACHE_VARIABLE in environ:

@@ -170,5 +170,5 @@ def test_other_texts_are_not_changed(text: str) -> None:
 def test_variables_that_may_hold_a_credential() -> None:
     secret = {"SLURM_JWT": "x", "WANDB_API_KEY": "x", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "SPANK_A": "x"}
     secret |= {"SLURM_SPANK__PYXIS": "x", "http_proxy": "http://me:word@proxy:3128"}
-    plain = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "HOME": "/home/me", "https_proxy": "http://proxy:3128"}
+    plain = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "HOME": "/root", "https_proxy": "http://proxy:3128"}
     assert secret_variables(secret | plain) == secret.keys()
