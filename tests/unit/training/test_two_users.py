@@ -50,10 +50,9 @@ def useful(paths: list[Path]) -> list[str]:
         for path, attempt in tried:
             try:
                 attempt()
-            except OSError as error:
-                assert error.errno in (errno.EACCES, errno.EPERM)
-            else:
-                done.append(f"{path}: {attempt}")
+            except PermissionError:
+                continue
+            done.append(f"{path}: {attempt}")
         return done
 
     return as_user(NOBODY, succeed)
@@ -65,7 +64,8 @@ def test_every_file_of_a_run_is_closed_to_others(scratch: Path, monkeypatch: pyt
     flags = (
         f"{DATA.format(corpus)} --data-cache-path {scratch}/cache/here --save {scratch}/run/saved --save-interval 2 "
         f"--local-save {scratch}/local/{{node}} --local-save-interval 1 --tensorboard-dir {scratch}/board "
-        f"--wandb-project tests --wandb-save-dir {scratch}/tracker --profile --profile-step-start 1 --profile-step-end 2"
+        f"--wandb-project tests --wandb-save-dir {scratch}/tracker --profile --profile-step-start 1 "
+        "--profile-step-end 2"
     )
     assert start(tiny_run(scratch / "run", flags)).status == 0
     written = [path for path in scratch.rglob("*") if path.parent != scratch or path.is_dir()]
@@ -76,19 +76,20 @@ def test_every_file_of_a_run_is_closed_to_others(scratch: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("planted", [True, False])
 def test_a_local_checkpoint_that_another_user_has_made_is_not_loaded(scratch: Path, planted: bool) -> None:
-    flags = f"--lr-decay-style constant --save {scratch}/{{}}/saved --save-interval 100 --local-save {scratch}/shm --local-save-interval 1"
-    assert start(tiny_run(scratch / "a", f"{flags.format('a')} --train-iters 5")).status == 0
+    flags = f"--save {scratch}/a/saved --save-interval 100 --local-save {scratch}/shm --local-save-interval 1"
+    flags += " --lr-decay-style constant --train-iters"
+    assert start(tiny_run(scratch / "a", f"{flags} 5")).status == 0
     shutil.rmtree(scratch / "a" / "saved")
     if planted:
         give(scratch / "shm", NOBODY, 0o777)
-    printed = start(tiny_run(scratch / "a", f"{flags.format('a')} --train-iters 6"))
+    printed = start(tiny_run(scratch / "a", f"{flags} 6"))
     if planted:
         assert printed.status == 1
         assert f"{scratch}/shm: it belongs to {HIM}; no checkpoint can be written to {scratch}/shm" in printed.err
         assert "fix: --local-save ANOTHER" in printed.err
         (scratch / "shm").chmod(0o777)
         os.chown(scratch / "shm", 0, 0)
-        printed = start(tiny_run(scratch / "a", f"{flags.format('a')} --train-iters 6"))
+        printed = start(tiny_run(scratch / "a", f"{flags} 6"))
         assert f"other users can write to it (mode 0777); chmod go-w {scratch}/shm;" in printed.err
     else:
         assert "resumed from" in printed.out
