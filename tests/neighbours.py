@@ -7,7 +7,7 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,10 +31,13 @@ def as_user(uid: int, act: Callable[[], T], groups: Sequence[int] = ()) -> T:
             os.setgid(uid)
             os.setuid(uid)
             outcome = pickle.dumps((act(), None))
-        except BaseException as error:
-            outcome = pickle.dumps((None, error))
-        os.write(sender, outcome)
-        os._exit(0)
+        except BaseException as error:  # pytest's own cannot be pickled
+            is_plain = isinstance(error, Exception) and not isinstance(error, AssertionError)
+            outcome = pickle.dumps((None, error if is_plain else AssertionError(str(error))))
+        finally:
+            with suppress(BaseException):
+                os.write(sender, outcome)
+            os._exit(0)
     os.close(sender)
     with open(receiver, "rb") as pipe:
         result, error = pickle.load(pipe)

@@ -48,9 +48,10 @@ def check_access(folder: Path, shared: bool = False) -> None:
         return
     made = folder / f".access-{os.urandom(8).hex()}"
     with suppress(OSError):  # not every file system has owners and modes: one that shows those of any entry has none
-        os.mkdir(made, PRIVATE_FOLDER)
-        shown = os.lstat(made)
-        os.rmdir(made)
+        file = os.open(made, os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        shown = os.fstat(file)  # not by its name, which the folder's owner could give to another file
+        os.close(file)
+        os.unlink(made)
         owners.add(shown.st_uid)
         others &= ~shown.st_mode
     if foreign := {link.st_uid, found.st_uid} - owners:

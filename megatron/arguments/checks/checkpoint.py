@@ -127,14 +127,14 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def holds_checkpoints(folder: str | None) -> bool:
     """Return True if a folder contains a checkpoint, by its name, or is one.
 
-    True for an object store that cannot be listed: the error is reported when the checkpoint is read.
+    True for a folder that cannot be listed: the error is reported when the checkpoint is read.
     """
     if folder is None or folder.startswith(HUGGING_FACE_PREFIX):
         return False
     path = parse_location(folder)
-    if isinstance(path, Path):
-        return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
     try:
+        if isinstance(path, Path):
+            return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
         return any(_step(each) is not None for each in (path, *path.folders()))
     except OSError:
         return True

@@ -75,7 +75,7 @@ def write_run_folder(
     commit, changes = git_state(Path(__file__).parent)
     diff = redact(changes)
     if diff != changes:
-        warn(f"the uncommitted changes hold credentials, which {folder / DIFF_FILE} has as ***: keep them out of git")
+        warn(f"the uncommitted changes hold what looks like credentials, which {folder / DIFF_FILE} has as ***")
     git_facts = {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
     texts = {
         CONFIG_FILE: resolved_config,

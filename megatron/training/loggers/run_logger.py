@@ -116,9 +116,9 @@ class RunLogger:
     def _open_folder(self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object]) -> str | None:
         """Open the run folder; return a note if an earlier start has used it."""
         metrics = folder / METRICS_FILE
-        used_before = metrics.exists()
         warnings = list[str]()
         try:
+            used_before = metrics.exists()
             renamed = write_run_folder(folder, resolved_config, device, self._world_size, data, warnings.append)
             self._loggers[metrics.name] = partial(call_method, JsonLinesLogger(metrics, warn=print_warning))
         except OSError as error:

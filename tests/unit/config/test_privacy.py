@@ -86,10 +86,11 @@ def test_a_file_system_without_owners_and_modes_is_as_good_as_any(
 ) -> None:
     """One that shows the same for every entry, such as a Windows disk or an export that maps all users to one."""
     shown = SimpleNamespace(st_uid=NOBODY, st_gid=NOBODY, st_mode=stat.S_IFDIR | 0o777)
-    monkeypatch.setattr(privacy.os, "lstat", lambda path: shown)
-    monkeypatch.setattr(privacy.os, "stat", lambda path: shown)
-    check_access(tmp_path)
-    check_access(tmp_path, shared=True)
+    with monkeypatch.context() as patched:
+        for name in ("lstat", "stat", "fstat"):
+            patched.setattr(os, name, lambda path: shown)
+        check_access(tmp_path)
+        check_access(tmp_path, shared=True)
     assert [*tmp_path.iterdir()] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -13,13 +14,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.arguments.cli import parse
 from megatron.checkpoint.lease import LEASE_FILE
+from megatron.config.errors import UserError
 from megatron.config.privacy import user_name
 from megatron.data import index_cache
 from megatron.data.index_cache import IndexCache
+from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.resume_source import preview_start, stored_config
 from tests.neighbours import NOBODY, as_user, give, needs_root, public_folder
-from tests.runs import start, tiny_run
+from tests.runs import FLAGS, start, tiny_run
 from tests.unit.data.pairs import write
 
 pytestmark = needs_root
@@ -239,3 +245,18 @@ def test_a_group_can_share_a_run_and_a_cache(scratch: Path) -> None:
 
     assert as_user(mate, usable, [team]) == []
     assert useful(written) == []
+
+
+@pytest.mark.parametrize("flag", ["--load {0}", "--load {0}/saved", "--save {0}/saved"])
+def test_what_cannot_be_opened_is_refused_in_a_sentence(scratch: Path, flag: str) -> None:
+    run = scratch / "run"
+    assert start(tiny_run(run, f"--save {run}/saved")).status == 0
+
+    def refusal() -> str:
+        with pytest.raises(UserError) as refused:
+            preview_start(parse([*FLAGS.split(), *flag.format(run).split()], {}, recall=stored_config).config, 1)
+        return str(refused.value)
+
+    assert re.search("E802 .* is not writable|E811 .* Permission denied", as_user(NOBODY, refusal))
+    with pytest.raises(UserError, match=r"E701 .* Permission denied"):
+        as_user(NOBODY, partial(RunLogger, tiny_run(run), world_size=1, device=torch.device("cpu")))
