@@ -31,6 +31,8 @@ SELF=$JOB
 RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}${SMALL:+_small}} # never the folder of the large run
 STATE=$RUN/slurm # state of the job, kept across starts
 LOGS=''          # folder for the output of each node and rank
+# Create folders. A new run folder is closed to others: whoever can write to it decides which nodes are left out.
+make_run_folders() { [ -d "$RUN" ] || (umask 077 && mkdir -p "$RUN") && mkdir -p "$STATE" "$@"; }
 [ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
     refuse "$0 is a job for Slurm" "fix: sbatch $0 | DRY_RUN=1 bash $0, which prints what it would start"
 
@@ -41,7 +43,7 @@ pyxis=()  # srun flags for pyxis
 mounts=$PWD:$PWD
 if [ -n "${CONTAINER:-}" ] && [[ $RUN = /* ]]; then
     mounts+=,$RUN:$RUN # else checkpoints would be written inside the container and lost
-    [ -n "$DRY_RUN" ] || mkdir -p "$RUN"
+    [ -n "$DRY_RUN" ] || make_run_folders
 fi
 mounts+=${CACHE:+,$CACHE:$CACHE}${STAGE:+,$STAGE:$STAGE}${MOUNTS:+,$MOUNTS}
 case ${CONTAINER:-} in
@@ -70,13 +72,10 @@ set_default() { # NAME VALUE
 }
 
 if [ -n "${CACHE:-}" ]; then # instead of the home folder, which is small, slow for many readers, or not mounted
-    [ -n "$DRY_RUN" ] || mkdir -p "$CACHE"
+    [ -n "$DRY_RUN" ] || (umask 077 && mkdir -p "$CACHE")
     set_default HF_HOME "$CACHE/huggingface"
     set_default WANDB_CACHE_DIR "$CACHE/wandb"
     set_default WANDB_DATA_DIR "$CACHE/wandb"
-    # On each node: ranks lock and rename thousands of small files when they compile kernels.
-    set_default TRITON_CACHE_DIR "${STAGE:-/tmp}/triton-$UID"
-    set_default TORCHINDUCTOR_CACHE_DIR "${STAGE:-/tmp}/torchinductor-$UID"
 fi
 [[ :${PYTHONPATH:-}: == *:$PWD:* ]] || export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of a node share its cores
@@ -238,7 +237,9 @@ if [ -n "${IFNAME:-}" ]; then
     DEFAULTS+=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 fi
 
-# ---- Data: copies on a disk of each node.
+# ---- Data: copies on a disk of each node, in a folder of this user's name.
+
+COPIES=$STAGE/$(id -un)
 
 # Set FLAGS, in which --data-path names the copies, and FILES, which are to be copied.
 plan_staging() { # FLAG...
@@ -261,7 +262,7 @@ plan_staging() { # FLAG...
                 for file in "$prefix.tokens.json" "$prefix".tokenizer/*; do # of the tokenizer
                     [ ! -f "$file" ] || FILES+=("$file")
                 done
-                word=$STAGE$prefix
+                word=$COPIES$prefix
             fi
         fi
         FLAGS+=("$word")
@@ -275,7 +276,7 @@ plan_staging() { # FLAG...
 stage() {
     [ ${#FILES[@]} != 0 ] || return 0
     build_step 1 "${NODES[@]}"
-    run_or_show "${STEP[@]}" bash slurm/stage.sh "$STAGE" "${FILES[@]}"
+    run_or_show "${STEP[@]}" bash slurm/stage.sh "$COPIES" "${FILES[@]}"
 }
 
 # ---- Stopping. Before the time limit Slurm sends USR1 to this script alone (--signal=B:USR1@300). The ranks check for a
@@ -474,7 +475,7 @@ start() {
 # Check the flags once, before any rank runs, and end the job if they are invalid.
 check_flags() {
     local code=0 world=$((${#NODES[@]} * RANKS))
-    mkdir -p "$STATE"
+    make_run_folders
     build_step 1 "${NODES[0]}"
     "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$world" >"$STATE/check.txt" 2>&1 || code=$?
     [ "$code" = 0 ] || cat "$STATE/check.txt" >&2
@@ -492,7 +493,7 @@ train() {
     local folders=(--run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
     [ -z "${MIN_NODES:-}" ] || folders+=(--pad-global-batch)
     LOGS=$RUN/logs/$ATTEMPT
-    [ -n "$DRY_RUN" ] || mkdir -p "$STATE" "$LOGS"
+    [ -n "$DRY_RUN" ] || make_run_folders "$LOGS"
     plan_staging "$@"
     local program=(pretrain_gpt.py "${FLAGS[@]}" "${folders[@]}")
     if [ -n "$DRY_RUN" ]; then

@@ -23,7 +23,7 @@ bad_nodes() {
 }
 
 # Return whether line $1 is one of the lines of $2.
-among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
+among() { [[ $'\n'$2$'\n' == *$'\n'"$1"$'\n'* ]]; }
 
 # Set TP, PP and CP from flags; the last of repeated flags counts.
 read_layout() {
@@ -84,6 +84,10 @@ note_failures() {
     [ ! -f "$RUN/failures.jsonl" ] || while read -r line; do
         say "first error: $line"
         [[ $line =~ \"kind\":\ ?\"device\" && $line =~ \"host\":\ ?\"([^\"]+)\" ]] || continue
+        if ! among "${BASH_REMATCH[1]}" "$(printf '%s\n' "${NODES[@]}")"; then
+            say "${BASH_REMATCH[1]} is no node of this start: not left out"
+            continue
+        fi
         say "a device of ${BASH_REMATCH[1]} has failed: the node is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
         echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"
     done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Copy files to a disk of this node, unless copies of their size and time are there.   slurm/stage.sh FOLDER FILE...
-# A copy lies in FOLDER under the absolute path of its file.
+# A copy lies in FOLDER under the absolute path of its file. FOLDER is made, and must be closed to other users: a copy that
+# another user has made would be taken for the data.
 set -euo pipefail
 folder=$1 needed=0 files=()
+[ -d "$folder" ] || (umask 077 && mkdir -p "$folder")
+if [ ! -O "$folder" ] || [ -n "$(find "$folder" -maxdepth 0 -perm /022)" ]; then
+    printf 'slurm: %s\n' "${SLURMD_NODENAME:-$(hostname)}: other users can write to $folder, or it belongs to one" \
+        "fix: chmod go-w $folder there, STAGE=OTHER_FOLDER, or STAGE= to read the data from the shared disk" >&2
+    exit 1
+fi
 for file in "${@:2}"; do
     state=$(stat --dereference --format='%s %.9Y' "$file")
     rm -f "$folder$file.part" # of a copy that was interrupted
@@ -10,7 +17,6 @@ for file in "${@:2}"; do
     files+=("$file") needed=$((needed + ${state% *}))
 done
 [ ${#files[@]} != 0 ] || exit 0
-mkdir -p "$folder"
 free=$(df --output=avail --block-size=1 "$folder" | tail -n 1)
 if [ "$free" -lt "$needed" ]; then
     printf 'slurm: %s\n' "${SLURMD_NODENAME:-$(hostname)}: $folder has $((free >> 20)) MiB free, the data need $((needed >> 20))" \

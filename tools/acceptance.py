@@ -23,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not a
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.checkpoint.durable_files import make_folder
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import exit_process
+from megatron.config.privacy import check_access
 from tools.cluster_check.report import MARKDOWN
 
 PARTS = ("machine", "layouts", "interruption", "bandwidth")
@@ -52,9 +54,11 @@ def main(argv: list[str]) -> int:
     words = shlex.split(args.launch) if args.launch else [sys.executable, *TORCHRUN.split(), str(args.nproc)]
     folder = args.out.resolve()
     try:
-        (folder / "logs").mkdir(parents=True)
+        make_folder(folder, private=True)
+        check_access(folder)
+        (folder / "logs").mkdir()
     except OSError as error:
-        problem = Problem("E002", f"--out {args.out} cannot be created: {error.strerror}", ("--out runs/acceptance-2",))
+        problem = Problem("E002", f"--out {args.out} cannot be used: {error.strerror}", ("--out runs/acceptance-2",))
         print(UserError([problem]), file=sys.stderr)
         return 2
     cluster = ClusterCheck(

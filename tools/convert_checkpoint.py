@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megatron.checkpoint.location import parse_location
 from megatron.layers.parameters import num_parameters
+from tools.lib.locations import location_argument
 
 if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
 
 def parse_output_folder(text: str) -> Path:
     """Parse a path on a disk; object stores are rejected, because the result is renamed once it is complete."""
-    path = parse_location(text)
+    path = location_argument(text)
     if not isinstance(path, Path):
         raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a local folder and copy it")
     return path
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder, or ORG/NAME on the hub")
     checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
-    source.add_argument("--load", type=parse_location, metavar="CKPT", help=checkpoints)
+    source.add_argument("--load", type=location_argument, metavar="CKPT", help=checkpoints)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "--save", type=parse_output_folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only"

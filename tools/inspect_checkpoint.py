@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
-from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
 from megatron.config.text import format_bytes
+from tools.lib.locations import location_argument
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import CheckpointReader
@@ -219,20 +220,20 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "ls", help="list a folder of checkpoints; complete means that all files have their full length"
     )
-    command.add_argument("folder", type=parse_location, metavar="SAVE")
+    command.add_argument("folder", type=location_argument, metavar="SAVE")
     command.set_defaults(run=list_checkpoints)
     command = commands.add_parser(
         "verify", help="check every byte against the checksums; exit status 1 if damaged, 2 if there is nothing to read"
     )
-    command.add_argument("path", type=parse_location, metavar="PATH")
+    command.add_argument("path", type=location_argument, metavar="PATH")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="tensors, state and options, or values of tensors")
-    command.add_argument("path", type=parse_location, metavar="PATH")
+    command.add_argument("path", type=location_argument, metavar="PATH")
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help="whole names, such as 'layers.0.*' or '*bias'")
     command.set_defaults(run=show)
     command = commands.add_parser("diff", help="compare two; exit status 1 if they differ, 2 if one is unreadable")
-    command.add_argument("a", type=parse_location, metavar="A")
-    command.add_argument("b", type=parse_location, metavar="B")
+    command.add_argument("a", type=location_argument, metavar="A")
+    command.add_argument("b", type=location_argument, metavar="B")
     command.set_defaults(run=diff)
     return top
 

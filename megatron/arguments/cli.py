@@ -42,9 +42,10 @@ from megatron.arguments.sources import (
 )
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import NOTES, find_problems, unused_option_notes
-from megatron.config.errors import Problem, UserError
+from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.plugins import load_plugins
+from megatron.config.privacy import redact
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
 from megatron.config.text import did_you_mean, package_version
@@ -234,6 +235,8 @@ def parse(
     given = _read_sources(command_line, applied)
     sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems), unknown_flags]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
+    if credentials := [*credential_problems(argv, without_checkpoint)]:  # before anything is read with them
+        raise UserError(credentials)
     saved = None
     unreadable: Sequence[Problem] = ()
     try:
@@ -282,6 +285,21 @@ def parse(
     notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
     fake_rank = options.fake_rank or 0 if options.fake_world else None
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
+
+
+def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for every word of the command line and every option of ``config`` that holds a credential."""
+    texts, flag = [], ""
+    for word in argv:
+        if _is_flag(word):
+            flag, _, word = word.partition("=")
+        texts.append(f"{flag} {word}")
+    for setting in SETTINGS.values():
+        value = setting.value_in(config)
+        items = value if isinstance(value, tuple) else (value,)
+        texts += [f"{setting.flag} {item}" for item in items if isinstance(item, str)]
+    for text in dict.fromkeys(clean for text in texts if (clean := redact(text)) != text):
+        yield credential_problem(text)
 
 
 def _with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:

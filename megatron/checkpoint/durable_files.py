@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, NamedTuple, Self
 
 import xxhash
 
 from megatron.checkpoint.location import Location
+from megatron.config.privacy import PRIVATE_FOLDER, private_mode, user_name
 
 Bytes = bytes | memoryview
 
@@ -38,9 +39,9 @@ def checksum(content: Bytes) -> str:
 class NewFile:
     """A file being written; creation fails if it already exists."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
 
     def write(self, content: Bytes) -> None:
         """Append all of ``content``."""
@@ -74,12 +75,12 @@ def _with_filename(path: Path) -> Iterator[None]:
         raise
 
 
-def write_file(path: Location, content: Bytes) -> None:
+def write_file(path: Location, content: Bytes, mode: int = 0o666) -> None:
     """Create a file with this content and flush it to disk."""
     if not isinstance(path, Path):
         path.write_bytes(content)
         return
-    with NewFile(path) as file:
+    with NewFile(path, mode) as file:
         file.write(content)
 
 
@@ -98,17 +99,20 @@ def sync_folder(path: Location) -> None:
         os.close(fd)
 
 
-def make_folder(path: Location, root: Path | None = None) -> None:
+def make_folder(path: Location, root: Path | None = None, private: bool = False) -> None:
     """Create a folder and its missing parents, and flush their names to disk; does nothing in an object store.
 
-    Only folders below ``root``, if given, are created.
+    Args:
+        path: the folder.
+        root: create only folders below this one.
+        private: create them closed to other users, see `private_mode`.
     """
     if not isinstance(path, Path):
         return
     for folder in reversed((path, *path.parents)):
         if not folder.exists() and (root is None or root in folder.parents):
             with suppress(FileExistsError):  # created by another rank
-                os.mkdir(folder)
+                os.mkdir(folder, private_mode(folder.parent, PRIVATE_FOLDER) if private else 0o777)
             sync_folder(folder.parent)
 
 
@@ -167,3 +171,32 @@ def try_lock(file: int | IO[bytes], shared: bool = False) -> LockState:
             raise
         return LockState.UNSUPPORTED
     return LockState.ACQUIRED
+
+
+class LockHolder(NamedTuple):
+    """A process on this machine that holds a lock."""
+
+    process: int
+    user: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.user}"
+
+
+LOCKS = Path("/proc/locks")
+
+
+def lock_holder(path: Path) -> LockHolder | None:
+    """Return the process that holds a lock on a file.
+
+    None if this system does not know it: the process is on another machine or in another container, the file system
+    has no device numbers of its own, or there is no ``/proc``.
+    """
+    with suppress(OSError, ValueError):
+        file = os.stat(path)
+        place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+        for line in LOCKS.read_text().splitlines():
+            _, _, _, _, process, where, *_ = line.split()  # "1: FLOCK ADVISORY WRITE 4242 fe:00:1234 0 EOF"
+            if where == place:
+                return LockHolder(int(process), user_name(os.stat(f"/proc/{process}").st_uid))
+    return None

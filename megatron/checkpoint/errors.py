@@ -10,13 +10,14 @@ import re
 from pathlib import Path
 
 from megatron.checkpoint.location import Location
+from megatron.config.privacy import redact
 
 
 class CheckpointError(Exception):
     """A checkpoint is invalid or does not fit its use; the message gives the reason and a fix."""
 
     def __init__(self, summary: str, *fixes: str) -> None:
-        super().__init__(summary + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
+        super().__init__(redact(summary + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -4,7 +4,8 @@ A start that the launcher considers dead may still write: its node lost the netw
 process stalls during a save and continues an hour later. So the folder numbers its starts (*epochs*), and start 7 has
 
     SAVE/.epoch-7/             its staging folder: it writes, replaces and deletes checkpoints only in here
-    SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
+    SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives. Whoever
+                               can open it can lock it, so it is closed to users who cannot write to the folder
 
 **Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
 If it is locked by an earlier start of the same job (`JobStart.follows`: Slurm requeued the job, srun began a later
@@ -55,7 +56,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from megatron.checkpoint.durable_files import LockState, durable_rename, make_folder, try_lock, write_file
+from megatron.checkpoint.durable_files import (
+    LockState,
+    durable_rename,
+    lock_holder,
+    make_folder,
+    try_lock,
+    write_file,
+)
 from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
 from megatron.checkpoint.location import Location, local_path
 from megatron.checkpoint.publish import (
@@ -68,6 +76,7 @@ from megatron.checkpoint.publish import (
 )
 from megatron.config.errors import Problem
 from megatron.config.launch import JobStart
+from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 
 LEASE_FILE = "claim.json"
 """The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
@@ -138,7 +147,7 @@ class Lease:
         """As `check`, before a save: also recreate the staging folder if it was deleted."""
         self.check()
         if self.staging is not None and not self._owns_staging_folder():
-            make_folder(self.folder)
+            make_folder(self.folder, private=True)
             create_staging_folder(self)  # the lock is kept until the process ends
             self.check()
 
@@ -177,7 +186,8 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
     Raises:
         CheckpointError: if another process holds the folder and is not an earlier start of this job.
         SupersededError: if a later start of the job acquired it meanwhile.
-        StorageError: if the folder is not writable.
+        StorageError: if the folder is not writable, or another user may have written to it: see `check_access`. Only
+            ``--save`` may name a folder of root or of a group.
     """
     holder = LeaseHolder(start or JobStart())
     with ExitStack() as opened:
@@ -187,7 +197,8 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
                 lease = Lease(folder, previous.epoch + 1 if previous else 1, holder)
                 (folder / LEASE_FILE).write_bytes(lease.text)
             else:
-                make_folder(folder)
+                make_folder(folder, private=True)
+                check_access(folder, shared=flag == "--save")
                 lease = _acquire_on_disk(folder, holder, flag, opened)
         except OSError as error:
             fix = save_elsewhere_flags(folder) if flag == "--save" else f"{flag} ANOTHER"
@@ -232,8 +243,14 @@ def _in_use(last: Lease, holder: LeaseHolder, flag: str) -> tuple[str, ...]:
     if last.holder.start.follows(holder.start):
         return f"{last.folder} is in use by a later start of this job: {last.holder}", f"{flag} ANOTHER"
     message = f"{last.folder} is in use by {last.holder}"
+    claim = staging_folder(local_path(last.folder), last.epoch) / LEASE_FILE
+    found = lock_holder(claim)
+    if found is not None and found.process != last.holder.pid:
+        message = f"{last.folder} is in use: {found} has locked {claim}, which is of {last.holder}"
+        return message, f"{flag} ANOTHER", f"rm {claim}, once no start of this run is alive"
     if last.holder.host == socket.gethostname():
-        return message, f"{flag} ANOTHER"
+        doubt = "" if found else f", as {claim} has it; this machine does not know which process has locked that file"
+        return message + doubt, f"{flag} ANOTHER"
     return (
         f"{message}; if that machine is gone, its lock expires within minutes",
         f"{flag} ANOTHER",
@@ -249,7 +266,7 @@ def create_staging_folder(lease: Lease) -> int | None:
     os.mkdir(draft)
     with ExitStack() as opened:
         try:
-            write_file(draft / LEASE_FILE, lease.text)
+            write_file(draft / LEASE_FILE, lease.text, private_mode(folder, PRIVATE_FILE))
             file = os.open(draft / LEASE_FILE, os.O_RDWR)  # NFS refuses exclusive locks of files open for reading only
             opened.callback(os.close, file)
             try_lock(file)

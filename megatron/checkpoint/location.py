@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote
 
+from megatron.config.errors import UserError, credential_problem
+from megatron.config.privacy import redact
+
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
 
@@ -21,7 +24,11 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
 
 
 def parse_location(text: str | Location) -> Location:
-    """Parse the value of an option: a path, or a URI such as ``s3://bucket/run``."""
+    """Parse the value of an option: a path, or a URI such as ``s3://bucket/run``.
+
+    Raises:
+        UserError: if the URI holds credentials.
+    """
     if not isinstance(text, str):
         return text
     match = URI.fullmatch(text)
@@ -30,6 +37,8 @@ def parse_location(text: str | Location) -> Location:
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return Path("/" + unquote(rest.removeprefix("localhost")).lstrip("/"))
+    if redact(text) != text:
+        raise UserError([credential_problem(text)])
     from megatron.contrib.object_store import RemotePath
 
     return RemotePath(f"{scheme}://{rest.strip('/')}")

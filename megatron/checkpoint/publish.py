@@ -136,7 +136,7 @@ class Attempt:
         raise_unless_replaceable(self.final)
         staged = _staged_path(self.final, self.staging)
         if self.staging is None:
-            make_folder(self.final.parent)
+            make_folder(self.final.parent, private=True)
         finish_staged(self.final.parent, staged)
         _delete(staged)
         try:

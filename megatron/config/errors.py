@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.privacy import REDACTED, redact
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -31,8 +33,15 @@ class UserError(ValueError):
         self.problems, self.notes = tuple(problems), tuple(notes)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         closing = f"{count}; docs/troubleshooting.md explains the codes"
-        super().__init__("\n".join([*(f"note: {note}" for note in notes), *map(str, problems), closing]))
+        super().__init__(redact("\n".join([*(f"note: {note}" for note in notes), *map(str, problems), closing])))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickle by the problems, not by the message."""
         return type(self), (self.problems, self.notes)
+
+
+def credential_problem(text: str) -> Problem:
+    """Return the problem of a flag with its value, or of a location, that holds a credential."""
+    clean = redact(text)
+    sentence = f"{clean} holds a credential, which belongs in the environment: options are recorded in files and logs"
+    return Problem("E014", sentence, (clean.replace(f"{REDACTED}@", "").replace(REDACTED, "").strip(),))

@@ -6,9 +6,9 @@ so an entry is never out of date: other data or settings have another entry.
 
 One process builds: it holds a lock (``flock``) that ends with the process, writes to a temporary folder, syncs, and
 renames. The others poll the file system until the entry appears or the lock is free; no process blocks in a
-collective. Every table is verified against its checksum when it is read. Where the folder cannot be written, tables
-are built in memory; a process that held the lock and failed to publish removes the lock file, so that all waiting
-processes build at once.
+collective. Every table is verified against its checksum when it is read. Where the folder cannot be written or may be
+another user's, and where the lock is not released for minutes, tables are built in memory; a process that held the lock
+and failed to publish removes the lock file, so that all waiting processes build at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ import xxhash
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from megatron.checkpoint.durable_files import LockState, NewFile, durable_rename, sync_folder, try_lock, write_file
+from megatron.checkpoint.durable_files import (
+    LockState,
+    NewFile,
+    durable_rename,
+    lock_holder,
+    make_folder,
+    sync_folder,
+    try_lock,
+    write_file,
+)
+from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
@@ -39,6 +49,7 @@ CACHE_FORMAT = 1  # increased when the tables of the same facts change
 ABOUT = "about.json"
 BUILDING = ".building"
 WAIT_MESSAGE_SECONDS = 30.0
+LONGEST_WAIT_SECONDS = 600.0  # a lock may be held by a process that never builds
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 Tables = dict[str, NDArray[Any]]
@@ -67,9 +78,10 @@ class IndexCache:
         about = {"format": CACHE_FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(CACHE_FORMAT, json.dumps(facts, sort_keys=True))}"
         try:
+            check_access(self.folder, shared=True)
             found = self._read(path, about)
             if found is None and self._is_writable:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder, private=True)
                 found = self._build_once(path, about, build)
             return found or build()
         except OSError as error:
@@ -78,7 +90,8 @@ class IndexCache:
 
     def _build_once(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables]) -> Tables:
         """Return the entry once any process has built it; if this one builds it and cannot publish, what it built."""
-        with open(f"{path}.lock", "ab") as lock:
+        mode = private_mode(self.folder, PRIVATE_FILE)  # whoever can open it can lock it
+        with open(f"{path}.lock", "ab", opener=lambda name, flags: os.open(name, flags, mode)) as lock:
             found = self._wait(lock, path, about)
             if found is not None:
                 return found
@@ -105,7 +118,7 @@ class IndexCache:
         It must once it holds the lock, or if the file system has no locks.
 
         Raises:
-            OSError: when another process held the lock and could not publish.
+            OSError: when another process held the lock and could not publish, or did not release it.
         """
         began = reported = time.monotonic()
         pause = SHORTEST_PAUSE_SECONDS
@@ -122,10 +135,12 @@ class IndexCache:
                 for left in path.parent.glob(f"{path.name}.*{BUILDING}"):  # of killed processes
                     shutil.rmtree(left, ignore_errors=True)
                 return None
-            if time.monotonic() - reported > WAIT_MESSAGE_SECONDS:
-                reported = time.monotonic()
-                line = f"waiting {reported - began:.0f} s for another process to build {path}"
-                print(line, file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if now - reported > WAIT_MESSAGE_SECONDS or now - began > LONGEST_WAIT_SECONDS:
+                reported, process = now, lock_holder(Path(lock.name)) or "another process"
+                if now - began > LONGEST_WAIT_SECONDS:
+                    raise TimeoutError(errno.ETIMEDOUT, f"{process} has locked {lock.name} for {now - began:.0f} s")
+                print(f"waiting {now - began:.0f} s for {process} to build {path}", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

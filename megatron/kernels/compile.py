@@ -6,11 +6,13 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.privacy import PRIVATE_FOLDER, check_access
 
 MAX_COMPILED_SHAPES = 64
 """Maximum number of shapes per compiled function, beyond which torch falls back to eager execution. A run has few:
@@ -34,6 +36,7 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         import torch._dynamo.config as limits  # takes seconds, and most runs do not need it
         import torch._inductor.config as inductor
 
+        use_private_cache()
         made: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
 
         def run(*arguments: Any) -> Any:
@@ -49,6 +52,31 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         return run
 
     return make
+
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Keep compiled code, which torch unpickles and runs, where no other user can write; a folder that is set is kept.
+
+    PyTorch's default is used if it is this user's: it has a known name in ``/tmp``, where anybody can make it first.
+    Otherwise the cache is in the home folder. Triton's cache is a subfolder.
+    """
+    if CACHE_VARIABLE in environ:
+        return
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    def private(folder: Path) -> Path:
+        folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        check_access(folder)
+        return folder
+
+    try:
+        folder = private(Path(default_cache_dir()))
+    except OSError:
+        folder = private(Path.home() / ".cache" / "megatron-pretrain" / "torchinductor")
+    environ[CACHE_VARIABLE] = str(folder)
 
 
 def _is_fixed_workspace(value: str) -> bool:

@@ -35,6 +35,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
+from megatron.config.privacy import check_access, redact
 from megatron.config.text import listed_ranks
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
@@ -99,16 +100,22 @@ def report_failure(error: Exception, run_dir: str | None = None) -> None:
 
 
 def explain_error(error: BaseException) -> str:
-    """Return the text for the console; with a traceback if the error is unexpected."""
+    """Return the text for the console, without credentials; with a traceback if the error is unexpected."""
     if isinstance(error, EXPECTED_ERRORS):
-        return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-    if is_peer_lost(error):
-        return f"{LOST_CONTACT}\n  {error}"
-    return "".join(traceback.format_exception(error)).rstrip()
+        text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+    elif is_peer_lost(error):
+        text = f"{LOST_CONTACT}\n  {error}"
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    return redact(text)
 
 
 def describe_error(error: BaseException) -> str:
     """Return one line for the records; after lost contact, the error that the lost rank published if there is one."""
+    return redact(_describe_error(error))
+
+
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, EXPECTED_ERRORS):
         return str(error)
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # such as the failing pipeline action
@@ -211,6 +218,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
 
     def write() -> None:
         with suppress(Exception):
+            check_access(Path(run_dir), shared=True)
             file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
             file.write(line)
             file.close()

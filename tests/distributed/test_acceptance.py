@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from tests.distributed.pool import Pool
+from tests.neighbours import NOBODY, needs_root
 from tools.acceptance import main
 from tools.cluster_check import checks
 from tools.cluster_check.checks import layout_cases
@@ -163,9 +165,18 @@ def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
         ("--nproc 0", "E002 --nproc 0 must be above 0"),
         ("--steps 3", "E002 --steps 3 leaves no step"),
         ("--out .", "E002 --out . exists and is not empty"),
-        ("--out /proc/here", "E002 --out /proc/here cannot be created: "),
+        ("--out /proc/here", "E002 --out /proc/here cannot be used: "),
     ],
 )
 def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: str, complaint: str) -> None:
     assert main(flags.split()) == 2
     assert complaint in capsys.readouterr().err
+
+
+@needs_root
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also an empty one: its owner could replace what the ranks write."""
+    (tmp_path / "out").mkdir()
+    os.chown(tmp_path / "out", NOBODY, NOBODY)
+    assert main(["--out", str(tmp_path / "out")]) == 2
+    assert "it belongs to " in capsys.readouterr().err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron.config.privacy import user_name
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import ENDED, Cluster
 
@@ -107,12 +109,13 @@ def test_a_chain_goes_on_after_a_killed_job_with_the_same_copies_of_its_data_and
     cluster: Cluster,
 ) -> None:
     data, disk = cluster.root / "corpus", cluster.root / "local" / "nvme"  # each node has its own folder local
+    copy = f"{disk}/{user_name(os.getuid())}{data}"
     for end in ("idx", "bin"):
         data.with_suffix(f".{end}").write_text("tokens")
     job = Job(
         cluster,
         "chained",
-        f'echo "agent of $SLURMD_NODENAME: $(stat -c %i {disk}{data}.bin) $*"',
+        f'echo "agent of $SLURMD_NODENAME: $(stat -c %i {copy}.bin) $*"',
         '[ "$SLURM_JOB_ID" != "$CHAIN_ID" ] || exec sleep 700',
         ': >"$RUN"/finished.json',
         nodes=4,
@@ -130,11 +133,11 @@ def test_a_chain_goes_on_after_a_killed_job_with_the_same_copies_of_its_data_and
     agents = [line.split(maxsplit=4) for line in log.splitlines() if line.startswith("agent")]
     assert [words[2] for words in agents] == ["n1:", "n1:"], "those of other nodes are in files"
     assert agents[0][3] == agents[1][3], "the copy is reused"
-    assert f"--data-path {disk}{data} " in agents[1][4]
+    assert f"--data-path {copy} " in agents[1][4]
     logs = sorted(path.relative_to(job.folder).as_posix() for path in job.folder.glob("logs/*/*"))
     assert [path.rpartition("/")[2] for path in logs] == ["n2.log", "n3.log", "n4.log"] * 2
     assert (job.folder / logs[0]).read_text().startswith("agent of n2: ")
-    assert cluster.on("n2", "cat", f"{disk}{data}.idx") == "tokens"
+    assert cluster.on("n2", "cat", f"{copy}.idx") == "tokens"
 
 
 def test_a_chain_that_fails_at_once_ends(cluster: Cluster) -> None:

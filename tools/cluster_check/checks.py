@@ -26,8 +26,10 @@ from megatron.arguments.cli import parse
 from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
+from megatron.config.privacy import secret_variables
 from megatron.config.run import ComputeConfig, RunConfig
 from megatron.distributed.launch import destroy_distributed
+from megatron.distributed.sharding import Box
 from megatron.kernels.registry import select_kernels
 from megatron.training.build import build_trainer, join_distributed
 from megatron.training.failure_report import host_name
@@ -36,14 +38,12 @@ from megatron.training.main import run
 from megatron.training.trainer import Trainer
 from tools.cluster_check.filesystem import FileSystemProbe, check_file_system
 from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
-from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces, trace_steps
+from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, compare_traces, join_traces, trace_steps
 
 REPORTED_VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|CUBLAS|SLURM)_\w+|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|\w+_TF32_\w*OVERRIDE"
 )
-"""Environment variables for the report ..."""
-SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
-"""... except those that may hold secrets."""
+"""Environment variables for the report, unless they may hold credentials."""
 SLURM_VARIABLES = (
     "SLURM_JOB_ID",
     "SLURM_JOB_NUM_NODES",
@@ -104,11 +104,12 @@ def machine_facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[
 
 def reported_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables for the report: relevant to a run, and not secret."""
+    secret = secret_variables(environ)
     return {
         name: value
         for name, value in sorted(environ.items())
         if REPORTED_VARIABLES.fullmatch(name)
-        and not SECRET_NAMES.search(name)
+        and name not in secret
         and (not name.startswith("SLURM_") or name in SLURM_VARIABLES)
     }
 
@@ -368,8 +369,9 @@ def is_done(folder: Path, case: LayoutCase, dtype: str, ranks: int) -> bool:
 
 
 def load_trace(path: Path) -> Any:
-    """Read a file written by `save_atomic`."""
-    return torch.load(path, weights_only=False)
+    """Read a file written by `save_atomic`: tensors, numbers and texts in these classes, and no other object."""
+    with torch.serialization.safe_globals([Box, RankTrace, SingleRankTrace, TracedPiece]):
+        return torch.load(path, weights_only=True)
 
 
 def check_layouts(part: CheckSection, folder: Path, dtype: str, cases: Iterable[LayoutCase], ranks: int) -> None:

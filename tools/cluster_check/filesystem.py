@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.durable_files import LockState, NewFile, publish_file, try_lock
+from megatron.config.privacy import PRIVATE_FILE
 from tools.cluster_check.report import WARNING, CheckSection
 
 PAGE_BYTES, REPLACEMENTS = 20_000, 100
@@ -62,7 +63,7 @@ class FileSystemProbe:
 
     def _lock(self, nodes: int) -> str:
         """Rank 0 holds a lock; return the value of the `LockState` in which this rank sees it."""
-        file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
             if self.rank == 0:
                 state = try_lock(file)

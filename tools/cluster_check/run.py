@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.privacy import redact
 from megatron.data.errors import pluralize
 from megatron.training.loggers.run_folder import read_history
 from tools.cluster_check import checks, filesystem
@@ -82,7 +83,7 @@ class RankLauncher:
         log = self.logs / f"{self.starts:02d}-{name}.log"
         start = time.monotonic()
         with log.open("w") as file:
-            file.write(f"$ {shlex.join(command)}\n")
+            file.write(f"$ {redact(shlex.join(command))}\n")
             file.flush()
             process = subprocess.Popen(
                 command,

@@ -92,7 +92,7 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
     checkpoint = config.checkpoint
     local, save = checkpoint.local_save, checkpoint.save
-    on_node, drop = "--local-save /dev/shm/checkpoints", "drop --local-save"
+    on_node, drop = "--local-save /dev/shm/$USER/checkpoints", "drop --local-save"
     if local is None:
         return
     if local == "":
@@ -135,14 +135,14 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def holds_checkpoints(folder: str | None) -> bool:
     """Return True if a folder contains a checkpoint, by its name, or is one.
 
-    True for an object store that cannot be listed: the error is reported when the checkpoint is read.
+    True for a folder that cannot be listed: the error is reported when the checkpoint is read.
     """
     if folder is None or folder.startswith(HUGGING_FACE_PREFIX):
         return False
     path = parse_location(folder)
-    if isinstance(path, Path):
-        return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
     try:
+        if isinstance(path, Path):
+            return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
         return any(_step(each) is not None for each in (path, *path.folders()))
     except OSError:
         return True

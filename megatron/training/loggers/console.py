@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from megatron.config.privacy import redact
 from megatron.config.text import format_bytes
 from megatron.training.loggers.base import METRICS, Metrics, metrics_under
 from megatron.training.loggers.formatting import (
@@ -29,7 +30,7 @@ def print_line(text: str) -> None:
 def print_warning(text: str) -> None:
     """Print a warning to stderr, from any rank; ignore errors of the console."""
     with suppress(OSError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {redact(text)}", file=sys.stderr, flush=True)
 
 
 class ConsoleLogger:

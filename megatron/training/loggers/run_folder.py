@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.durable_files import publish_file
+from megatron.checkpoint.durable_files import make_folder, publish_file
+from megatron.config.privacy import check_access, redact
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import Metrics
 from megatron.training.startup import start_phrase
@@ -49,16 +50,32 @@ def write_run_folder(
     device_name: str,
     world_size: int,
     data: Mapping[str, object] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
     """Create the folder and write config, command, environment, uncommitted changes and a summary of the data.
 
     Files of an earlier start with other content are renamed to ``name.1.ext``, those of the next to ``name.2.ext``...
 
+    Args:
+        folder: of the run.
+        resolved_config: content of ``config.yaml``.
+        device_name: for the environment.
+        world_size: number of ranks.
+        data: summary of the data.
+        warn: called if the changes hold credentials, which are left out.
+
     Returns:
         New paths of the renamed files.
+
+    Raises:
+        OSError: if the folder cannot be written, or may hold another user's files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    commit, diff = git_state(Path(__file__).parent)
+    make_folder(folder, private=True)
+    check_access(folder, shared=True)
+    commit, changes = git_state(Path(__file__).parent)
+    diff = redact(changes)
+    if diff != changes:
+        warn(f"the uncommitted changes hold what looks like credentials, which {folder / DIFF_FILE} has as ***")
     git_facts = {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
     texts = {
         CONFIG_FILE: resolved_config,

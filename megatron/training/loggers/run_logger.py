@@ -26,6 +26,7 @@ from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.location import Location
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
+from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.loggers.base import CONSOLE_PREFIX, MetricLogger, Metrics, error_summary
@@ -115,14 +116,17 @@ class RunLogger:
     def _open_folder(self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object]) -> str | None:
         """Open the run folder; return a note if an earlier start has used it."""
         metrics = folder / METRICS_FILE
-        used_before = metrics.exists()
+        warnings = list[str]()
         try:
-            renamed = write_run_folder(folder, resolved_config, device, self._world_size, data)
+            used_before = metrics.exists()
+            renamed = write_run_folder(folder, resolved_config, device, self._world_size, data, warnings.append)
             self._loggers[metrics.name] = partial(call_method, JsonLinesLogger(metrics, warn=print_warning))
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
         self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE), background=False)
+        for text in warnings:
+            self.warning(text)
         if not used_before:
             return None
         names = ", ".join(path.name for path in renamed)
@@ -195,7 +199,8 @@ class RunLogger:
         self._report("log", {**self._progress, **metrics})
 
     def _event(self, kind: str, fields: Metrics) -> None:
-        self._report("event", {**self._progress, **fields}, kind)
+        texts = {name: redact(value) for name, value in fields.items() if isinstance(value, str)}
+        self._report("event", {**self._progress, **fields, **texts}, kind)
 
     def _report(self, method: str, values: dict[str, Any], *kind: str) -> None:
         """Call a method of the console, and of all loggers unless a later start has taken over the run."""

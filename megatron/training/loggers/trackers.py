@@ -15,7 +15,9 @@ from shlex import quote
 from typing import Any
 
 from megatron.arguments.sources import flat_values
+from megatron.checkpoint.durable_files import make_folder
 from megatron.config.batch import full_global_batch_size
+from megatron.config.privacy import secret_variables
 from megatron.config.run import LoggingConfig, RunConfig
 from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import Metrics, error_summary, scalar_metrics
@@ -68,6 +70,7 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as make_summaries
 
+        make_folder(folder, private=True)
         self._by_step = SummaryWriter(str(folder), purge_step=iteration + 1, flush_secs=TENSORBOARD_FLUSH_SECONDS)
         self._by_samples = SummaryWriter(
             str(folder / "samples"), purge_step=consumed_samples + 1, flush_secs=TENSORBOARD_FLUSH_SECONDS
@@ -197,7 +200,9 @@ def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, 
 
     if (mode := os.environ.get("WANDB_MODE", "online")) not in WANDB_MODES:
         raise ValueError(f"WANDB_MODE={mode} is unknown: the modes are {', '.join(WANDB_MODES[:3])}")
-    folder.mkdir(parents=True, exist_ok=True)  # the client would use a temporary folder instead
+    make_folder(folder, private=True)  # the client would use a temporary folder instead
+    # The client records all variables of Slurm, and those of plugins; both may be needed elsewhere in this process.
+    hidden = {name: os.environ.pop(name) for name in secret_variables(os.environ) if re.search("SLURM|SPANK", name)}
     try:
         return wandb.init(
             project=options.wandb_project,
@@ -223,3 +228,5 @@ def _open_wandb(options: LoggingConfig, config: Mapping[str, Any], run_id: str, 
         if "wandb login" in why:
             why, fix = "no user is logged in", "wandb login, or WANDB_MODE=offline"
         raise RuntimeError(f"{why}: {fix}") from error
+    finally:
+        os.environ.update(hidden)

@@ -49,6 +49,10 @@ class Case:
 
 
 CASES = (
+    # credentials, which the message does not repeat
+    Case("--save memory://user:LEAK@host/run --data-path=https://me:LE@AK@host/corpus"),
+    Case("--set checkpoint.save=s3://KEY:LE/AK@bucket/run --wandb-notes 'for hf_LEAKabcdefghijklmnopqrstuvwxyz0123'"),
+    Case("--config tests/golden/credentials.yaml --unknown-flag s3://KEY:LEAK@bucket"),
     # spelling
     Case("--hiden-size 256"),
     Case("--num-atention-heads 6 --no-sequence-paralel"),

@@ -61,7 +61,9 @@ def test_every_code_of_a_check_is_in_the_golden_file() -> None:
 def test_every_fix_solves_its_problem() -> None:
     for case in CASES:
         for problem in problems(case.flags, case.ranks, case.base, read_model=read_model_values):
-            if problem.code <= "E009":  # something must be taken out first, or a name filled in
+            if (
+                problem.code <= "E009" or problem.code == "E014"
+            ):  # something must be taken out first, or a name filled in
                 continue
             for fix in problem.fixes:
                 if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):

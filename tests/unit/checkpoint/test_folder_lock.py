@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import durable_files
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
@@ -103,3 +104,14 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     with acquire_lease(tmp_path):
         pass
+
+
+def test_where_the_system_does_not_know_the_holder_the_claim_is_quoted_with_caution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "LOCKS", tmp_path / "none")
+    with acquire_lease(tmp_path), pytest.raises(CheckpointError) as caught, acquire_lease(tmp_path):
+        pass
+    claim = tmp_path / ".epoch-1" / LEASE_FILE
+    assert f"is in use by process {os.getpid()} on " in str(caught.value)
+    assert f"as {claim} has it; this machine does not know which process has locked that file" in str(caught.value)

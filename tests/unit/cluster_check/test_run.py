@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import bandwidth
 from megatron.distributed.layout import Layout
+from megatron.distributed.sharding import Box
 from tests.processes import wait_until_gone
 from tools.cluster_check import checks
 from tools.cluster_check import run as runner
@@ -33,6 +38,7 @@ from tools.cluster_check.run import (
     killed_run_layout,
     resumed_run_layout,
 )
+from tools.lib.verify_parallel import RankTrace, TracedPiece
 
 FILES = {"missing": [], "visible_after": 0.1, "lock": "held", "torn": 0, "write_mb_per_s": 1.0}
 FACTS = checks.machine_facts("cpu", {})
@@ -420,3 +426,44 @@ def test_no_tensor_parallel_group_leaves_its_node(ranks: int, per_node: int) -> 
 def test_the_run_that_is_killed_and_its_other_layout_fit_any_ranks(ranks: int, dtype: str) -> None:
     for flags in (killed_run_layout(ranks), resumed_run_layout(ranks)):
         trace_config(f"{batch_flags(ranks)} {flags}", False, dtype, "cpu", 0, ranks)
+
+
+class Exploit:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def test_a_planted_trace_runs_nothing(tmp_path: Path) -> None:
+    for name in ("alone.dense.fp32.0.pt", "alone.dense.fp32.1.pt"):
+        torch.save(Exploit(f"touch {tmp_path}/done"), tmp_path / name)
+    with pytest.raises(pickle.UnpicklingError):
+        checks.check_devices(CheckSection("layouts"), tmp_path, "dense", "fp32", 2)
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    piece = TracedPiece((2, 3), (6,), Box((0,), (6,)), "d", torch.arange(6.0))
+    trace = checks.SingleRankTrace("n1", [RankTrace(1.5, 2.5, {"w": [piece]}, {"w": [replace(piece, values=None)]})])
+    checks.save_atomic(tmp_path / "a.pt", trace)
+    read = checks.load_trace(tmp_path / "a.pt")
+    assert (read.host, read.steps[0].loss, read.steps[0].grad_norm) == ("n1", 1.5, 2.5)
+    (found,) = read.steps[0].grads["w"]
+    assert torch.equal(found.values, piece.values)
+    assert replace(found, values=None) == replace(piece, values=None) == read.steps[0].weights["w"][0]
+
+
+def test_a_report_holds_no_credentials(tmp_path: Path) -> None:
+    part = CheckSection("machine", log="pulling docker://me:LEAK@host/image")
+    part.add("container", False, "403 for https://me:LEAK@host")
+    ClusterReport("about", "tools/acceptance.py --launch 'srun --container-image=docker://me:LEAK@host'", [part]).write(
+        tmp_path
+    )
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(texts) == 2
+    assert all("***@host" in text and "LEAK" not in text for text in texts)
+    json.loads((tmp_path / "acceptance.json").read_text())

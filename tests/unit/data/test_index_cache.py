@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron.config.privacy import user_name
 from megatron.data import index_cache as cache_module
 from megatron.data.index_cache import ABOUT, BUILDING, IndexCache, Tables
 
@@ -336,7 +337,7 @@ def test_waiting_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     first = start(folder, log, 0.0, 30.0, release)
     wait_for(log, "begin")
     waiting = start(folder, second, 0.0, 0.3)
-    while f"for another process to build {folder}/order-" not in text:
+    while f"for process {first.pid} of {user_name(os.getuid())} to build {folder}/order-" not in text:
         assert time.monotonic() < end
         text += capfd.readouterr().err
     release.touch()

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import KERNEL_CANDIDATES, TrainingConfig
 from megatron.kernels.activation import ACTIVATIONS
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.compile import compiled, compiler_missing, use_private_cache
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import dropout
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels
 from megatron.layers.recompute import recompute_producer
+from tests.neighbours import NOBODY, needs_root
 from tests.solo import Solo, random_batch, tiny
 
 CPU = torch.device("cpu")
@@ -225,3 +230,40 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiler_missing(CPU, torch.float32) == "torch.compile needs a C++ compiler; there is no no-such-compiler"
     assert "triton" in str(compiler_missing(torch.device("cuda"), torch.float32))
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_used"), [(None, 0, True), (0, 0o755, True), (0, 0o775, False), (NOBODY, 0o755, False)]
+)
+def test_compiled_code_is_cached_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int | None, mode: int, is_used: bool
+) -> None:
+    """PyTorch's own folder has a name that is known, in a folder where everybody may make it."""
+    (tmp_path / "tmp").mkdir(mode=0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    default = Path(default_cache_dir())
+    assert default.parent == tmp_path / "tmp"
+    if owner is not None:
+        default.mkdir()
+        default.chmod(mode)
+        os.chown(default, owner, owner)
+    environ: dict[str, str] = {}
+    use_private_cache(environ)
+    folder = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == (default if is_used else tmp_path / "home/.cache/megatron-pretrain/torchinductor")
+    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (0, 0o700 if owner is None or not is_used else mode)
+    kept = {"TORCHINDUCTOR_CACHE_DIR": "mine"}
+    use_private_cache(kept)
+    assert kept == {"TORCHINDUCTOR_CACHE_DIR": "mine"}
+
+
+def test_the_cache_is_chosen_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    compiled(lambda: None)()
+    assert seen == [default_cache_dir()]
+    assert Path(seen[0]).stat().st_mode & 0o777 == 0o700

@@ -421,3 +421,25 @@ def wait_for(path: Path, words: str) -> None:
     while not path.exists() or not [x for x in path.read_text().splitlines() if words in x and "--check" not in x]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_failure_leaves_out_only_nodes_of_the_start(job: Job) -> None:
+    """Whoever can write to the run folder could otherwise name any node of the cluster, or of another job."""
+    failures = [
+        json.dumps({"host": host, "kind": "device", "sentence": "x"}) for host in ("n9", "n", "n2 n3", "n1|.*", "*")
+    ]
+    lines = " ".join(json.dumps(failure) for failure in failures)
+    status, message = job.start(f'printf "%s\\n" {lines} >>"$RUN/failures.jsonl"; exit 1')
+    assert status == 0
+    assert "n9 is no node of this start: not left out" in message
+    assert not (job.run / "slurm" / "bad_nodes").exists()
+    assert job.calls("scontrol") == ["requeue 7"]
+
+
+def test_a_new_run_folder_is_closed_to_others_and_an_old_one_stays_as_it_is(job: Job) -> None:
+    job.start(FINISH)
+    assert job.run.stat().st_mode & 0o777 == 0o700
+    job.run.chmod(0o750)
+    (job.run / "finished.json").unlink()
+    job.start(FINISH)
+    assert job.run.stat().st_mode & 0o777 == 0o750

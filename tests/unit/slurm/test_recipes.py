@@ -15,7 +15,9 @@ import torch
 from megatron.config.batch import batch_size_stages
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
+from megatron.config.privacy import user_name
 from megatron.layers.parameters import num_parameters
+from tests.neighbours import NOBODY, needs_root
 from tests.solo import Allocations, Solo, random_batch
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
@@ -203,15 +205,16 @@ def test_staging_names_the_copies_of_the_last_data_path(tmp_path: Path) -> None:
         path.touch()
     blend = ["--data-path", "3e-1", f"{tmp_path}/a", "0.7", "b", "--seed", "7"]
     started = Started.by("train_175b", *blend, STAGE="/nvme")
-    staged = ["3e-1", f"/nvme{tmp_path}/a", "0.7", f"/nvme{ROOT}/b"]
+    copies = f"/nvme/{user_name(os.getuid())}"
+    staged = ["3e-1", f"{copies}{tmp_path}/a", "0.7", f"{copies}{ROOT}/b"]
     assert started.flags[started.flags.index("3e-1") : started.flags.index("--seed")] == staged
     single = Started.by("train_175b", f"--data-path={tmp_path}/a", STAGE="/nvme").flags
-    assert single[-single[::-1].index("--data-path")] == f"/nvme{tmp_path}/a"
+    assert single[-single[::-1].index("--data-path")] == f"{copies}{tmp_path}/a"
     environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "STAGE": "/nvme", "CHAIN": "1"}
     command = ["bash", "slurm/train_175b.sh", *blend]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
     files = [f"{tmp_path}/a.idx", f"{tmp_path}/a.bin", *map(str, of_tokenizer), f"{ROOT}/b.idx", f"{ROOT}/b.bin"]
-    assert f"bash slurm/stage.sh /nvme {' '.join(files)} \n" in done.stderr
+    assert f"bash slurm/stage.sh {copies} {' '.join(files)} \n" in done.stderr
     assert (
         f"--dependency=singleton --no-requeue --open-mode=append slurm/train_175b.sh {' '.join(blend)}" in done.stderr
     )
@@ -293,3 +296,38 @@ def test_shellcheck() -> None:
 
 def text_of(name: str) -> str:
     return (ROOT / "slurm" / name).read_text()
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "mode", "status"), [(0, 0o700, 0), (0, 0o755, 0), (0, 0o777, 1), (NOBODY, 0o755, 1)])
+def test_a_copy_that_another_user_could_have_made_is_not_read(
+    tmp_path: Path, owner: int, mode: int, status: int
+) -> None:
+    """Of the same size, which is all that tells a copy from other files."""
+    source, disk = tmp_path / "corpus.bin", tmp_path / "disk"
+    source.write_bytes(b"tokens")
+    copy = Path(f"{disk}{source}")
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"poison")
+    os.chown(disk, owner, owner)
+    disk.chmod(mode)
+    command = ["bash", ROOT / "slurm" / "stage.sh", disk, source]
+    done = subprocess.run(command, env=os.environ | {"SLURMD_NODENAME": "n7"}, capture_output=True, text=True)
+    assert done.returncode == status
+    if status:
+        assert f"slurm: n7: other users can write to {disk}, or it belongs to one" in done.stderr
+        assert f"fix: chmod go-w {disk} there, STAGE=OTHER_FOLDER" in done.stderr
+
+
+def test_a_folder_of_copies_is_made_closed_to_others(tmp_path: Path) -> None:
+    (tmp_path / "corpus.bin").write_bytes(b"tokens")
+    command = ["bash", ROOT / "slurm" / "stage.sh", tmp_path / "disk" / "me", tmp_path / "corpus.bin"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "disk" / "me").stat().st_mode & 0o777 == 0o700
+
+
+def test_compiled_code_is_left_where_the_program_makes_it_private() -> None:
+    shown = 'source slurm/lib.sh; echo "${TRITON_CACHE_DIR:-}${TORCHINDUCTOR_CACHE_DIR:-}"'
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "CACHE": "/c"}
+    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

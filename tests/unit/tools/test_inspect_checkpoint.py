@@ -228,3 +228,15 @@ def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "memory://inspect/nothing"]) == 2
     assert main(["ls", "zz://bucket"]) == 2
     assert "zz:// is not a known kind of store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff a"])
+def test_a_credential_in_a_location_is_refused_and_not_repeated(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "s3://KEY:LEAK@bucket/run"])
+    _, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "E014 s3://***@bucket/run holds a credential" in err
+    assert "LEAK" not in err

@@ -1,0 +1,175 @@
+"""Which folders may hold another user's files, what new ones let others do, and what looks like a credential."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.checkpoint.durable_files import make_folder
+from megatron.config import privacy
+from megatron.config.privacy import check_access, private_mode, redact, secret_variables, user_name
+from tests.neighbours import NOBODY, as_user, give, needs_root, public_folder
+
+ME, MATE, TEAM = 1501, 1502, 4321
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with public_folder() as around:
+        (around / "it").mkdir()
+        yield around / "it"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "private", "shared"),
+    [
+        (ME, ME, 0o700, "", ""),
+        (ME, ME, 0o755, "", ""),
+        (ME, ME, 0o777, "other users can write to it (mode 0777); chmod go-w ", "(mode 0777); chmod o-w "),
+        (ME, ME, 0o1777, "(mode 1777)", "(mode 1777)"),
+        (ME, ME, 0o702, "(mode 0702)", "(mode 0702)"),
+        (ME, TEAM, 0o2770, "(mode 2770); chmod go-w ", ""),
+        (ME, NOBODY, 0o770, "(mode 0770)", ""),
+        (0, 0, 0o755, "it belongs to root", ""),
+        (0, 0, 0o757, "it belongs to root", "(mode 0757)"),
+        (MATE, MATE, 0o755, f"it belongs to user {MATE}", f"it belongs to user {MATE}"),
+        (MATE, TEAM, 0o2750, f"it belongs to user {MATE}", f"it belongs to user {MATE}"),
+        (MATE, TEAM, 0o2770, f"it belongs to user {MATE}", ""),
+        (MATE, TEAM, 0o777, f"it belongs to user {MATE}", "(mode 0777)"),
+        (MATE, MATE, 0o770, f"it belongs to user {MATE}", f"it belongs to user {MATE}"),
+        (NOBODY, NOBODY, 0o777, f"it belongs to {user_name(NOBODY)}", f"it belongs to {user_name(NOBODY)}"),
+    ],
+)
+def test_whose_files_a_folder_may_hold(
+    folder: Path, owner: int, group: int, mode: int, private: str, shared: str
+) -> None:
+    os.chown(folder, owner, group)
+    folder.chmod(mode)
+    for share, problem in ((False, private), (True, shared)):
+        check = partial(check_access, folder, shared=share)
+        if not problem:
+            as_user(ME, check, [TEAM])
+            continue
+        with pytest.raises(PermissionError) as refused:
+            as_user(ME, check, [TEAM])
+        assert problem in str(refused.value.strerror)
+        assert refused.value.filename == str(folder)
+    assert [*folder.iterdir()] == []
+
+
+@needs_root
+def test_a_link_is_as_good_as_its_owner_and_what_it_leads_to(folder: Path) -> None:
+    give(folder, ME, 0o700)
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    for owner in (NOBODY, ME):
+        os.lchown(link, owner, owner)
+        if owner == ME:
+            as_user(ME, partial(check_access, link))
+        else:
+            with pytest.raises(PermissionError):
+                as_user(ME, partial(check_access, link, shared=True))
+    with pytest.raises(PermissionError, match="it belongs to user"):
+        as_user(MATE, partial(check_access, link, shared=True))
+    check_access(folder / "missing")
+
+
+def test_a_file_system_without_owners_and_modes_is_as_good_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that shows the same for every entry, such as a Windows disk or an export that maps all users to one."""
+    shown = SimpleNamespace(st_uid=NOBODY, st_gid=NOBODY, st_mode=stat.S_IFDIR | 0o777)
+    with monkeypatch.context() as patched:
+        for name in ("lstat", "stat", "fstat"):
+            patched.setattr(os, name, lambda path: shown)
+        check_access(tmp_path)
+        check_access(tmp_path, shared=True)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("around", [0o700, 0o755, 0o1777])
+def test_what_is_new_is_closed_to_others(tmp_path: Path, around: int) -> None:
+    tmp_path.chmod(around)
+    assert private_mode(tmp_path, privacy.PRIVATE_FILE) == 0o600
+    make_folder(tmp_path / "a" / "b", private=True)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
+
+
+def test_what_is_new_in_a_folder_of_a_group_is_open_to_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        tmp_path.chmod(0o2770)
+        make_folder(tmp_path / "a" / "b", private=True)
+        assert [stat.S_IMODE((tmp_path / name).stat().st_mode) & 0o777 for name in ("a", "a/b")] == [0o770, 0o770]
+        assert private_mode(tmp_path / "a", privacy.PRIVATE_FILE) == 0o660
+    finally:
+        os.umask(before)
+
+
+SECRET = {
+    "memory://user:LEAK@host/run": "memory://***@host/run",
+    "s3://AKIAX:LE/AK+7@bucket/x": "s3://***@bucket/x",
+    "https://u:LE@AK@host/x": "https://***@host/x",
+    "redis://:LEAK@host": "redis://***@host",
+    f"https://LEAK{'x' * 20}@host/it.git": "https://***@host/it.git",
+    "https://host/x?b=1&access_token=LEAK&X-Amz-Signature=LEAK": "https://host/x?b=1&access_token=***&X-Amz-Signature=***",
+    "AKIALEAK567890123456": "***",
+    f"ghp_LEAK{'a1' * 16} x": "*** x",
+    f"hf_LEAK{'aB' * 15}": "***",
+    "eyJhbGciOiJIUzI1NiJ9.eyJMRUFLIjoxfQ.sig-LEAK": "***",
+    "WANDB_API_KEY=LEAK0123456789abcdef": "WANDB_API_KEY=***",
+    "+  api_key: 'LEAK0123456789abcdef'": "+  api_key: '***'",
+    '"secret": "LEAK0123456789abcdef"': '"secret": "***"',
+    '+password = "LEAK"': '+password = "***"',
+    "PASSWORD=LEAKs more": "PASSWORD=*** more",
+    "Authorization: Bearer LEAK0123456789abcdef": "Authorization: Bearer ***",
+    "-----BEGIN RSA PRIVATE KEY-----\nLEAK\n-----END RSA PRIVATE KEY-----\nx": "***\nx",
+    '{"a": "-----BEGIN PRIVATE KEY-----\\nLEAK", "b": 1}': '{"a": "***", "b": 1}',
+}
+
+
+@pytest.mark.parametrize("text", SECRET)
+def test_credentials_are_removed(text: str) -> None:
+    assert redact(text) == SECRET[text]
+    assert redact(SECRET[text]) == SECRET[text]
+    assert "LEAK" not in redact(f"before {text} after")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/run",
+        "ssh://git@github.com/us/it.git",
+        "git@github.com:us/it.git",
+        "http://127.0.0.1:29500/a@b",
+        "https://host:9000/bucket/model@v2?x=1",
+        "http://host:8080?q=a@b",
+        "file:///a:b@c",
+        '{"a":"http://h:x","b":"c@d"}',
+        "consumed-tokens: 123456789012345678",
+        "tokenizer-model=meta-llama/Llama-3.1-8B-Instruct",
+        "+    token = tokenizer1.encode_special_token(text)",
+        "+    key = layers.12.self_attention.weight",
+        "+    password = getpass.getpass()",
+        "eos_token: <|endoftext|>",
+        "hf_config_of_something_with_a_very_long_name",
+        "the basic configuration of everything",
+        "0123456789abcdef0123456789abcdef01234567",
+    ],
+)
+def test_other_texts_are_not_changed(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_variables_that_may_hold_a_credential() -> None:
+    secret = {"SLURM_JWT": "x", "WANDB_API_KEY": "x", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "SPANK_A": "x"}
+    secret |= {"SLURM_SPANK__PYXIS": "x", "http_proxy": "http://me:word@proxy:3128"}
+    plain = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "HOME": "/root", "https_proxy": "http://proxy:3128"}
+    assert secret_variables(secret | plain) == secret.keys()
