@@ -47,7 +47,10 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _folders_beside(path: Path) -> list[str]:
-    return sorted(each.name for each in path.parent.iterdir() if isdir(each)) if isdir(path.parent) else []
+    try:
+        return sorted(each.name for each in path.parent.iterdir() if isdir(each))
+    except OSError:  # there is no such folder, or it is closed to this user
+        return []
 
 
 def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
