@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.arguments.compatibility import unknown_options
+from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
@@ -19,8 +19,8 @@ from megatron.checkpoint.location import Location
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import check_model_config
-from megatron.convert.huggingface.weights import build_on_meta, raise_if_any
 from megatron.distributed.sharding import Box, ShardSpec
+from megatron.layers.parameters import gpt
 
 TOKENIZER_PREFIX = "tokenizer/"
 TOKENIZER_FILES = (
@@ -86,10 +86,10 @@ class SavedModel:
         config = _read_config(manifest)
         self.precision = config.precision.params_dtype
         words = manifest.tensors.get("embedding.word_embeddings.weight")
-        vocab_size = config.model.vocab_size if words is None else words.shape[0]
+        vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
         self.model = replace(config.model, vocab_size=vocab_size)
         check_model_config(manifest.path, self.model)
-        self.specs = build_on_meta(self.model).specs
+        self.specs = gpt(self.model)
         self._reader = CheckpointReader(manifest)
         self._prefix = EMA_PREFIX if average else ""
         self._check_tensors()
@@ -116,15 +116,7 @@ class SavedModel:
         if self._prefix and not stored:
             seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
             raise CheckpointError(seen, "drop --ema")
-        shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
-        findings = {
-            "lacks": shapes.keys() - stored.keys(),
-            "holds tensors that its model does not have": stored.keys() - shapes.keys(),
-            "holds tensors of another shape than its model's": {
-                name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name]
-            },
-        }
-        raise_if_any(self.manifest.path, findings)
+        raise_if_any(self.manifest.path, tensor_differences(self.specs, stored))
 
 
 def _read_config(manifest: Manifest) -> RunConfig:

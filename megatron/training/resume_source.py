@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
-from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.compatibility import compare_configs, stored_tensors_problem
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest
@@ -187,10 +187,12 @@ def _select(
 def _problem(path: Location) -> str | None:
     """Return why a checkpoint cannot be used, as far as its manifest shows; None if it can."""
     try:
-        Manifest.open(path)
+        manifest = Manifest.open(path)
     except DamagedCheckpointError as error:
         return str(error)
-    return None
+    weights = {name: t for name, t in manifest.tensors.items() if not name.startswith("optim.")}
+    shapes = {name: (tensor.shape, tensor.view) for name, tensor in weights.items()}
+    return stored_tensors_problem(manifest.config, shapes) or None
 
 
 def passed_over_note(path: Location, problem: object) -> str:

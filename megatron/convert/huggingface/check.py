@@ -23,17 +23,16 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import MAX_NAMES, CheckpointError, raise_if_any
 from megatron.checkpoint.format import whole_box
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
+from megatron.config.text import listed
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import (
     WeightSource,
-    abbreviate,
     build_on_meta,
     open_weights,
-    raise_if_any,
     read_in_blocks,
 )
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
@@ -295,7 +294,8 @@ class _TransformersWeights:
     def refuse_unused(self, ignored: Collection[str]) -> None:
         unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in ignored)]
         if unused:
-            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {abbreviate(unused)}")
+            names = listed(unused, MAX_NAMES)
+            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {names}")
 
 
 def _angles(frequencies: Tensor, magnitude: float) -> Tensor:

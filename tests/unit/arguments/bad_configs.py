@@ -116,6 +116,10 @@ CASES = (
     Case("--fake-process-group"),
     # ranges
     Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
+    Case(
+        "--num-layers 10001 --vocab-size 10000000000 --global-batch-size 10000000 --save-interval 9223372036854775808"
+    ),
+    Case("--hidden-size 16777216 --ffn-hidden-size 33554432"),
     Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),
     Case("--rampup-batch-size 0 8 100 --global-batch-size 16"),
     Case("--profile-pipeline --profile-step-start 4 --profile-step-end 4"),

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
+from megatron.checkpoint.format import MANIFEST, MARKER, TensorRecord, encode_manifest, marker_content
 from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.distributed.launch import world_group
+from megatron.layers.parameters import gpt
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.resume_source import preview_start, stored_config
 
@@ -43,12 +44,17 @@ CONFIG = parse([*RUN, *MODEL, "--vocab-size", "300"], {}).config
 
 
 def save(folder: Path, iteration: int = 4, config: RunConfig = CONFIG, **state: Any) -> Path:
-    """Write a checkpoint ``iter_N`` without tensors."""
-    path = folder / f"iter_{iteration:07d}"
-    path.mkdir(parents=True)
+    """Write a checkpoint ``iter_N`` whose tensors have no elements in any file."""
     counted: dict[str, Any] = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {}}
     counted["batches_since"] = {"iteration": 0, "consumed_samples": 0}
-    content = encode_manifest({}, {}, counted | state, to_dict(config))
+    return write_manifest(folder / f"iter_{iteration:07d}", counted | state, config)
+
+
+def write_manifest(path: Path, state: dict[str, Any], config: RunConfig, layers: int = 3) -> Path:
+    model = replace(config.model, num_layers=layers)
+    tensors = {name: TensorRecord("F32", spec.shape, spec.view, ()) for name, spec in gpt(model).items()}
+    content = encode_manifest(tensors, {}, state, to_dict(config))
+    path.mkdir(parents=True)
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker_content(content))
     return path
@@ -214,14 +220,18 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_weights_alone_cannot_be_resumed_from(capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(Path("converted"))
-    content = encode_manifest({}, {}, {}, to_dict(CONFIG))
-    (path / MANIFEST).write_bytes(content)
-    (path / MARKER).write_bytes(marker_content(content))
+    write_manifest(Path("converted/iter_0000004"), {}, CONFIG)
     status, _, err = checked(capsys, "--load", "converted")
     assert status == 2
     assert "E814 converted/iter_0000004 holds weights, but not the state" in err
     assert "fix: --resume-mode weights-only\n" in err
+
+
+def test_a_checkpoint_with_other_tensors_than_its_model_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(Path("theirs/iter_0000004"), {"iteration": 4, "optimizer": {}}, CONFIG, layers=2)
+    status, _, err = checked(capsys, "--load", "theirs")
+    assert status == 2
+    assert "E811 no checkpoint in theirs can be used:\n  iter_0000004: lacks: layers.2.input_layernorm.bias, " in err
 
 
 def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

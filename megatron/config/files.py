@@ -1,0 +1,100 @@
+"""Read files that anybody may have made: regular ones only, of limited size and depth, and inside their folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.config.text import format_bytes
+
+SMALL_FILE_BYTES = 16 << 20
+"""Limit for configurations and records."""
+
+TABLE_FILE_BYTES = 1 << 28
+"""Limit for tokenizers and for indices of weights, of which the largest known have 40 MB."""
+
+YAML_BYTES = 1 << 20
+"""Limit for YAML, which is read at about 200 kB/s."""
+
+MAX_DEPTH = 32
+"""Objects and arrays inside one another."""
+
+
+def open_regular(path: str | Path, buffering: int = -1) -> IO[bytes]:
+    """Open a file for reading; raise OSError if it is a pipe or a device, from which reading may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting for a pipe's other end
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return open(descriptor, "rb", buffering)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def read_small(path: str | Path, limit: int = SMALL_FILE_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes; raise OSError for any other."""
+    with open_regular(path, buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            return file.read(size)
+    raise OSError(errno.EFBIG, f"Larger than {format_bytes(limit)}", str(path))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text; raise ValueError if it is invalid or nested more than `MAX_DEPTH` deep."""
+    try:
+        return _shallow(json.loads(content))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Return the value of a YAML text; raise ValueError if it is invalid, too deep, or has an alias.
+
+    Aliases are refused because a few of them expand to any size.
+    """
+    import yaml  # slow to import, and seldom needed
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                place = event.start_mark
+                raise ValueError(f"line {place.line + 1} has the alias *{event.anchor}; write out what it stands for")
+            return super().compose_node(parent, index)
+
+    try:
+        return _shallow(yaml.load(content.decode(), Loader))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not a UTF-8 text file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _shallow(value: Any) -> Any:
+    """Return a value unless it is nested too deeply."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nodes = (node for node in level if isinstance(node, dict | list))
+        level = [child for node in nodes for child in (node.values() if isinstance(node, dict) else node)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Return True if a link ends outside of ``folder``, and of the blobs of the hub's cache if the folder is there."""
+    inside = Path(os.path.realpath(folder))
+    caches = (above.parents[1] / "blobs" for above in (inside, *inside.parents) if above.parent.name == "snapshots")
+    target = Path(os.path.realpath(path))
+    return not any(target.is_relative_to(place) for place in (inside, *caches))
