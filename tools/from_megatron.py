@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron.arguments.cli import parse, parse_flags
 from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
 from megatron.config.errors import UserError
+from megatron.config.files import parse_yaml, read_small
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
 HARMLESS = "awk basename cat cut date dirname env expr grep head hostname id printf pwd readlink realpath sed seq sort"
@@ -101,7 +100,7 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
         prelude = Path(folder, "prelude.sh")
         prelude.write_text(PRELUDE)
         environ = {"PATH": str(programs), "HOME": str(work), "USER": "user", "BASH_ENV": str(prelude)}
-        text = script.read_text(errors="replace")
+        text = read_small(script).decode(errors="replace")
         environ |= _slurm_variables(text)
         try:
             ended = subprocess.run(
@@ -164,16 +163,16 @@ def read_yaml(file: Path) -> Run:
     Raises:
         ValueError: for another file.
     """
-    tree = yaml.safe_load(file.read_text())
+    tree = parse_yaml(read_small(file))
     if not isinstance(tree, dict):
         raise ValueError(f"{file} holds no settings")
     if isinstance(arguments := tree.get("MODEL_ARGS"), dict):
         return Run([word for name, value in arguments.items() for word in _flag(name, value)])
     run, unknown = Run([]), 0
     for name, value in _flattened(tree):
-        entry = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
-        if isinstance(entry, dict):
-            entry = entry.get(str(value).lower(), entry.get("else", "missing: this value has no counterpart"))
+        known = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
+        other = "missing: this value has no counterpart"
+        entry = known if isinstance(known, str) else known.get(str(value).lower(), known.get("else", other))
         text = _text(value)
         if entry.startswith("--"):
             words = entry.replace("{}", text)
@@ -227,10 +226,10 @@ def translate(run: Run) -> tuple[list[tuple[str, str, str]], list[str]]:
         spelling, equals, value = words[0].partition("=")
         reason = ignore_reason(spelling, [*[value] * bool(equals), *words[1:]])
         flag = foreign_flags().find(spelling)
-        here = [word for each in applied for word in each]
-        flags += here
+        ours = [word for each in applied for word in each]
+        flags += ours
         if applied:
-            verdict, text = "mapped", " ".join(here)
+            verdict, text = "mapped", " ".join(ours)
         elif reason:
             verdict, text = "not needed", reason
         else:
@@ -260,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
             run = read_yaml(Path(source[0]))
         else:
             run = read_script(Path(source[0]), source[1:])
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         print(f"from_megatron: {error}", file=sys.stderr)
         return 2
     rows, flags = translate(run)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import YAML_BYTES, parse_yaml, read_small
+from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
@@ -125,7 +125,7 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
 def read_yaml(path: str) -> Mapping[str, Any] | Problem:
     """Return the contents of a YAML file of options, or the reason why it cannot be read."""
     try:
-        tree = parse_yaml(read_small(path, YAML_BYTES))
+        tree = parse_yaml(read_small(path))
     except OSError as error:
         return Problem("E006", f"--config {path} cannot be read: {error.strerror}")
     except ValueError as error:

@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron.config.text import format_bytes
 
@@ -24,7 +25,7 @@ MAX_DEPTH = 32
 """Objects and arrays inside one another."""
 
 
-def open_regular(path: str | Path, buffering: int = -1) -> IO[bytes]:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading; raise OSError if it is a pipe or a device, from which reading may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting for a pipe's other end
     try:
@@ -33,7 +34,7 @@ def open_regular(path: str | Path, buffering: int = -1) -> IO[bytes]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        return open(descriptor, "rb", buffering)
+        return open(descriptor, "rb")
     except OSError:
         os.close(descriptor)
         raise
@@ -41,17 +42,25 @@ def open_regular(path: str | Path, buffering: int = -1) -> IO[bytes]:
 
 def read_small(path: str | Path, limit: int = SMALL_FILE_BYTES) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes; raise OSError for any other."""
-    with open_regular(path, buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= limit:
             return file.read(size)
     raise OSError(errno.EFBIG, f"Larger than {format_bytes(limit)}", str(path))
 
 
+def file_size(path: Path) -> int:
+    """Return the size of a regular file; raise OSError for any other."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return found.st_size
+
+
 def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text; raise ValueError if it is invalid or nested more than `MAX_DEPTH` deep."""
     try:
-        return _shallow(json.loads(content))
+        return raise_if_deep(json.loads(content))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -71,8 +80,10 @@ def parse_yaml(content: bytes) -> Any:
                 raise ValueError(f"line {place.line + 1} has the alias *{event.anchor}; write out what it stands for")
             return super().compose_node(parent, index)
 
+    if len(content) > YAML_BYTES:
+        raise ValueError(f"it is larger than {format_bytes(YAML_BYTES)}")
     try:
-        return _shallow(yaml.load(content.decode(), Loader))
+        return raise_if_deep(yaml.load(content.decode(), Loader))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -81,8 +92,8 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _shallow(value: Any) -> Any:
-    """Return a value unless it is nested too deeply."""
+def raise_if_deep(value: Any) -> Any:
+    """Return a value of JSON; raise ValueError if it is nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         nodes = (node for node in level if isinstance(node, dict | list))

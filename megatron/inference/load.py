@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.location import parse_location
+from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
@@ -98,11 +98,11 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
     """Return the tokens that end a text, from generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
-            named = json.loads(files.get(name, b"{}")).get("eos_token_id")
+            named = parse_json(files.get(name, b"{}")).get("eos_token_id")
             ids = named if isinstance(named, list) else [named]
             if named is not None:
                 return frozenset(int(i) for i in ids)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise InferenceError(f"{name}: eos_token_id cannot be read: {error}") from error
     return frozenset() if codec.end is None else frozenset({codec.end})
 

@@ -42,6 +42,7 @@ from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_b
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
@@ -696,7 +697,7 @@ def _bytes(content: Path | bytes) -> bytes:
 def _without_special_ids(generation: bytes) -> bytes:
     """Return a generation_config.json without special token ids."""
     try:
-        settings = dict(json.loads(generation))
+        settings = dict(parse_json(generation))
     except (ValueError, TypeError) as error:
         raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron.checkpoint.durable_files import checksum, publish_file
+from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError, pluralize
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
@@ -400,7 +401,7 @@ class RunState:
     def load(cls, path: Path) -> RunState | None:
         """Return the saved state, or None if there is none; raise DataError if it is damaged."""
         try:
-            fields = json.loads(path.read_bytes())
+            fields = parse_json(read_small(path))
             return cls(**fields | {"totals": PreprocessTotals(**fields["totals"])})
         except FileNotFoundError:
             return None

@@ -15,7 +15,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from megatron.config.files import parse_json, read_small
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
+from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import (
@@ -138,6 +140,10 @@ CANONICAL_TYPES = {
 REWRITE_FIX = "rewrite the dataset with tools/preprocess_data.py"
 
 
+SETTING_TYPES = {"parse_special_tokens": bool, "tiktoken_pattern": str, "tiktoken_num_special_tokens": int}
+"""The settings in a record; a record names no other file."""
+
+
 @dataclass(frozen=True)
 class TokenizerRecord:
     """Description of the tokenizer that wrote a dataset. Fields missing from older records are ``None``."""
@@ -162,6 +168,24 @@ class TokenizerRecord:
             dict(tokenizer.special_ids),
             dict(tokenizer.settings),
         )
+
+    def check(self) -> None:
+        """Raise ValueError if a field has a value that no tokenizer has."""
+        special_ids, settings = self.special_ids or {}, self.settings or {}
+        if type(self.vocab_size) is not int or not SETTINGS["vocab_size"].allows(self.vocab_size):
+            limits = SETTINGS["vocab_size"].option.limits
+            raise ValueError(f"vocab_size is {self.vocab_size!r}, not a whole number of {limits}")
+        if not isinstance(special_ids, Mapping) or not isinstance(settings, Mapping):
+            raise ValueError("special_ids and settings are objects or null")
+        ids = {"eod": self.eod, "pad": 0 if self.pad is None else self.pad, **special_ids}
+        for name, number in ids.items():
+            if type(number) is not int or not 0 <= number < self.vocab_size:
+                raise ValueError(f"the id of {name} is {number!r}, which is not below the vocab_size {self.vocab_size}")
+        for name, value in settings.items():
+            if type(value) is not SETTING_TYPES.get(name):
+                raise ValueError(f"there is no setting {name} {value!r}")
+        if not isinstance(self.tokenizer_type, str) or not isinstance(self.fingerprint, str):
+            raise ValueError("tokenizer_type and fingerprint are texts")
 
     def to_bytes(self) -> bytes:
         """Return the contents of the record file."""
@@ -213,11 +237,13 @@ def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None)
     """Read the record of a dataset and check its type; return None if there is none, as for one of Megatron-LM."""
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     try:
-        record = TokenizerRecord(**json.loads(path.read_bytes()))
+        record = TokenizerRecord(**parse_json(read_small(path)))
+        record.check()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: {error}", REWRITE_FIX) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: {reason}", REWRITE_FIX) from error
     if tokenizer_type is not None and not record.matches_type(tokenizer_type):
         raise DataError(
             f"{prefix} was written with {record.tokenizer_type}, not with {tokenizer_type}",
