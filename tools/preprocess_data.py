@@ -115,6 +115,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         engine=args.engine,
         workers=args.workers or min(available_cores(), blocks),
         skip_bad=args.on_bad_line == "skip",
+        max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
     )
     if plan.workers == 1:

@@ -100,6 +100,7 @@ def train_and_save(args: argparse.Namespace) -> None:
             None if is_bpe else args.sentencepiece_model_type or "bpe",
             DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
             args.on_bad_line == "skip",
+            args.max_line_bytes,
         )
         trained = run_in_subprocess(train_tokenizer, plan, stages)
     save_tokenizer(trained.files, Path(args.output))
