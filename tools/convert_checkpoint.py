@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.checkpoint.location import parse_location
+from megatron.config.files import add_links_flag
 from megatron.layers.parameters import num_parameters
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
+    add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     return parser
 
@@ -111,13 +113,16 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
-    from megatron.convert.huggingface.config import model_folder
+    from megatron.convert.huggingface.config import model_folder, refuse_outside_links
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
     report, checked = PercentPrinter(), not args.no_check
+    source = args.tokenizer if args.load_hf is None else model_folder(args.load_hf)
+    if source is not None and not args.follow_links:
+        refuse_outside_links(source)
     if args.load_hf is not None:
-        return convert_from_huggingface(model_folder(args.load_hf), args.save, report, checked)
+        return convert_from_huggingface(source, args.save, report, checked)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         print(f"convert_checkpoint: {note}", file=sys.stderr)

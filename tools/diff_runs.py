@@ -18,15 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.files import parse_json, parse_yaml, read_small
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
 from megatron.config.errors import UserError
+from megatron.config.files import parse_json, parse_yaml, read_small
 from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
 from megatron.data.dataset import DIGEST_BLOCK

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
+from megatron.config.files import add_links_flag
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
+    add_links_flag(model)
     model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
@@ -122,7 +124,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step, args.ema)
+    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not a
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.files import add_links_flag
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
@@ -51,6 +52,7 @@ def build_parser() -> ToolParser:
     parser.add_argument("--json", action="store_true", help="one JSON object per pair and line instead of text")
     parser.add_argument("--eod-id", type=int, metavar="N", help="end-of-document id of data without a record")
     add_tokenizer_flags(parser, required=False)
+    add_links_flag(parser)
     return parser
 
 

@@ -102,7 +102,7 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
 def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
-    files = find_text_files(inputs, args.suffix, args.exclude)
+    files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
     stop.wait_for_checks()
     stored_bytes = sum(file.stat().st_size for file in files)
     blocks = 1 + stored_bytes // BLOCK_BYTES

@@ -92,7 +92,7 @@ def train_and_save(args: argparse.Namespace) -> None:
     """Train in a process that can be killed at any moment, because the libraries do not react to signals."""
     is_bpe = args.type == "bpe"
     with spool_pipes(args.input, args.output) as inputs, closing(StageProgress(sys.stderr)) as stages:
-        files = find_text_files(inputs, args.suffix, args.exclude)
+        files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
         plan = TokenizerTrainingOptions(
             tuple(files),
             tuple(args.json_keys),

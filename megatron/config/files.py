@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatron.config.text import format_bytes
+from megatron.config.text import format_bytes, listed
 
 SMALL_FILE_BYTES = 16 << 20
 """Limit for configurations and records."""
@@ -27,17 +29,17 @@ MAX_DEPTH = 32
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading; raise OSError if it is a pipe or a device, from which reading may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting for a pipe's other end
-    try:
-        kind = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(kind):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        return open(descriptor, "rb")
-    except OSError:
-        os.close(descriptor)
-        raise
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without waiting for the other end of a pipe
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    reason = (errno.EISDIR, os.strerror(errno.EISDIR)) if stat.S_ISDIR(kind) else (errno.EINVAL, "Not a regular file")
+    raise OSError(*reason, path)
 
 
 def read_small(path: str | Path, limit: int = SMALL_FILE_BYTES) -> bytes:
@@ -103,9 +105,25 @@ def raise_if_deep(value: Any) -> Any:
     raise ValueError("it is nested too deeply")
 
 
-def leads_outside(path: Path, folder: Path) -> bool:
-    """Return True if a link ends outside of ``folder``, and of the blobs of the hub's cache if the folder is there."""
-    inside = Path(os.path.realpath(folder))
-    caches = (above.parents[1] / "blobs" for above in (inside, *inside.parents) if above.parent.name == "snapshots")
-    target = Path(os.path.realpath(path))
-    return not any(target.is_relative_to(place) for place in (inside, *caches))
+def describe_outside_links(paths: Iterable[Path], folder: Path) -> str:
+    """Return which paths links take out of ``folder``, and out of the blobs of the hub's cache if it is there.
+
+    The text of the files would come into token files or checkpoints, which are passed on.
+    """
+    root = Path(os.path.realpath(folder))
+    caches = (above.parents[1] / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots")
+    inside = (root, *caches)
+    outside = []
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(place) for place in inside):
+            outside.append(f"{path} -> {os.readlink(path) if path.is_symlink() else target}")
+    return f"links lead out of {folder}: {listed(outside)}" if outside else ""
+
+
+FOLLOW_LINKS = "--follow-links"
+
+
+def add_links_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag of a tool that allows such links."""
+    parser.add_argument(FOLLOW_LINKS, action="store_true", help="also read files to which links lead out of a folder")

@@ -441,6 +441,8 @@ class DataConfig:
     """TikTokenizer: regular expression that splits text into words."""
     tiktoken_num_special_tokens: int = option(1000, role="free", at_least=0, at_most=10**6, needs=TIKTOKEN)
     """TikTokenizer: ids reserved for special tokens."""
+    follow_links: bool = option(False, role="start")
+    """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
     eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
 

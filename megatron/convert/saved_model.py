@@ -16,8 +16,10 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.location import Location
+from megatron.config.files import TABLE_FILE_BYTES
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
 from megatron.convert.huggingface.config import check_model_config
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import gpt
@@ -132,12 +134,19 @@ def _read_config(manifest: Manifest) -> RunConfig:
 
 
 def find_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the small files of a Hugging Face folder that a checkpoint stores, by their names in the checkpoint."""
+    """Return the small files of a Hugging Face folder that a checkpoint stores, by their names in the checkpoint.
+
+    Raises:
+        CheckpointError: when one is not small.
+    """
     files = {
         **{TOKENIZER_PREFIX + name: folder / name for name in TOKENIZER_FILES},
         GENERATION_CONFIG_FILE: folder / GENERATION_CONFIG_FILE,
     }
-    return {name: path for name, path in files.items() if path.is_file()}
+    found = {name: path for name, path in files.items() if path.is_file()}
+    large = [str(path) for path in found.values() if path.stat().st_size > TABLE_FILE_BYTES]
+    raise_if_any(folder, {f"holds files larger than {format_bytes(TABLE_FILE_BYTES)}": large})
+    return found
 
 
 def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:

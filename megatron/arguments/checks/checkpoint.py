@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
+from megatron.config.files import FOLLOW_LINKS, describe_outside_links
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,19 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif isfile(folder / "config.json"):
         fixes = (f"--load {HUGGING_FACE_PREFIX}{folder}",)
         yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
+
+
+def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that no links lead out of the Hugging Face folder of ``--load``."""
+    load = config.checkpoint.load or ""
+    if load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
+        yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
+
+
+def link_problems(folder: Path) -> Iterator[Problem]:
+    """Yield a problem if links lead out of the folder of a Hugging Face model."""
+    if isdir(folder) and (links := describe_outside_links(filter(Path.is_symlink, sorted(folder.iterdir())), folder)):
+        yield Problem("E853", links, (FOLLOW_LINKS,))
 
 
 def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments.checks.checkpoint import link_problems
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
@@ -86,6 +87,12 @@ def model_folder(name: str | Path, files: tuple[str, ...] = MODEL_FILES) -> Path
         return resolve_hub_name(name, files, f"{HUGGING_FACE_PREFIX}DIR in place of {HUGGING_FACE_PREFIX}{name}")
     except DataError as error:
         raise UserError([Problem("E850", error.seen, error.fixes)]) from None
+
+
+def refuse_outside_links(folder: Path) -> None:
+    """Raise UserError if links lead out of the folder of a Hugging Face model."""
+    if found := list(link_problems(folder)):
+        raise UserError(found)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import json
 import lzma
 import math
 import os
+import re
 import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from typing import IO, Any, NamedTuple
 
 import xxhash
 
+from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
@@ -509,6 +511,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
     add("--max-line-bytes", type=_positive, default=MAX_LINE_BYTES, metavar="N", help=longest)
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
+    add_links_flag(parser)
 
 
 @contextmanager
@@ -542,28 +545,36 @@ def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
             path.unlink(missing_ok=True)
 
 
-def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
+def find_text_files(
+    inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str], follow_links: bool = False
+) -> list[Path]:
     """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
     by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern. A folder written by `save_to_disk` of Hugging Face `datasets`
+    existing file name is never treated as a pattern. Links out of a folder or pattern are errors unless
+    ``follow_links``. A folder written by `save_to_disk` of Hugging Face `datasets`
     contributes the rows of the dataset. Inputs that match no file, unsupported formats, and documents that would be
     read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
+        links = ""
         if os.path.isdir(name):
             found = _walk(Path(name), suffixes, exclude)
+            links = describe_outside_links(filter(Path.is_symlink, found), Path(name))
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+            links = describe_outside_links(found, Path(re.split(r"[^/]*[*?[]", name)[0]))
             _refuse_copies(found)
         if not found:
             raise _no_files(name, suffixes)
+        if links and not follow_links:
+            raise DataError(f"--input {name}: {links}", FOLLOW_LINKS, "--exclude NAME")
         files += found
     seen: dict[str, Path] = {}
     for file in files:

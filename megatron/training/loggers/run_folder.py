@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import publish_file
+from megatron.config.files import open_regular, parse_json
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import Metrics
 from megatron.training.startup import start_phrase
@@ -41,6 +42,7 @@ PACKAGES = (
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
 INCIDENTS_FILE = "incidents.md"
+MAX_LINE_BYTES = 16 << 20  # of metrics; those of a layer take about 100 bytes
 
 
 def write_run_folder(
@@ -184,15 +186,18 @@ class JsonLinesLogger:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line, or None for a line that a crash cut off or damaged.
+    """Yield the object of each line, or None for a line that a crash cut off or damaged, or that is too long.
 
     Raises:
         OSError: if the file cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
+    with open_regular(path) as file:
+        while text := file.readline(MAX_LINE_BYTES):
+            whole = len(text) < MAX_LINE_BYTES or text.endswith(b"\n")
+            while len(text) == MAX_LINE_BYTES and not text.endswith(b"\n"):
+                text = file.readline(MAX_LINE_BYTES)
             try:
-                line = json.loads(text)
+                line = parse_json(text.decode(errors="replace")) if whole else None
             except ValueError:
                 yield None
             else:

@@ -336,6 +336,7 @@ CASES = (
     Case("--load hf:docs"),
     Case("--load hf:tests/golden/hf_bert --num-layers 0"),
     Case("--load hf:tests/golden/hf_llama --override-opt-param-scheduler --ckpt-step 100"),
+    Case("--load hf:tests/golden/hf_linked --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --preset tiny-llama --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
     # ends

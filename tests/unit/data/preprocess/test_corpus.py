@@ -77,7 +77,59 @@ def test_a_link_to_a_file_of_the_folder_is_passed_over(tree: Path) -> None:
     outside.write_text("x")
     for name in ("p.py", "o.py"):
         (tree / name).symlink_to(outside)
-    assert names(tree, [str(tree)]) == sorted([*expected, "o.py"])
+    found = find_text_files([str(tree)], [".py"], [], follow_links=True)
+    assert [file.relative_to(tree).as_posix() for file in found] == sorted([*expected, "o.py"])
+
+
+@pytest.mark.parametrize("given", ["", "*.py", "**/*.py"])
+def test_links_out_of_a_folder_or_pattern_are_refused(tree: Path, given: str) -> None:
+    """A corpus from a stranger may have links to any file of whoever reads it."""
+    secret = tree.with_name("secret")
+    secret.write_text("password")
+    (tree / "leak.py").symlink_to("../secret")
+    name = str(tree / given)
+    with pytest.raises(DataError) as caught:
+        find_text_files([name], [".py"], [])
+    assert f"links lead out of {tree}: {tree / 'leak.py'} -> ../secret\n  fix: --follow-links | " in str(caught.value)
+    assert tree / "leak.py" in find_text_files([name], [".py"], [], follow_links=True)
+    assert find_text_files([str(tree / "leak.py")], [".py"], []) == [tree / "leak.py"], "named by the user"
+
+
+def test_a_pattern_follows_no_folder_to_elsewhere(tree: Path) -> None:
+    private = tree.with_name("private")
+    private.mkdir()
+    (private / "x.py").write_text("password")
+    (tree / "sub").symlink_to(private)
+    with pytest.raises(DataError, match="links lead out of"):
+        find_text_files([str(tree / "*" / "*.py")], [".py"], [])
+    assert not [file for file in find_text_files([str(tree)], [".py"], []) if "private" in str(file.resolve())]
+
+
+def test_links_into_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--org--name"
+    data, blobs = repository / "snapshots" / "0123" / "data", repository / "blobs"
+    data.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abcd").write_text('{"text": "a"}\n')
+    (data / "a.jsonl").symlink_to("../../../blobs/abcd")
+    for folder in (data, data.parent):
+        assert find_text_files([str(folder)], [".jsonl"], []) == [data / "a.jsonl"]
+    (data / "b.jsonl").symlink_to("../../../../secret.jsonl")
+    (tmp_path / "secret.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"b\.jsonl -> .*/secret\.jsonl"):
+        find_text_files([str(data)], [".jsonl"], [])
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/secret.arrow", "..", "a/b.arrow", 7, None])
+def test_a_saved_dataset_names_no_files_elsewhere(tmp_path: Path, name: object) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"state\.json is not a file of a dataset"):
+        find_text_files([str(tmp_path)], [".arrow"], [])
+    for content in ("[]", "{}", "{", '{"_data_files": 5}', '{"_data_files": [[]]}'):
+        (tmp_path / "state.json").write_text(content)
+        with pytest.raises(DataError, match=r"state\.json is not a file of a dataset"):
+            find_text_files([str(tmp_path)], [".arrow"], [])
 
 
 def test_files_and_patterns_keep_their_order(tree: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
+from megatron.config.files import add_links_flag
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import (
@@ -253,12 +254,14 @@ def test_options_that_cannot_be_used(given: tuple[Any, ...], message: str, tmp_p
 def test_flags_and_configuration_give_the_same_options() -> None:
     parser = argparse.ArgumentParser()
     add_tokenizer_flags(parser)
-    words = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-num-special-tokens 9"
-    from_flags = TokenizerOptions.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
-    data = DataConfig(
-        tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
+    add_links_flag(parser)
+    words = "--follow-links --tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1"
+    from_flags = TokenizerOptions.from_args(
+        parser.parse_args([*words.split(), "--tiktoken-num-special-tokens", "9", "--vocab-size", "500"])
     )
-    expected = TokenizerOptions("TikTokenizer", "m", None, None, 500, "v1", 9)
+    given = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "m", "tiktoken_pattern": "v1"}
+    data = DataConfig(**given, tiktoken_num_special_tokens=9, follow_links=True)
+    expected = TokenizerOptions("TikTokenizer", "m", None, None, 500, "v1", 9, follow_links=True)
     assert from_flags == TokenizerOptions.of(data, 500) == expected == pickle.loads(pickle.dumps(expected))
     with pytest.raises(DataError, match="tokenizer of the data is not specified"):
         TokenizerOptions.of(DataConfig(), None)
