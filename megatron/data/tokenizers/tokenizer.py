@@ -185,7 +185,8 @@ class TokenizerRecord:
 
     def check(self) -> None:
         """Raise ValueError if a field has a value that no tokenizer has."""
-        special_ids, settings = self.special_ids or {}, self.settings or {}
+        special_ids = {} if self.special_ids is None else self.special_ids
+        settings = {} if self.settings is None else self.settings
         if type(self.vocab_size) is not int or not SETTINGS["vocab_size"].allows(self.vocab_size):
             limits = SETTINGS["vocab_size"].option.limits
             raise ValueError(f"vocab_size is {self.vocab_size!r}, not a whole number of {limits}")
