@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.checkpoint.location import parse_location
 from megatron.config.files import add_links_flag
+from megatron.config.text import echo
 from megatron.layers.parameters import num_parameters
 
 if TYPE_CHECKING:
@@ -96,18 +97,18 @@ def main(argv: Sequence[str]) -> int:
         load_plugins(args.plugin)
         done = convert(args)
     except (CheckpointError, UserError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        echo(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
+    echo(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
         more = f"; at worst {worst}" if worst.relative > logits.relative else ""
-        print(f"transformers computes the same: {logits}{more}")
+        echo(f"transformers computes the same: {logits}{more}")
         missed = uncovered_by_check(done.model)
         if missed:
-            print(f"not compared: {missed}")
+            echo(f"not compared: {missed}")
     else:
-        print("not compared with transformers")
+        echo("not compared with transformers")
     return 0
 
 
@@ -125,7 +126,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         return convert_from_huggingface(source, args.save, report, checked)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
-        print(f"convert_checkpoint: {note}", file=sys.stderr)
+        echo(f"convert_checkpoint: {note}", file=sys.stderr)
     return convert_to_huggingface(
         manifest,
         args.save_hf,
@@ -151,7 +152,7 @@ class PercentPrinter:
         if 10 * done // total > self._tenths:
             self._tenths = 10 * done // total
             if time.monotonic() - self._started > self.SILENT_SECONDS:
-                print(f"{10 * self._tenths}% {name}", file=sys.stderr)
+                echo(f"{10 * self._tenths}% {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron.config.errors import UserError
 from megatron.config.files import parse_json, parse_yaml, read_small
 from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
+from megatron.config.text import echo
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, find_source
@@ -281,15 +282,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         a, b = read_run(arguments.a), read_run(arguments.b)
     except ValueError as error:
-        print(f"diff_runs: {error}", file=sys.stderr)
+        echo(f"diff_runs: {error}", file=sys.stderr)
         return UNREADABLE
     for sentence in (*a.missing, *b.missing):
-        print(f"note: {sentence}", file=sys.stderr)
+        echo(f"note: {sentence}", file=sys.stderr)
     options, steps = changed_options(a, b), compare_steps(a, b, arguments.tolerance)
     for line in (*report_options(a, b, options), *report_steps(a, b, steps, arguments.tolerance)):
-        print(line)
+        echo(line)
     for line in (*report_samples(a, b, steps, arguments.data), *report_facts(changed_facts(a, b))):
-        print(line)
+        echo(line)
     if not steps.steps:
         return UNREADABLE
     differ = steps.differs_at or steps.digest_differs_at or any(change.counts for change in options)

@@ -32,6 +32,7 @@ from megatron.arguments.cli import parse, parse_flags
 from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
 from megatron.config.errors import UserError
 from megatron.config.files import parse_yaml, read_small
+from megatron.config.text import echo
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
 HARMLESS = "awk basename cat cut date dirname env expr grep head hostname id printf pwd readlink realpath sed seq sort"
@@ -260,12 +261,12 @@ def main(argv: Sequence[str]) -> int:
         else:
             run = read_script(Path(source[0]), source[1:])
     except (OSError, ValueError) as error:
-        print(f"from_megatron: {error}", file=sys.stderr)
+        echo(f"from_megatron: {error}", file=sys.stderr)
         return 2
     rows, flags = translate(run)
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
-        print(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
+        echo(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
     world_size = args.world_size or run.world_size
     check = ["--check-config", *(["--world-size", str(world_size)] if world_size else [])]
     missing = sum(verdict == "missing" for _, verdict, _ in rows)
@@ -274,11 +275,11 @@ def main(argv: Sequence[str]) -> int:
         parse([*flags, *check], {})
     except UserError as error:
         problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
-    print(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
     for problem in problems:
-        print(problem)
+        echo(problem)
     counts = f"{missing} of {len(rows)} settings are missing, {len(problems)} to mend"
-    print("would start" if not missing and not problems else f"would not start as it is: {counts}")
+    echo("would start" if not missing and not problems else f"would not start as it is: {counts}")
     return 1 if missing or problems else 0
 
 

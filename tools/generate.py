@@ -20,6 +20,7 @@ from megatron.config.files import add_links_flag
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
+from megatron.config.text import echo
 from megatron.inference.text import InferenceError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
                 seen = f"{launch.world_size} processes cannot read one standard input"
                 raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
             if sys.stdin.isatty():
-                print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+                echo("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
             return [sys.stdin.buffer.read().decode().removesuffix("\n")]
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
@@ -126,7 +127,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     sampling = make_sampling(args)
     model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
     for note in model.notes if launch.rank == 0 else ():
-        print(f"generate: {note}", file=sys.stderr)
+        echo(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
     new_tokens, positions = args.max_new_tokens, model.model.max_position_embeddings
     if new_tokens is None:
@@ -145,7 +146,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
 
     generate(chunk, prompts, new_tokens, sampling, model.stop_ids, on_token, args.batch_size)
     if launch.rank == 0:
-        print(f"generate: {speed}", file=sys.stderr)
+        echo(f"generate: {speed}", file=sys.stderr)
     destroy_distributed()
 
 
@@ -194,14 +195,14 @@ def main(argv: Sequence[str]) -> int:
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:
-            print(f"generate: {error}", file=sys.stderr)
+            echo(f"generate: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader closed the pipe
         sys.stdout = StringIO()
         return 1
     except (CheckpointError, OSError) as error:
         where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
-        print(f"{where}: {error}", file=sys.stderr)
+        echo(f"{where}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

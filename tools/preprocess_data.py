@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.text import echo
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files, spool_pipes
@@ -130,11 +131,11 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     finally:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name
-    print(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
+    echo(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
     if tokenizer.files and not tokenizer.hugging_face_files():
-        print(NO_EXPORT_NOTE)
+        echo(NO_EXPORT_NOTE)
     for key in args.json_keys:
-        print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
+        echo(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--workers is {args.workers}, must be at least 1")
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
-            print(f"{flag} has no effect: {why}", file=sys.stderr)
+            echo(f"{flag} has no effect: {why}", file=sys.stderr)
 
     def run(stop: StopSignal) -> int:
         try:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not a
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.encode import run_in_subprocess
@@ -104,9 +104,9 @@ def train_and_save(args: argparse.Namespace) -> None:
         )
         trained = run_in_subprocess(train_tokenizer, plan, stages)
     save_tokenizer(trained.files, Path(args.output))
-    print(format_report(trained, len(files), args.vocab_size))
+    echo(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
-    print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
+    echo(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import LockState, NewFile, durable_rename, sync_folder, try_lock, write_file
 from megatron.config.files import open_regular, parse_json, read_small
+from megatron.config.text import echo
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
@@ -133,7 +134,7 @@ class IndexCache:
             if time.monotonic() - reported > WAIT_MESSAGE_SECONDS:
                 reported = time.monotonic()
                 line = f"waiting {reported - began:.0f} s for another process to build {path}"
-                print(line, file=sys.stderr, flush=True)
+                echo(line, file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

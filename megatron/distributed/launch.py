@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
-from megatron.config.text import listed_ranks
+from megatron.config.text import echo, listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
 
@@ -89,7 +89,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
             text = f"waiting for {len(ranks)} of {size} ranks at {host}:{port}: {listed_ranks(ranks)}"
             if expired:
                 raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
-            print(text, file=sys.stderr, flush=True)
+            echo(text, file=sys.stderr, flush=True)
         time.sleep(min(0.5, (now - began) / 4))
 
     while launch.rank and not _is_listening(host, port):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TextIO
 
+from megatron.config.text import printable
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import convert_library_errors
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, parse_tokenizer
@@ -141,6 +142,7 @@ class ContinuationPrinter:
         hidden: Collection[int],
         live: bool,
     ) -> None:
+        self._shown = printable if out.isatty() else str  # a model may generate what controls a terminal
         self._out = out
         self._texts = texts
         self._hidden = hidden
@@ -164,7 +166,7 @@ class ContinuationPrinter:
         while self._current < len(self._texts):
             complete = self._complete[self._current]
             if complete or self._live:
-                self._out.write(self._unwritten[self._current] + "\n" * complete)
+                self._out.write(self._shown(self._unwritten[self._current]) + "\n" * complete)
                 self._unwritten[self._current] = ""
             if not complete:
                 break
@@ -178,5 +180,5 @@ class ContinuationPrinter:
             return
         if len(self._texts) > 1:
             self._out.write("\n" * (self._current > 0) + f"--- {self._current + 1} of {len(self._texts)}\n")
-        self._out.write(self._texts[self._current])
+        self._out.write(self._shown(self._texts[self._current]))
         self._out.flush()

@@ -30,6 +30,7 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
+from megatron.config.text import echo
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
@@ -651,7 +652,7 @@ class BadDocumentReport:
     """
 
     def __init__(
-        self, skip: bool = False, message: Callable[[str], object] = print, counts: Sequence[int] = (0, 0, 0)
+        self, skip: bool = False, message: Callable[[str], object] = echo, counts: Sequence[int] = (0, 0, 0)
     ) -> None:
         self._skip = skip
         self._message = message

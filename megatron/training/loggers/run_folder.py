@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.files import open_regular, parse_json
+from megatron.config.text import printable
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import Metrics
 from megatron.training.startup import start_phrase
@@ -241,7 +242,7 @@ class IncidentLogger:
 
     def _write(self, seconds: float, text: str) -> None:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-        self._file.write(f"- {at} step {self._step}: {' '.join(text.split())}\n")
+        self._file.write(f"- {at} step {self._step}: {printable(' '.join(text.split()))}\n")
 
 
 class HistoryPoint(NamedTuple):
