@@ -190,7 +190,7 @@ ITEM_BYTES = (
 )
 """Bytes of an element, by the type names of safetensors."""
 
-MANIFEST_BYTES = 1 << 30
+MANIFEST_BYTES = 1 << 29
 """Limit for a manifest, which takes about 200 bytes for each chunk, and for the other small files."""
 
 MAX_DIMS = 8

@@ -51,7 +51,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -307,6 +307,8 @@ def parse_lease(text: bytes) -> tuple[int, LeaseHolder]:
         data = parse_json(text)
         start = JobStart(**_known(data["start"], JobStart))
         holder = LeaseHolder(**_known({**data, "start": start}, LeaseHolder))
+        if not {f.name for f in fields(holder)} <= data.keys():
+            raise KeyError("a field of the holder")
         int(start.job or 0), str(holder)  # raise for a job without a number, or a time that there is not
         return int(data["epoch"]), holder
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):

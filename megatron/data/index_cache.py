@@ -193,7 +193,8 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
 def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and type of an array; raise ValueError if there is none."""
     try:
-        npy.read_magic(file)
+        if npy.read_magic(file) != (1, 0):
+            raise ValueError("another version of the format")
         shape, _, dtype = npy.read_array_header_1_0(file)
     except Exception as error:  # of many classes: the header is a literal of Python
         raise ValueError(f"it has no header of an array: {error}") from error

@@ -271,7 +271,7 @@ class DataSource:
             sample = dataset[i]
             if len(sample.tokens) != self.seq_length:
                 raise IndexError(f"it has {len(sample.tokens):,} tokens instead of {self.seq_length:,}")
-        except IndexError as error:
+        except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)

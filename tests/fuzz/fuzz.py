@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "golden" / "fuzz.txt"
 MEMORY = 1 << 30  # beyond what the libraries take
 SECONDS = 10  # for an input
+MAX_BYTES = 4 << 20  # of an input
 
 # --- mutations ---
 
@@ -76,36 +77,44 @@ def mutate_tree(tree: Any, dice: random.Random) -> Any:
     """Change one value, name or place of a tree."""
     tree = copy.deepcopy(tree)
     paths = list(nodes(tree))
-    *above, key = dice.choice(paths[1:] or [("",)])
-    if not paths[1:]:
+    if len(paths) == 1:
         return dice.choice(OTHERS)
+    *above, key = dice.choice(paths[1:]) if dice.random() < 0.5 else descend(tree, dice)
     holder = at(tree, tuple(above))
     value = holder[key]
-    match dice.randrange(12):
-        case 0 | 1 | 2:
-            holder[key] = dice.choice((*NUMBERS, *FLOATS))
-        case 3:
-            holder[key] = dice.choice(OTHERS)
-        case 4:
-            holder[key] = dice.choice(TEXTS)
-        case 5:
-            holder[key] = value + dice.choice((-1, 1)) if isinstance(value, int | float) else [value]
-        case 6:
-            del holder[key]
-        case 7:
-            other = at(tree, dice.choice(paths))
-            holder[key] = copy.deepcopy(other)
-        case 8 if isinstance(holder, dict):
-            holder[dice.choice((*TEXTS[:10], *holder, f"{key}x"))] = holder.pop(key)
-        case 9 if isinstance(value, list):
-            holder[key] = value * dice.choice((0, 2, 1000)) if len(value) < 50 else value[: len(value) // 2]
-        case 10:
-            for _ in range(dice.choice((1, 40, 400))):
-                value = {"a": value} if dice.random() < 0.5 else [value]
-            holder[key] = value
-        case _:
-            holder[key] = str(value) if dice.random() < 0.5 else value
+    changes: list[Callable[[], Any]] = [
+        *[lambda: dice.choice((*NUMBERS, *FLOATS))] * 3,
+        lambda: dice.choice(OTHERS),
+        lambda: dice.choice(TEXTS),
+        lambda: value + dice.choice((-1, 1)) if isinstance(value, int | float) else [value],
+        lambda: str(value),
+        lambda: copy.deepcopy(at(tree, dice.choice(paths))),
+        lambda: value * dice.choice((0, 2, 1000)) if isinstance(value, list) and len(paths) < 500 else [],
+        lambda: nested(value, dice.choice((1, 40, 400)), dice),
+    ]
+    number = dice.randrange(len(changes) + 2)
+    if number < len(changes):
+        holder[key] = changes[number]()
+    elif number == len(changes) and isinstance(holder, dict):
+        holder[dice.choice((*TEXTS[:10], *holder, f"{key}x"))] = holder.pop(key)
+    else:
+        del holder[key]
     return tree
+
+
+def descend(tree: Any, dice: random.Random) -> tuple[Any, ...]:
+    """A path of which every part is as likely as its neighbours, however much lies below them."""
+    path: list[Any] = []
+    while isinstance(tree, dict | list) and tree and (not path or dice.random() < 0.9):
+        path.append(dice.choice([*tree]) if isinstance(tree, dict) else dice.randrange(len(tree)))
+        tree = tree[path[-1]]
+    return tuple(path)
+
+
+def nested(value: Any, depth: int, dice: random.Random) -> Any:
+    for _ in range(depth):
+        value = {"a": value} if dice.random() < 0.5 else [value]
+    return value
 
 
 def mutate_bytes(content: bytes, dice: random.Random) -> bytes:
@@ -139,11 +148,11 @@ def mutate(content: bytes, kind: str, dice: random.Random) -> bytes:
     """Change a file 1 to 4 times, as the tree that it holds or as bytes."""
     count = dice.choice((1, 1, 2, 4))
     if kind == "json" and dice.random() < 0.8:
-        tree = json.loads(content)
-        for _ in range(count):
-            tree = mutate_tree(tree, dice)
-        with contextlib.suppress(RecursionError):
-            return json.dumps(tree).encode()
+        with contextlib.suppress(RecursionError, ValueError):  # of what an earlier mutation has made
+            tree = json.loads(content)
+            for _ in range(count):
+                tree = mutate_tree(tree, dice)
+            return json.dumps(tree).encode()[:MAX_BYTES]
     if kind == "lines" and dice.random() < 0.8:
         lines = content.split(b"\n")
         for _ in range(count):
@@ -151,24 +160,24 @@ def mutate(content: bytes, kind: str, dice: random.Random) -> bytes:
             lines[n] = mutate(lines[n], "json", dice) if lines[n] else lines[n]
         return b"\n".join(lines)
     for _ in range(count):
-        content = mutate_bytes(content, dice)
+        content = mutate_bytes(content, dice)[:MAX_BYTES]
     return content
 
 
 # --- targets ---
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """An accepted file was read as something else than it holds."""
 
 
 def expect(found: object, expected: object, what: str) -> None:
     if found != expected:
-        raise Difference(f"{what}: {found!r:.200} instead of {expected!r:.200}")
+        raise DifferenceError(f"{what}: {found!r:.200} instead of {expected!r:.200}")
 
 
 Read = Callable[[bytes], object]
-"""Reads a mutated file: returns None if it is refused in some way other than an error; raises `Difference`."""
+"""Reads a mutated file: returns None if it is refused in some way other than an error; raises `DifferenceError`."""
 
 
 @dataclass
@@ -178,6 +187,7 @@ class Target:
     kind: str  # json, lines or bytes
     originals: Sequence[bytes]
     read: Read
+    clean: tuple[type[Exception], ...] = ()  # further errors that are sentences for a user
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {}
@@ -216,10 +226,9 @@ def manifest(folder: Path) -> Target:
         (save / MARKER).write_bytes(marker_content(content))
         quiet(inspect_checkpoint.main, ["show", str(save)], (0, 2))
         found = Manifest.open(save)
-        damage = list(list_damage(found))
+        list(list_damage(found))
         reader = CheckpointReader(found)
         tensors = {name: tensor_bytes(reader.read(name)).tobytes() for name in reader.names}
-        expect(damage if len(tensors) == len(found.tensors) else [], [], "damage of a checkpoint that is read")
         expected, state, config = independent["load"](save)
         expect(tensors, {name: value.tobytes() for name, value in expected.items()}, "tensors")
         expect({n: tuple(v.shape) for n, v in expected.items()}, {n: reader.shape(n) for n in reader.names}, "shapes")
@@ -284,9 +293,8 @@ def safetensors(folder: Path) -> Target:
 @target
 def safetensors_bytes(folder: Path) -> Target:
     """The same file, length of the header included, as bytes."""
-    from safetensors.torch import save
-
     import torch
+    from safetensors.torch import save
 
     inner = safetensors(folder)
     original = save({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(40)})
@@ -359,7 +367,7 @@ def yaml_config(folder: Path) -> Target:
                 expect(str(one).lower() if setting.scalar in (str, bool) else one, typed(other, setting.scalar), name)
         return found
 
-    return Target("bytes", [to_yaml(full).encode(), short.encode()], read)
+    return Target("bytes", [to_yaml(full).encode(), *[short.encode()] * 4], read)
 
 
 DERIVED = {"num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "expert_tensor_parallel_size"}
@@ -536,12 +544,11 @@ def hugging_face_config(folder: Path) -> Target:
         for key in family.keys:
             value = config.get(getattr(key, "theirs", ""))
             if isinstance(value, int | float) and getattr(found, key.ours) is not None:
-                expect(getattr(found, key.ours), value, key.theirs)
+                expect(getattr(found, key.ours), float(value) if isinstance(key.default, float) else value, key.theirs)
         weights = HuggingFaceWeights(written[name], found)
-        tensors = {k: v for k, v in stored[name].items()}
         for ours, spec in weights.specs.items():
             for mapping in weights._mappings[ours]:
-                theirs = tensors[mapping.name]
+                theirs = stored[name][mapping.name]
                 expect(tuple(theirs.shape), mapping.shape, mapping.name)
                 read_back = mapping.restore(weights.read(ours, spec.view, mapping.box))
                 expect(torch.equal(read_back, theirs), True, f"elements of {mapping.name}")
@@ -608,10 +615,10 @@ def metrics(folder: Path) -> Target:
         lines = [parsed(line) for line in content.split(b"\n")]
         for point in [*found.train, *found.evaluations]:
             expect(any(same_json(point.line, line) for line in lines), True, "a line")
-            assert isinstance(point.tokens, int) and isinstance(point.loss, float)
+            expect((type(point.tokens), type(point.loss)), (int, float), "numbers of a line")
         return found
 
-    return Target("lines", [original], read)
+    return Target("lines", [original], read, (ValueError,))
 
 
 @target
@@ -796,14 +803,17 @@ class Tally:
     inputs: int = 0
     accepted: int = 0
     slowest: float = 0.0
-    peak: int = 0  # bytes of the process
+    memory: int = 0  # the most bytes that reading an input took
     wrong: list[str] = field(default_factory=list)
 
+    def add(self, other: Tally) -> None:
+        self.inputs, self.accepted = self.inputs + other.inputs, self.accepted + other.accepted
+        self.slowest, self.memory = max(self.slowest, other.slowest), max(self.memory, other.memory)
+        self.wrong += other.wrong
 
-def run_inputs(
-    name: str, first: int, inputs: int | None, seconds: float, report: io.TextIOBase, keep: Path | None
-) -> None:
-    """Run inputs of a target, in this process; write a line of JSON before each, and the tally at the end."""
+
+def run_inputs(args: argparse.Namespace, report: io.TextIOBase) -> None:
+    """Run inputs of targets in this process; write a line of JSON before each input, and a tally after each target."""
     global CLEAN
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
@@ -811,38 +821,43 @@ def run_inputs(
     from megatron.inference.text import InferenceError
 
     CLEAN = (CheckpointError, UserError, DataError, InferenceError)
-    tally, folder = Tally(), Path(tempfile.mkdtemp(prefix="fuzz-"))
-    made = TARGETS[name](folder)
-    expect(made.read(made.originals[0]) is not None, True, "the original is accepted")
-    limit_memory()
-    end = time.monotonic() + seconds
-    number = first
-    while time.monotonic() < end and (inputs is None or number < first + inputs):
-        dice = random.Random(f"{name} {number}")
-        content = mutate(dice.choice(made.originals), made.kind, dice)
-        if keep is not None:
-            (keep / f"{name}-{number}").write_bytes(content)
-        report.write(json.dumps({"number": number}) + "\n")
+    made = {name: TARGETS[name](Path(tempfile.mkdtemp(prefix="fuzz-"))) for name in args.target}
+    for name, ready in made.items():
+        expect(ready.read(ready.originals[0]) is not None, True, f"the original of {name} is accepted")
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_of("VmData") + MEMORY,) * 2)
+    for name, ready in made.items():
+        tally, number, end = Tally(), args.first, time.monotonic() + args.seconds
+        while time.monotonic() < end and (args.inputs is None or tally.inputs < args.inputs):
+            dice = random.Random(f"{name} {number}")
+            content = mutate(dice.choice(ready.originals), ready.kind, dice)
+            if args.keep is not None:
+                (args.keep / f"{name}-{number}").write_bytes(content)
+            report.write(json.dumps({"target": name, "number": number}) + "\n")
+            report.flush()
+            run_input(f"{name} {number}", ready, content, tally)
+            number += 1
+        report.write(json.dumps({"target": name, "tally": vars(tally)}) + "\n")
         report.flush()
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # ends the process, whatever it is doing
-        began = time.monotonic()
-        try:
-            tally.accepted += made.read(content) is not None
-        except CLEAN as error:
-            if not str(error).strip():
-                tally.wrong.append(f"{name} {number}: an error without a sentence")
-        except ValueError as error:
-            if name not in ("metrics", "corpus") or isinstance(error, UnicodeError):  # of read_history: a sentence
-                tally.wrong.append(f"{name} {number}: {describe(error)}")
-        except BaseException as error:
-            tally.wrong.append(f"{name} {number}: {describe(error)}")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        tally.slowest = max(tally.slowest, time.monotonic() - began)
-        tally.inputs += 1
-        number += 1
-    tally.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    report.write(json.dumps({"tally": vars(tally)}) + "\n")
-    report.flush()
+        args.first = 0
+
+
+def run_input(title: str, ready: Target, content: bytes, tally: Tally) -> None:
+    """Read an input and add what became of it to the tally."""
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)  # ends the process, whatever it is doing
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before, began = memory_of("VmRSS"), time.monotonic()
+    try:
+        tally.accepted += ready.read(content) is not None
+    except CLEAN as error:
+        if not str(error).strip():
+            tally.wrong.append(f"{title}: an error without a sentence")
+    except BaseException as error:
+        if not isinstance(error, ready.clean) or isinstance(error, UnicodeError):
+            tally.wrong.append(f"{title}: {describe(error)}")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    tally.slowest = max(tally.slowest, time.monotonic() - began)
+    tally.memory = max(tally.memory, memory_of("VmHWM") - before)
+    tally.inputs += 1
 
 
 def describe(error: BaseException) -> str:
@@ -854,49 +869,43 @@ def describe(error: BaseException) -> str:
     )
 
 
-def limit_memory() -> None:
-    """Limit the memory to `MEMORY` more than there is."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmData:\s+(\d+) kB", status)
+def memory_of(kind: str) -> int:
+    """Return a number of bytes in the status of this process."""
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
-    resource.setrlimit(resource.RLIMIT_DATA, ((int(found[1]) << 10) + MEMORY,) * 2)
+    return int(found[1]) << 10
 
 
-def run_target(name: str, seconds: float, first: int = 0, inputs: int | None = None, keep: Path | None = None) -> Tally:
-    """Run inputs in a process, and in another one from the next input on if one ends it."""
-    total, end = Tally(), time.monotonic() + seconds
-    while time.monotonic() < end and (inputs is None or inputs > 0):
-        command = [sys.executable, "-m", "tests.fuzz.fuzz", "--child", "--target", name, "--first", str(first)]
-        command += ["--seconds", str(end - time.monotonic()), *(["--inputs", str(inputs)] if inputs else [])]
-        command += ["--keep", str(keep)] if keep else []
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+def run_targets(names: Sequence[str], seconds: float, first: int = 0, more: Sequence[str] = ()) -> dict[str, Tally]:
+    """Run inputs of targets in a process, and the rest in another one if an input ends it."""
+    total, left = {name: Tally() for name in names}, list(names)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+    while left:
+        command = [sys.executable, "-m", "tests.fuzz.fuzz", "--child", "--first", str(first), *more]
+        command += ["--seconds", str(seconds), "--target", *left]
         with tempfile.TemporaryDirectory() as folder:
             environment |= {"TMPDIR": folder, "MPLCONFIGDIR": folder, "RUST_BACKTRACE": "0", "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        numbers = [line["number"] for line in lines if "number" in line]
-        tallies = [Tally(**line["tally"]) for line in lines if "tally" in line]
-        for tally in tallies:
-            total.inputs, total.accepted = total.inputs + tally.inputs, total.accepted + tally.accepted
-            total.slowest, total.peak = max(total.slowest, tally.slowest), max(total.peak, tally.peak)
-            total.wrong += tally.wrong
-        if tallies:
-            break
-        if not numbers:
-            raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
-        total.wrong.append(f"{name} {numbers[-1]}: ended the process by {how}")
-        total.inputs += len(numbers)
-        inputs = None if inputs is None else inputs - (numbers[-1] + 1 - first)
-        first = numbers[-1] + 1
+        for line in lines:
+            if "tally" in line:
+                total[line["target"]].add(Tally(**line["tally"]))
+                left.remove(line["target"])
+        if left and (not lines or "tally" in lines[-1]):
+            raise RuntimeError(f"{left[0]}: {done.stderr[-3000:]}")
+        if left:
+            name, number = lines[-1]["target"], lines[-1]["number"]
+            how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+            total[name].add(Tally(number + 1 - first, wrong=[f"{name} {number}: ended the process by {how}"]))
+            first = number + 1
     return total
 
 
 def table(tallies: dict[str, Tally]) -> str:
     """Return a line for each target."""
-    head = f"{'':22}{'inputs':>9}{'accepted':>10}{'wrong':>7}{'slowest':>10}{'peak':>9}"
+    head = f"{'':22}{'inputs':>9}{'accepted':>10}{'wrong':>7}{'slowest':>10}{'memory':>10}"
     rows = [
-        f"{name:22}{t.inputs:>9,}{t.accepted:>10,}{len(t.wrong):>7}{t.slowest:>8.2f} s{t.peak >> 20:>6} MB"
+        f"{name:22}{t.inputs:>9,}{t.accepted:>10,}{len(t.wrong):>7}{t.slowest:>8.2f} s{t.memory >> 20:>7} MB"
         for name, t in tallies.items()
     ]
     return "\n".join([head, *rows])
@@ -905,10 +914,10 @@ def table(tallies: dict[str, Tally]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run all targets or one; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=[*TARGETS])
     parser.add_argument("--seconds", type=float, default=600.0, help="for all targets together")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--inputs", type=int)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--inputs", type=int, help="of each target, at most")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave every input there")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=f"record the result, as in {FILE.relative_to(ROOT)}"
@@ -918,17 +927,20 @@ def main(argv: Sequence[str]) -> int:
     if args.child:
         report = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what the libraries print
-        run_inputs(args.target, args.first, args.inputs, args.seconds, report, args.keep)
+        run_inputs(args, report)
         return 0
-    names = [args.target] if args.target else list(TARGETS)
     began = time.monotonic()
-    tallies = {n: run_target(n, args.seconds / len(names), args.first, args.inputs, args.keep) for n in names}
+    more = [
+        *(["--inputs", str(args.inputs)] if args.inputs else []),
+        *(["--keep", str(args.keep)] if args.keep else []),
+    ]
+    tallies = run_targets(args.target, args.seconds / len(args.target), args.first, more)
     wrong = Counter(re.sub(r" \d+:", ":", text, count=1) for tally in tallies.values() for text in tally.wrong)
     print(table(tallies))
     for text, count in wrong.most_common():
         print(f"{count} times {text}")
-    for tally in tallies.values():
-        print(*tally.wrong[:10], sep="\n")
+    for text in [text for tally in tallies.values() for text in tally.wrong[:10]]:
+        print(text)
     if args.output is not None:
         from tests.golden.provenance import provenance
 

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.config.files import parse_json
+from megatron.config.files import SMALL_FILE_BYTES, parse_json
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import (
     EncodedBatch,
@@ -240,7 +240,8 @@ def _read_files(path: Path) -> dict[str, bytes]:
         raise DataError(f"there is no {main}", *how, "--tokenizer-model DIR")
     files = {TOKENIZER_JSON: read_tokenizer_file(main)}
     beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
-    return files | {name: read_tokenizer_file(file) for name, file in beside.items() if file.is_file()}
+    found = {name: file for name, file in beside.items() if file.is_file()}
+    return files | {name: read_tokenizer_file(file, limit=SMALL_FILE_BYTES) for name, file in found.items()}
 
 
 def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:

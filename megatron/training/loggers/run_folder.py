@@ -245,12 +245,34 @@ class IncidentLogger:
         self._file.write(f"- {at} step {self._step}: {printable(' '.join(text.split()))}\n")
 
 
+USED_NUMBERS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))
+"""Numbers that a line of an evaluation, and of training, must have."""
+
+NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-scale", "grad-norm")
+"""Beginnings of the names of other numbers, which may be missing."""
+
+
+def is_metric(value: object) -> bool:
+    """Return True for a number that can be drawn."""
+    return isinstance(value, int | float) and abs(value) < 1e100
+
+
 class HistoryPoint(NamedTuple):
     """One line of metrics."""
 
     name: str  # training, validation, validation NAME, test or health
     iteration: int
     line: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise ValueError, or LookupError for a missing one, unless what is drawn and compared are numbers."""
+        skipped = self.line.get("skipped-iterations", [])
+        used = [self.line[name] for name in (() if self.name == "health" else USED_NUMBERS[self.name == "training"])]
+        used += [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
+        if not isinstance(skipped, list) or not all(is_metric(x) for x in (self.iteration, *skipped, *used)):
+            raise ValueError("a metric is not a number")
+        if self.name == "training" and not self.line["consumed-samples"]:
+            raise ValueError("no samples are consumed")
 
     @property
     def tokens(self) -> int:
@@ -261,6 +283,12 @@ class HistoryPoint(NamedTuple):
     def tokens_per_step(self) -> float:
         """Tokens of the last step of a line of training."""
         return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of a line of training; NaN without one."""
+        rate = self.line.get("learning-rate")
+        return math.nan if rate is None else float(rate)
 
     @property
     def loss(self) -> float:
@@ -291,7 +319,9 @@ class RunHistory:
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
         elif "event" not in line and (name := point_name(line)):
-            self.points[name, iteration] = HistoryPoint(name, iteration, line)
+            point = HistoryPoint(name, iteration, line)
+            point.check()
+            self.points[name, iteration] = point
 
     @property
     def train(self) -> list[HistoryPoint]:
@@ -331,7 +361,7 @@ def read_history(path: Path) -> RunHistory:
     for number, line in enumerate(read_json_lines(path), start=1):
         try:
             history.add(line or {})
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             history.unreadable.append(number)
     if not history.train:
         count = len(history.unreadable)

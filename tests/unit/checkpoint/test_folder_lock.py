@@ -116,6 +116,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         *((f"start.{name}", value) for name in ("restart", "step", "attempt") for value in (None, "x", [], 1.5)),
         *((f"start.{name}", value) for name in ("job", "cluster", "group", "chain") for value in ([], {}, 1.5)),
         ("start.job", "no number"),
+        *((name, "missing") for name in ("pid", "host", "token", "since", "start", "epoch")),
     ],
 )  # fmt: skip
 def test_an_odd_claim_is_one_of_an_unknown_holder(tmp_path: Path, name: str, value: object) -> None:
@@ -124,6 +125,8 @@ def test_an_odd_claim_is_one_of_an_unknown_holder(tmp_path: Path, name: str, val
         claim = json.loads(lease.text)
         group, _, field = name.rpartition(".")
         (claim["start"] if group else claim)[field] = value
+        if value == "missing":
+            del claim[field]
         (tmp_path / ".epoch-1" / LEASE_FILE).write_text(json.dumps(claim))
         found = current_lease(tmp_path)
         assert found is not None

@@ -120,7 +120,7 @@ def pipe(name: str) -> Callable[[Path], object]:
         (pipe("tensors_00000.safetensors"), "tensors_00000.safetensors is missing .Not a regular file"),
         (pipe(MANIFEST), "manifest.json cannot be read: Not a regular file"),
         (pipe(MARKER), "COMPLETE cannot be read: Not a regular file"),
-        (lambda folder: os.truncate(folder / MANIFEST, 2**33), "manifest.json cannot be read: Larger than 1.00 GiB"),
+        (lambda folder: os.truncate(folder / MANIFEST, 2**33), "manifest.json cannot be read: Larger than 512.00 MiB"),
     ],
 )
 def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
