@@ -589,13 +589,13 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     notes = _check_data(trainer, saved["data"], own)
     notes += _read_tensors(trainer, manifest)
     trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
-    if saved["loss_scaler"]:  # empty if the run that saved had a constant scale
+    if saved.get("loss_scaler"):  # empty if the run that saved had a constant scale
         trainer.scaler.load_state_dict(saved["loss_scaler"])
     if trainer.optimizer.spikes is not None and saved.get("spikes"):
         trainer.optimizer.spikes.load_state_dict(saved["spikes"])
     if own:  # otherwise this is a fork, with a run ID of its own
         trainer.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
-        if "goodput" in saved:
+        if saved.get("goodput"):
             trainer.goodput.load_state_dict(saved["goodput"])
     return notes
 

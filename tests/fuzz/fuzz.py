@@ -203,15 +203,14 @@ def manifest(folder: Path) -> Target:
     """Against the reader of docs/formats.md, which needs numpy alone."""
     import shutil
 
-    import numpy as np
-
     from megatron.arguments.compatibility import compare_configs
     from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
     from megatron.checkpoint.load import CheckpointReader
     from megatron.checkpoint.tensor_file import tensor_bytes
     from megatron.checkpoint.verify import list_damage
-    from megatron.config.run import RunConfig
+    from megatron.config.run import CheckpointConfig, RunConfig
     from megatron.convert.saved_model import SavedModel
+    from megatron.training.resume_source import find_resume_source
     from tools import inspect_checkpoint
 
     example = (ROOT / "docs" / "formats.md").read_text().partition("```python\n")[2].partition("\n\n\ntensors,")[0]
@@ -241,7 +240,7 @@ def manifest(folder: Path) -> Target:
             sizes | {"vocab_size": 0},
             "sizes",
         )
-        return np
+        return find_resume_source(CheckpointConfig(load=str(save)))
 
     return Target("json", [(source / MANIFEST).read_bytes()], read)
 
