@@ -19,6 +19,7 @@ from megatron.arguments.cli import ParsedArguments, parse
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
@@ -50,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
     except (UserError, DataError) as error:
         # All ranks have the same flags, so rank 0 reports errors in them; files may be missing on one machine only.
         if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
-            print(error, file=sys.stderr, flush=True)
+            echo(error, file=sys.stderr, flush=True)
         else:  # a launcher kills all ranks once one exits: let the reporting rank print first
             time.sleep(SILENCE_SECONDS)
         return 2
     if parsed.check_only:
         checked = ParsedArguments(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
         with suppress(BrokenPipeError):  # | head
-            print(checked.summary(*position, data), flush=True)
+            echo(checked.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
@@ -94,9 +95,9 @@ def show_fake_world(config: RunConfig, world_size: int, rank: int, started: floa
     from megatron.training.fake_world import fake_world
 
     try:
-        print(fake_world(config, world_size, rank, started).report())
+        echo(fake_world(config, world_size, rank, started).report())
     except UserError as error:
-        print(error, file=sys.stderr, flush=True)
+        echo(error, file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron.config.launch import exit_process
-from megatron.config.text import did_you_mean, package_version
+from megatron.config.text import did_you_mean, echo, package_version
 
 SHORT_NAMES = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "convert_checkpoint": "convert"}
 """Names of commands that are not those of their files."""
@@ -48,17 +48,17 @@ def run(arguments: list[str]) -> int:
         complete(commands)
     name, *flags = arguments or ["--help"]
     if name == "--version":
-        print(package_version())
+        echo(package_version())
         return 0
     if name in ("-h", "--help"):
-        print("usage: megatron COMMAND [flags]; megatron COMMAND --help describes the flags\n")
+        echo("usage: megatron COMMAND [flags]; megatron COMMAND --help describes the flags\n")
         for command, path in commands.items():
-            print(f"  {command:<20}{summary_line(path)}")
-        print("\nexample: megatron pretrain --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20")
+            echo(f"  {command:<20}{summary_line(path)}")
+        echo("\nexample: megatron pretrain --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20")
         return 0
     if name not in commands:
         meant = did_you_mean(name, [*commands, "--version"]) or "--help"
-        print(f"megatron: no command {name}; fix: megatron {meant}", file=sys.stderr)
+        echo(f"megatron: no command {name}; fix: megatron {meant}", file=sys.stderr)
         return 2
     path = commands[name]
     # a run records how to start it again; usage texts name the command

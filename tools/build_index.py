@@ -21,6 +21,7 @@ from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.dataset import Dataset
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 if FOLDER does not hold all tables in the end, 2 for invalid flags or data.
     """
     if {"-h", "--help"} & {*argv}:
-        print(__doc__)
+        echo(__doc__)
         return 0
     try:
         parsed = parse([*argv, "--check-config"], recall=stored_config, read_model=read_model_values)
@@ -53,15 +54,15 @@ def main(argv: Sequence[str]) -> int:
         before = {cache_identity(path) for path in folder.glob("*/")}
         source = build_run_data(parsed.config, parsed.world_size)
     except (UserError, DataError) as error:
-        print(error, file=sys.stderr)
+        echo(error, file=sys.stderr)
         return 2
     rows = [row for split, dataset in source.datasets.items() for row in table_rows(split, dataset, before)]
     widths = [max(map(len, column)) for column in zip(TABLE_HEAD, *rows)]
     for split, name, *numbers, tables in (TABLE_HEAD, *rows):
         right_aligned = (number.rjust(width) for number, width in zip(numbers, widths[2:]))
-        print("  ".join([split.ljust(widths[0]), name.ljust(widths[1]), *right_aligned, tables]))
+        echo("  ".join([split.ljust(widths[0]), name.ljust(widths[1]), *right_aligned, tables]))
     for note in (*parsed.notes, *source.notes):
-        print(f"note: {note}", file=sys.stderr)
+        echo(f"note: {note}", file=sys.stderr)
     return int(any(row[-1] == NOT_CACHED for row in rows))
 
 

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
+from megatron.config.files import add_links_flag
+from megatron.config.text import echo
 from megatron.layers.parameters import num_parameters
 from tools.lib.locations import location_argument
 
@@ -72,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
+    add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     return parser
 
@@ -100,36 +103,39 @@ def main(argv: Sequence[str]) -> int:
         load_plugins(args.plugin)
         done = convert(args)
     except (CheckpointError, UserError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        echo(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("convert_checkpoint: stopped; nothing was written", file=sys.stderr)
+        echo("convert_checkpoint: stopped; nothing was written", file=sys.stderr)
         return 130
-    print(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
+    echo(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
         more = f"; at worst {worst}" if worst.relative > logits.relative else ""
-        print(f"transformers computes the same: {logits}{more}")
+        echo(f"transformers computes the same: {logits}{more}")
         missed = uncovered_by_check(done.model)
         if missed:
-            print(f"not compared: {missed}")
+            echo(f"not compared: {missed}")
     else:
-        print("not compared with transformers")
+        echo("not compared with transformers")
     return 0
 
 
 def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
-    from megatron.convert.huggingface.config import model_folder
+    from megatron.convert.huggingface.config import model_folder, refuse_outside_links
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
     report, checked = PercentPrinter(), not args.no_check
+    source = args.tokenizer if args.load_hf is None else model_folder(args.load_hf)
+    if source is not None and not args.follow_links:
+        refuse_outside_links(source)
     if args.load_hf is not None:
-        return convert_from_huggingface(model_folder(args.load_hf), args.save, report, checked)
+        return convert_from_huggingface(source, args.save, report, checked)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
-        print(f"convert_checkpoint: {note}", file=sys.stderr)
+        echo(f"convert_checkpoint: {note}", file=sys.stderr)
     return convert_to_huggingface(
         manifest,
         args.save_hf,
@@ -155,7 +161,7 @@ class PercentPrinter:
         if 10 * done // total > self._tenths:
             self._tenths = 10 * done // total
             if time.monotonic() - self._started > self.SILENT_SECONDS:
-                print(f"{10 * self._tenths}% {name}", file=sys.stderr)
+                echo(f"{10 * self._tenths}% {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the layout, and in the environment are printed as possible causes but not counte
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -18,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
 from megatron.config.errors import UserError
+from megatron.config.files import parse_json, parse_yaml, read_small
 from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
+from megatron.config.text import echo
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, find_source
@@ -71,7 +69,7 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: pass the folders given to the runs as --run-dir")
     run = RunFolder(folder)
-    groups = _parsed(run, CONFIG_FILE, yaml.safe_load)
+    groups = _parsed(run, CONFIG_FILE, parse_yaml)
     if groups is not None:
         values = {
             name: value for group in groups.values() if isinstance(group, Mapping) for name, value in group.items()
@@ -79,9 +77,9 @@ def read_run(folder: Path) -> RunFolder:
         run.options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     elif not (folder / CONFIG_FILE).exists():
         run.missing.append(f"{folder} has no {CONFIG_FILE}")
-    run.facts = {name: value for file in FACT_FILES for name, value in _flat(_parsed(run, file, json.loads) or {})}
+    run.facts = {name: value for file in FACT_FILES for name, value in _flat(_parsed(run, file, parse_json) or {})}
     if (folder / DIFF_FILE).is_file():
-        run.facts["uncommitted changes"] = (folder / DIFF_FILE).read_text(errors="replace")
+        run.facts["uncommitted changes"] = read_small(folder / DIFF_FILE).decode(errors="replace")
     try:
         history = read_history(folder / METRICS_FILE)
         run.lines = {point.iteration: point.line for point in history.train}
@@ -94,14 +92,14 @@ def read_run(folder: Path) -> RunFolder:
     return run
 
 
-def _parsed(run: RunFolder, name: str, parse: Callable[[str], Any]) -> Mapping[str, Any] | None:
+def _parsed(run: RunFolder, name: str, parse: Callable[[bytes], Any]) -> Mapping[str, Any] | None:
     """Return the content of a file; None if it does not exist or, with a message, if it cannot be read."""
     path = run.folder / name
     if not path.exists():
         return None
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = parse(read_small(path))
+    except (OSError, ValueError) as error:
         content = " ".join(str(error).split())
     if isinstance(content, Mapping):
         return content
@@ -284,15 +282,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         a, b = read_run(arguments.a), read_run(arguments.b)
     except ValueError as error:
-        print(f"diff_runs: {error}", file=sys.stderr)
+        echo(f"diff_runs: {error}", file=sys.stderr)
         return UNREADABLE
     for sentence in (*a.missing, *b.missing):
-        print(f"note: {sentence}", file=sys.stderr)
+        echo(f"note: {sentence}", file=sys.stderr)
     options, steps = changed_options(a, b), compare_steps(a, b, arguments.tolerance)
     for line in (*report_options(a, b, options), *report_steps(a, b, steps, arguments.tolerance)):
-        print(line)
+        echo(line)
     for line in (*report_samples(a, b, steps, arguments.data), *report_facts(changed_facts(a, b))):
-        print(line)
+        echo(line)
     if not steps.steps:
         return UNREADABLE
     differ = steps.differs_at or steps.digest_differs_at or any(change.counts for change in options)

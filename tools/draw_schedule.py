@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.config.text import did_you_mean
+from megatron.config.text import did_you_mean, echo
 from megatron.data.errors import ToolParser
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
@@ -198,7 +198,7 @@ def make_drawing(arguments: argparse.Namespace) -> Drawing:
         try:
             panels.update(draw_one(name, arguments).panels)
         except ScheduleError as error:
-            print(f"draw_schedule: {name} is left out: {describe_error(error)}", file=sys.stderr)
+            echo(f"draw_schedule: {name} is left out: {describe_error(error)}", file=sys.stderr)
     if not panels:
         raise ScheduleError("none of these schedules can be drawn")
     return Drawing(panels, None)
@@ -273,7 +273,7 @@ def median_costs(measured: Timeline, stages: int) -> StageCosts:
 
 def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
     """Print the numbers and write the output files; without ``--out``, draw on the terminal."""
-    print(table(drawing.panels))
+    echo(table(drawing.panels))
     timelines = list(drawing.panels.values())
     if arguments.csv and drawing.schedule:
         drawing.schedule.save(arguments.csv)
@@ -286,9 +286,9 @@ def write_outputs(drawing: Drawing, arguments: argparse.Namespace) -> None:
         width, color = shutil.get_terminal_size((120, 24)).columns, sys.stdout.isatty()
         clock = max(timeline.makespan for timeline in timelines)
         drawings = [f"{name}\n{draw_text(timeline, width, color, clock)}" for name, timeline in drawing.panels.items()]
-        print("", *drawings, text_legend(timelines), sep="\n")
+        sys.stdout.write("\n".join(["", *drawings, text_legend(timelines), ""]))  # in colours
     for path in filter(None, (arguments.csv, arguments.trace, arguments.out)):
-        print(path)
+        echo(path)
 
 
 def table(panels: Mapping[str, Timeline]) -> str:

@@ -31,11 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron.arguments.cli import parse, parse_flags
 from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_yaml, read_small
+from megatron.config.text import echo
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
 HARMLESS = "awk basename cat cut date dirname expr grep head hostname id printf pwd readlink realpath sed seq sort"
@@ -107,7 +107,7 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
         prelude = Path(folder, "prelude.sh")
         prelude.write_text(PRELUDE)
         environ = {"PATH": str(programs), "HOME": str(work), "USER": "user", "BASH_ENV": str(prelude)}
-        text = script.read_text(errors="replace")
+        text = read_small(script).decode(errors="replace")
         environ |= _slurm_variables(text)
         with open(Path(folder, "errors"), "w+", errors="replace") as errors:
             started = subprocess.Popen(
@@ -176,7 +176,7 @@ def read_yaml(file: Path) -> Run:
     Raises:
         ValueError: for another file.
     """
-    tree = yaml.safe_load(file.read_text())
+    tree = parse_yaml(read_small(file))
     if not isinstance(tree, dict):
         raise ValueError(f"{file} holds no settings")
     if isinstance(arguments := tree.get("MODEL_ARGS"), dict):
@@ -306,8 +306,8 @@ def main(argv: Sequence[str]) -> int:
             run = read_yaml(Path(source[0]))
         else:
             run = read_script(Path(source[0]), source[1:])
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        print(f"from_megatron: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        echo(f"from_megatron: {error}", file=sys.stderr)
         return 2
     world_size = args.world_size or run.world_size
     notes: Sequence[str] = ()
@@ -322,16 +322,16 @@ def main(argv: Sequence[str]) -> int:
     rows, flags, problems = translate(run, problems)
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
-        print(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
-    print(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+        echo(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
+    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
     for note in notes:
         if not note.startswith(("applied: ", "ignored")):  # as in the table
-            print(f"note: {note}")
+            echo(f"note: {note}")
     for problem in problems:
-        print(problem)
+        echo(problem)
     missing = sum(verdict == "missing" for _, verdict, _ in rows)
     counts = f"{missing} of {len(rows)} settings are missing, {len(problems)} to mend"
-    print("would start" if not missing and not problems else f"would not start as it is: {counts}")
+    echo("would start" if not missing and not problems else f"would not start as it is: {counts}")
     return 1 if missing or problems else 0
 
 

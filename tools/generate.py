@@ -20,9 +20,11 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
+from megatron.config.files import add_links_flag
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
+from megatron.config.text import echo
 from megatron.inference.text import InferenceError
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
+    add_links_flag(model)
     model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
@@ -87,7 +90,7 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
                 seen = f"{launch.world_size} processes cannot read one standard input"
                 raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
             if sys.stdin.isatty():
-                print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+                echo("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
             return [sys.stdin.buffer.read().decode().removesuffix("\n")]
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
@@ -126,9 +129,9 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step, args.ema)
+    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
     for note in model.notes if launch.rank == 0 else ():
-        print(f"generate: {note}", file=sys.stderr)
+        echo(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
     new_tokens, positions = args.max_new_tokens, model.model.max_position_embeddings
     if new_tokens is None:
@@ -147,7 +150,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
 
     generate(chunk, prompts, new_tokens, sampling, model.stop_ids, on_token, args.batch_size)
     if launch.rank == 0:
-        print(f"generate: {speed}", file=sys.stderr)
+        echo(f"generate: {speed}", file=sys.stderr)
     destroy_distributed()
 
 
@@ -196,14 +199,14 @@ def main(argv: Sequence[str]) -> int:
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:
-            print(f"generate: {error}", file=sys.stderr)
+            echo(f"generate: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader closed the pipe
         sys.stdout = StringIO()
         return 1
     except (CheckpointError, OSError) as error:
         where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
-        print(f"{where}: {error}", file=sys.stderr)
+        echo(f"{where}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

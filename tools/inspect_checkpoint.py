@@ -23,7 +23,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 from tools.lib.locations import location_argument
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.folder} is a checkpoint itself", f"show {args.folder}")
     found = checkpoints.candidates()
     if not found:
-        print(f"no checkpoint in {args.folder}")
+        echo(f"no checkpoint in {args.folder}")
     for item in found:
         size = format_bytes(item.manifest.total_bytes) if item.manifest else "-"
         if isinstance(item.path, Path):
@@ -49,7 +49,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
         else:
             changed = (item.path / MARKER).modified() if is_complete(item.path) else time.time()
         age = format_age(time.time() - changed)
-        print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
+        echo(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
     return EQUAL
 
 
@@ -58,7 +58,7 @@ def verify(args: argparse.Namespace) -> int:
     checkpoints = open_folder(args.path)
     left = checkpoints.leftovers
     for path in left:
-        print(f"{path}: left over from a save or a removal that was cut off")
+        echo(f"{path}: left over from a save or a removal that was cut off")
     paths = [path for _, path in checkpoints.named() if path not in left]
     if checkpoints.is_checkpoint:
         paths = [args.path]
@@ -75,14 +75,14 @@ def verify_one(path: Location) -> int:
         manifest = Manifest.open(path)
         problems = [strip_folder(path, problem) for problem in list_damage(manifest)]
     except NewerVersionError as error:
-        print(error)
+        echo(error)
         return UNREADABLE
     except CheckpointError as error:
         problems = [strip_folder(path, error)]
     if problems:
-        print("\n  ".join([f"{path}: damaged", *problems]))
+        echo("\n  ".join([f"{path}: damaged", *problems]))
         return DIFFERENT
-    print(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
+    echo(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
     return EQUAL
 
 
@@ -91,17 +91,17 @@ def show(args: argparse.Namespace) -> int:
     manifest = open_newest(args.path)
     if args.pattern is not None:
         return show_values(manifest, args.pattern)
-    print(f"{manifest.path}: version {manifest.version}, {format_bytes(manifest.total_bytes)}")
+    echo(f"{manifest.path}: version {manifest.version}, {format_bytes(manifest.total_bytes)}")
     for name, record in manifest.tensors.items():
         view = "" if record.view == record.shape else f" viewed as {list(record.view)}"
         chunks = f"{len(record.chunks)} chunk{'s' * (len(record.chunks) != 1)}"
-        print(f"  {name}  {record.dtype} {list(record.shape)}{view}, {chunks}")
+        echo(f"  {name}  {record.dtype} {list(record.shape)}{view}, {chunks}")
     for title, data in (("state", manifest.state), ("config", manifest.config)):
-        print(title)
+        echo(title)
         for key, value in flatten(data):
-            print(f"  {key} = {json.dumps(value)}")
+            echo(f"  {key} = {json.dumps(value)}")
     for name, file in manifest.files.items():
-        print(f"{name}  {format_bytes(file.bytes)}")
+        echo(f"{name}  {format_bytes(file.bytes)}")
     return EQUAL
 
 
@@ -119,7 +119,7 @@ def show_values(manifest: Manifest, pattern: str) -> int:
         raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", fix)
     for name in names:
         record, (low, high, rms) = manifest.tensors[name], summarize_tensor(reader, name)
-        print(f"{name}  {record.dtype} {list(record.shape)}  min {low:.6g}  max {high:.6g}  rms {rms:.6g}")
+        echo(f"{name}  {record.dtype} {list(record.shape)}  min {low:.6g}  max {high:.6g}  rms {rms:.6g}")
     return EQUAL
 
 
@@ -137,11 +137,11 @@ def diff(args: argparse.Namespace) -> int:
     for key, text in different_values(a.config, b.config):
         setting = SETTINGS.get(key.rpartition(".")[2])
         of_a_start = setting is not None and setting.option.role is Role.START
-        print(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
+        echo(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
         differ |= not of_a_start
     for key, text in different_values(a.state, b.state):
         of_a_run = key.partition(".")[0] in PER_RUN_STATE
-        print(f"state {key}: {text}" + (" (of one run; not counted)" if of_a_run else ""))
+        echo(f"state {key}: {text}" + (" (of one run; not counted)" if of_a_run else ""))
         differ |= not of_a_run
     identical, readers = 0, (CheckpointReader(a), CheckpointReader(b))
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
@@ -149,9 +149,9 @@ def diff(args: argparse.Namespace) -> int:
         if line is None:
             identical += 1
         else:
-            print(line)
+            echo(line)
             differ = True
-    print(f"{identical} of {len(a.tensors.keys() | b.tensors.keys())} tensors identical to the bit")
+    echo(f"{identical} of {len(a.tensors.keys() | b.tensors.keys())} tensors identical to the bit")
     return DIFFERENT if differ else EQUAL
 
 
@@ -185,7 +185,7 @@ def open_newest(path: Location) -> Manifest:
     """Return a checkpoint, or the newest complete one of a folder, and report newer ones that were skipped."""
     manifest, passed_over = open_folder(path).newest()
     for found in passed_over:
-        print(f"passed over {found.path}: {found.problem}", file=sys.stderr)
+        echo(f"passed over {found.path}: {found.problem}", file=sys.stderr)
     return manifest
 
 
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return int(arguments.run(arguments))
     except (CheckpointError, OSError) as error:
-        print(f"inspect_checkpoint: {error}", file=sys.stderr)
+        echo(f"inspect_checkpoint: {error}", file=sys.stderr)
         return UNREADABLE
 
 

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not a
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.files import add_links_flag
+from megatron.config.text import echo
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
@@ -51,6 +53,7 @@ def build_parser() -> ToolParser:
     parser.add_argument("--json", action="store_true", help="one JSON object per pair and line instead of text")
     parser.add_argument("--eod-id", type=int, metavar="N", help="end-of-document id of data without a record")
     add_tokenizer_flags(parser, required=False)
+    add_links_flag(parser)
     return parser
 
 
@@ -140,42 +143,42 @@ def print_inspection(found: Inspection) -> None:
         how = "; special tokens spelled out in texts became their ids" if record["parses_special_tokens"] else ""
         ids = f"{record['vocab_size']:,} ids, {record['eod']} ends a document"
         tokenizer = f"{record['tokenizer_type']}, {ids}{how}"
-    print(facts["prefix"])
-    print(f"  documents  {s.documents:,} ({s.empty_documents:,} empty)")
-    print(f"  sequences  {s.sequences:,} ({s.empty_sequences:,} empty)")
-    print(f"  tokens     {s.tokens:,} of type {s.dtype}")
-    print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
-    print(f"  tokens of a document that is not empty: {lengths}")
-    print(f"  tokenizer  {tokenizer}")
+    echo(facts["prefix"])
+    echo(f"  documents  {s.documents:,} ({s.empty_documents:,} empty)")
+    echo(f"  sequences  {s.sequences:,} ({s.empty_sequences:,} empty)")
+    echo(f"  tokens     {s.tokens:,} of type {s.dtype}")
+    echo(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
+    echo(f"  tokens of a document that is not empty: {lengths}")
+    echo(f"  tokenizer  {tokenizer}")
     if "verified" in facts:
         print_verified(found, facts["verified"])
     for sample in facts["samples"]:
         ids = sample["ids"]
         part = "" if sample["tokens"] == len(ids) else f", of which the first {len(ids)}"
-        print(f"  document {sample['document']} of {s.documents:,}: {sample['tokens']:,} tokens{part}")
+        echo(f"  document {sample['document']} of {s.documents:,}: {sample['tokens']:,} tokens{part}")
         if ids:
             more = " ..." if sample["tokens"] > MAX_IDS_SHOWN else ""
-            print(f"    ids  {' '.join(map(str, ids[:MAX_IDS_SHOWN]))}{more}")
+            echo(f"    ids  {' '.join(map(str, ids[:MAX_IDS_SHOWN]))}{more}")
         if sample["text"] is not None:
-            print(f"    text {json.dumps(sample['text'], ensure_ascii=False)}")
+            echo(f"    text {json.dumps(sample['text'], ensure_ascii=False)}")
         elif found.tokenizer is not None:
-            print("    text none: some ids are not in the tokenizer")
+            echo("    text none: some ids are not in the tokenizer")
 
 
 def print_verified(found: Inspection, verified: Mapping[str, Any]) -> None:
     """Print the findings of ``--verify``."""
     size, ended, tokenizer = verified["vocab_size"], verified["documents_that_end"], found.tokenizer
     vocabulary = "the vocabulary size is unknown (--vocab-size N)" if size is None else f"the vocabulary has {size:,}"
-    print(f"  ids        {verified['different_ids']:,} different ids; {vocabulary}")
+    echo(f"  ids        {verified['different_ids']:,} different ids; {vocabulary}")
     if ended is None:
-        print("  ends       the end-of-document id is unknown (--eod-id N)")
+        echo("  ends       the end-of-document id is unknown (--eod-id N)")
     else:
         share = f"{ended:,} of {found.summary.lengths.total:,} ({verified['share_that_ends']:.1%})"
-        print(f"  ends       {share} of the documents that are not empty end with {verified['eod']}")
+        echo(f"  ends       {share} of the documents that are not empty end with {verified['eod']}")
     for value, count in found.facts["most_frequent_ids"]:
         known = tokenizer is not None and 0 <= value < tokenizer.vocab_size
         text = f"  {json.dumps(tokenizer.decode([value]), ensure_ascii=False)}" if tokenizer and known else ""
-        print(f"    {value:>8}  {count:>14,} times{text}")
+        echo(f"    {value:>8}  {count:>14,} times{text}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -197,11 +200,11 @@ def main(argv: Sequence[str]) -> int:
         except (DataError, OSError) as error:
             status = parser.fail(error, 1)
             if args.json:
-                print(json.dumps({"prefix": prefix, "problem": str(error)}), flush=True)
+                echo(json.dumps({"prefix": prefix, "problem": str(error)}), flush=True)
             continue
         inspections.append(found)
         if args.json:
-            print(json.dumps(found.facts), flush=True)
+            echo(json.dumps(found.facts), flush=True)
         else:
             print_inspection(found)
         if found.facts["problem"] is not None:
@@ -216,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
             return parser.fail(error, 1)
         except OSError as error:
             return parser.fail(disk_error(error, args.histogram, "--histogram"), 1)
-        print(f"lengths of documents: {args.histogram}", file=sys.stderr if args.json else sys.stdout)
+        echo(f"lengths of documents: {args.histogram}", file=sys.stderr if args.json else sys.stdout)
     return status
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.presets import PRESETS
 from megatron.config.errors import Problem, UserError
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import max_state_bytes
 
@@ -75,15 +75,15 @@ def main(argv: Sequence[str]) -> int:
         parsed = checked_config(options, run, ranks)
         script = {"slurm": slurm_script, "ssh": ssh_script, "local": local_script}[options.where](options, cluster, run)
     except UserError as error:
-        print(error, file=sys.stderr)
+        echo(error, file=sys.stderr)
         return 2
-    print(parsed.summary(), file=sys.stderr)
+    echo(parsed.summary(), file=sys.stderr)
     config, p = parsed.config, parsed.config.parallel
     grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
     title = f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"
     if config.model.vocab_size is not None:
         title += f"; state of a rank: {format_bytes(sum(max_state_bytes(config, ranks).values()))}"
-    print("#!/usr/bin/env bash", title, script, sep="\n")
+    echo("#!/usr/bin/env bash", title, script, sep="\n")
     return 0
 
 
@@ -142,7 +142,7 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
         path.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
     except OSError as error:
         raise UserError([Problem("E006", f"{path}: {error.strerror}", ("--cluster ANOTHER_FILE",))]) from error
-    print(f"saved in {path}; edit or remove it to change the settings", file=sys.stderr)
+    echo(f"saved in {path}; edit or remove it to change the settings", file=sys.stderr)
     return cluster
 
 
@@ -161,13 +161,13 @@ def ask(option: Field[Any]) -> Any:
     is_number = isinstance(default, int)
     while True:
         question = f"{option.name.replace('_', ' ')} ({option.metadata['help']}) [{default}]: "
-        print(question, end="", file=sys.stderr, flush=True)
+        echo(question, end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline().strip()
         if not answer:
             return default
         if answer.isdecimal() if is_number else not choices or answer in choices:
             return int(answer) if is_number else answer
-        print(f"{answer} is not a number" if is_number else f"choose {' or '.join(choices)}", file=sys.stderr)
+        echo(f"{answer} is not a number" if is_number else f"choose {' or '.join(choices)}", file=sys.stderr)
 
 
 def run_flags(options: argparse.Namespace, flags: Sequence[str], cluster: ClusterSettings) -> list[str]:

@@ -18,6 +18,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import STATE_KINDS, max_state_bytes, reduction_buffer_bytes
@@ -32,15 +33,15 @@ REQUIRED_FLAGS = {
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Print the table and return the exit status."""
     if {"-h", "--help"} & {*argv}:
-        print(__doc__)
+        echo(__doc__)
         return 0
     try:
         parsed = parse(["--check-config", *complete_flags(argv)], environ, read_model=read_model_values)
         if parsed.config.model.vocab_size is None:
             raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
-        print("\n".join(memory_table(parsed.config, parsed.world_size)))
+        echo("\n".join(memory_table(parsed.config, parsed.world_size)))
     except UserError as error:
-        print(error, file=sys.stderr)
+        echo(error, file=sys.stderr)
         return 2
     return 0
 

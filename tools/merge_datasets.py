@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.text import echo
 from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
 from megatron.data.indexed_writer import (
     MergeInput,
@@ -63,13 +64,13 @@ def merge_and_report(args: argparse.Namespace) -> None:
     check_compatible(parts)
     check_output(args.input, parts, args.output_prefix)
     for part in parts:
-        print(f"{part.prefix}: {pluralize(part.documents, 'documents')}, {pluralize(part.tokens, 'tokens')}")
+        echo(f"{part.prefix}: {pluralize(part.documents, 'documents')}, {pluralize(part.tokens, 'tokens')}")
     meter = ByteProgress(sys.stderr, sum(part.num_bytes for part in parts))
     with closing(meter):
         merge_datasets(parts, args.output_prefix, meter.add)
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-    print(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
-    print(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")
+    echo(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
+    echo(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.text import echo
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
 
@@ -47,13 +48,13 @@ def main(argv: Sequence[str]) -> int:
         if single and not arguments.out and draw_health(histories[0], names[0], health):
             drawn.append(health)
     except (ValueError, OSError) as error:
-        print(f"plot_run: {error}", file=sys.stderr)
+        echo(f"plot_run: {error}", file=sys.stderr)
         return 1
     for folder, history in zip(folders, histories):
         if history.unreadable:
             lines = ", ".join(map(str, history.unreadable[:10])) + (", ..." if len(history.unreadable) > 10 else "")
-            print(f"plot_run: skipped unreadable lines of {folder / METRICS_FILE}: {lines}", file=sys.stderr)
-    print(*drawn, sep="\n")
+            echo(f"plot_run: skipped unreadable lines of {folder / METRICS_FILE}: {lines}", file=sys.stderr)
+    echo(*drawn, sep="\n")
     return 0
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
+from megatron.config.text import echo
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files, spool_pipes
@@ -106,7 +107,7 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
 def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
-    files = find_text_files(inputs, args.suffix, args.exclude)
+    files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
     stop.wait_for_checks()
     stored_bytes = sum(file.stat().st_size for file in files)
     blocks = 1 + stored_bytes // BLOCK_BYTES
@@ -119,6 +120,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         engine=args.engine,
         workers=args.workers or min(available_cores(), blocks),
         skip_bad=args.on_bad_line == "skip",
+        max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
     )
     if plan.workers == 1:
@@ -133,11 +135,11 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     finally:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name
-    print(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
+    echo(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
     if tokenizer.files and not tokenizer.hugging_face_files():
-        print(NO_EXPORT_NOTE)
+        echo(NO_EXPORT_NOTE)
     for key in args.json_keys:
-        print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
+        echo(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--workers is {args.workers}, must be at least 1")
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
-            print(f"{flag} has no effect: {why}", file=sys.stderr)
+            echo(f"{flag} has no effect: {why}", file=sys.stderr)
 
     def run(stop: StopSignal) -> int:
         try:

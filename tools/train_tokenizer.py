@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.encode import run_in_subprocess
@@ -97,7 +97,7 @@ def train_and_save(args: argparse.Namespace) -> None:
     """Train in a process that can be killed at any moment, because the libraries do not react to signals."""
     is_bpe = args.type == "bpe"
     with spool_pipes(args.input, args.output) as inputs, closing(StageProgress(sys.stderr)) as stages:
-        files = find_text_files(inputs, args.suffix, args.exclude)
+        files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
         plan = TokenizerTrainingOptions(
             tuple(files),
             tuple(args.json_keys),
@@ -105,12 +105,13 @@ def train_and_save(args: argparse.Namespace) -> None:
             None if is_bpe else args.sentencepiece_model_type or "bpe",
             DEFAULT_SENTENCES if args.input_sentence_size is None else args.input_sentence_size,
             args.on_bad_line == "skip",
+            args.max_line_bytes,
         )
         trained = run_in_subprocess(train_tokenizer, plan, stages)
     save_tokenizer(trained.files, Path(args.output))
-    print(format_report(trained, len(files), args.vocab_size))
+    echo(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
-    print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
+    echo(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
 
 
 if __name__ == "__main__":

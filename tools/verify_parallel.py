@@ -28,6 +28,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
@@ -87,14 +88,14 @@ def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
             raise UserError([Problem("E002", f"--steps {own.steps}: must be at least 1", ("--steps 1",))])
         check = prepare_runs(flags, own.world_size, own.steps, own.dtype, own.shrink)
     except (UserError, DataError) as error:
-        print(error, file=sys.stderr)
+        echo(error, file=sys.stderr)
         return 2
     for note in check.notes:
-        print(f"note: {note}")
+        echo(f"note: {note}")
     try:
         return compare_runs(check, launch or run_processes)
     except Exception as error:  # of a rank, whose output has the details
-        print(f"verify_parallel: {type(error).__name__}: {error}", file=sys.stderr)
+        echo(f"verify_parallel: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 
@@ -185,28 +186,28 @@ def compare_runs(check: LayoutComparison, launch: Launcher) -> int:
     from megatron.training.build import build_trainer  # torch: only for flags known to be good
     from tools.lib.verify_parallel import compare_traces, join_traces, trace_steps
 
-    print(f"1 process against {check.world_size}: {describe_layout(check.layout.parallel, check.world_size)}")
+    echo(f"1 process against {check.world_size}: {describe_layout(check.layout.parallel, check.world_size)}")
     steps_each = f"{check.steps} step{'' if check.steps == 1 else 's'}"
-    print(f"reference: {steps_each} on 1 process ...", flush=True)
+    echo(f"reference: {steps_each} on 1 process ...", flush=True)
     reference = [join_traces([step]) for step in trace_steps(build_trainer(check.reference, 0, 1), check.steps)]
-    print(f"layout: {steps_each} on {check.world_size} processes ...", flush=True)
+    echo(f"layout: {steps_each} on {check.world_size} processes ...", flush=True)
     ranks = launch(check.layout, check.world_size, check.steps)
     steps = [join_traces(step) for step in zip(*ranks)]
     dtype, lr = check.layout.precision.params_dtype, check.layout.optimizer.lr
-    print(f"{'step':>4}  {'loss':>20}  {'error':>8}  {'grad norm':>12}  {'error':>8}  largest error of a gradient")
+    echo(f"{'step':>4}  {'loss':>20}  {'error':>8}  {'grad norm':>12}  {'error':>8}  largest error of a gradient")
     for i, (got, ref) in enumerate(zip(steps, reference, strict=True), 1):
         found = [d for d in compare_traces(i, got, ref, GRADIENT_FLOOR[dtype], lr) if d.kind != "weight"]
         loss, norm, *gradients = found
         worst = max(gradients, key=lambda d: d.error)
-        print(
+        echo(
             f"{loss.step:>4}  {got.loss:>20.16g}  {loss.error:>8.1e}  {got.grad_norm:>12.6g}  {norm.error:>8.1e}  "
             f"{worst.error:.1e} {worst.name}"
         )
         bad = [d for d in found if d.error > TOLERANCE[dtype]]
         if bad or got.drifted:
-            print(describe_difference(bad, got.drifted, TOLERANCE[dtype]))
+            echo(describe_difference(bad, got.drifted, TOLERANCE[dtype]))
             return 1
-    print(f"equal: {len(reference[0].grads)} gradients agree to {TOLERANCE[dtype]:g}, copies to the bit")
+    echo(f"equal: {len(reference[0].grads)} gradients agree to {TOLERANCE[dtype]:g}, copies to the bit")
     return 0
 
 

@@ -21,12 +21,15 @@ from megatron.arguments.sources import (
     from_mapping,
     resolve,
 )
+from megatron.checkpoint.errors import describe_findings
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.distributed.sharding import ShardSpec
+from megatron.layers.parameters import gpt
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
@@ -89,7 +92,8 @@ def compare_configs(
         name: name of ``saved`` in messages.
     """
     entries, unknown = _known_and_unknown(saved)
-    readable = from_mapping(entries, name).values
+    found = from_mapping(entries, name).values
+    readable = {field: value for field, value in found.items() if SETTINGS[field].allows(value)}
     unreadable = {field: value for field, value in entries.items() if field not in readable}
     then = build_config(readable)
     then = resolve(then, then.parallel.model_ranks)
@@ -215,6 +219,41 @@ def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:
             else:
                 unknown.append(f"{group}.{name} {value}")
     return known, unknown
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a tensor as stored, and the view that its chunks refer to."""
+
+
+def tensor_differences(specs: Mapping[str, ShardSpec], stored: Mapping[str, Shapes]) -> dict[str, set[str]]:
+    """Return the names of tensors that a model lacks, has in addition or in another shape, by what a checkpoint does.
+
+    Args:
+        specs: of the model that the configuration in the checkpoint describes.
+        stored: its tensors without those of the optimizer.
+    """
+    shapes = {name: (spec.shape, spec.view) for name, spec in specs.items()}
+    return {
+        "lacks": shapes.keys() - stored.keys(),
+        "holds tensors that its model does not have": stored.keys() - shapes.keys(),
+        "holds tensors of another shape than its model's": {
+            name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name]
+        },
+    }
+
+
+def stored_tensors_problem(saved: Mapping[str, Any], stored: Mapping[str, Shapes]) -> str:
+    """Return how the tensors of a checkpoint contradict the model in its configuration; empty if they do not.
+
+    It is empty too if this version cannot read all of that model, which `compare_configs` reports.
+    """
+    entries, unknown = _known_and_unknown({"model": saved.get("model")})
+    found = from_mapping(entries, "checkpoint")
+    model = build_config(found.values).model
+    in_range = all(SETTINGS[name].allows(value) for name, value in found.values.items())
+    if unknown or found.problems or not in_range or model.vocab_size is None:
+        return ""
+    return describe_findings(tensor_differences(gpt(model), stored))
 
 
 def unknown_options(saved: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
@@ -123,15 +124,12 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
 
 def read_yaml(path: str) -> Mapping[str, Any] | Problem:
     """Return the contents of a YAML file of options, or the reason why it cannot be read."""
-    import yaml  # slow to import, and seldom needed
-
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text file"
-        return Problem("E006", f"--config {path} cannot be read: {reason}")
-    except yaml.YAMLError as error:
-        return Problem("E006", f"--config {path} is not YAML: {' '.join(str(error).split())}")
+        tree = parse_yaml(read_small(path))
+    except OSError as error:
+        return Problem("E006", f"--config {path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        return Problem("E006", f"--config {path} cannot be read as YAML: {error}")
     if not isinstance(tree, Mapping):
         return Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")
     return tree

@@ -327,9 +327,7 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     wrong = set(doubtful)
     for name, setting in SETTINGS.items():
         value = setting.value_in(config)
-        if value is None or setting.scalar not in (int, float):
-            continue
-        if not all(map(setting.option.allows, value if setting.many else (value,))):
+        if not setting.allows(value):
             wrong.add(name)
             sentence = f"{setting.flag} {setting.show(value)}: must be {setting.option.limits}"
             found.append(Problem("E600", sentence, (setting.spell(_suggest(setting, value)),)))

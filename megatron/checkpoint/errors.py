@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.location import Location
 from megatron.config.privacy import redact
+from megatron.config.text import listed
 
 
 class CheckpointError(Exception):
@@ -18,6 +20,22 @@ class CheckpointError(Exception):
 
     def __init__(self, summary: str, *fixes: str) -> None:
         super().__init__(redact(summary + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
+
+
+MAX_NAMES = 8
+"""Names listed in a message before the rest is counted."""
+
+
+def describe_findings(findings: Mapping[str, Collection[str]]) -> str:
+    """Return ``lacks: a, b; it holds: c`` for the predicates, such as ``lacks``, that apply to any name."""
+    found = [f"{predicate}: {listed(sorted(names), MAX_NAMES)}" for predicate, names in findings.items() if names]
+    return "; it ".join(found)
+
+
+def raise_if_any(where: Location, findings: Mapping[str, Collection[str]], *fixes: str) -> None:
+    """Raise CheckpointError if any of the findings on ``where``, a file or folder, has names."""
+    if found := describe_findings(findings):
+        raise CheckpointError(f"{where} {found}", *fixes)
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -12,14 +12,16 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from math import prod
+from operator import mul
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
 from megatron.checkpoint.location import Location, local_path, parse_location
+from megatron.config.files import file_size, raise_if_deep, read_small
 from megatron.distributed.sharding import Box
 
 View = tuple[int, ...]
@@ -37,10 +39,8 @@ def box_end(box: Box) -> tuple[int, ...]:
 
 def is_inside(box: Box, view: View) -> bool:
     """Return True if the box is valid for a tensor of shape ``view``."""
-    return (
-        len(box.start) == len(box.size) == len(view)
-        and all(start >= 0 and size >= 0 for start, size in zip(box.start, box.size))
-        and all(end <= limit for end, limit in zip(box_end(box), view))
+    return len(box.start) == len(box.size) == len(view) and all(
+        start >= 0 <= size <= limit - start for start, size, limit in zip(box.start, box.size, view)
     )
 
 
@@ -98,45 +98,39 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
 
 
 def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
-    """Return why ``boxes`` are not a partition of a tensor of shape ``view``; None if they are.
+    """Return why ``boxes`` are not a partition of a tensor of shape ``view``; None if they are. Linear in their number.
 
-    Sweeps along the first dimension: between two neighbouring edges, the boxes present must partition the remaining
-    dimensions. Near linear in the number of boxes if they are split along few dimensions, as in all layouts.
+    The function that is 1 in a box is a sum, with alternating signs, over the corners of the box: each corner stands
+    for the function that is 1 there and beyond. Functions of different corners are linearly independent. So boxes
+    partition the tensor if and only if the corners of all boxes, minus those of the tensor, cancel out. Corners at the
+    end of the tensor stand for nothing.
     """
+    strides = row_major_strides(view)
+    signs = {0: -1} if prod(view) else {}  # by the row-major index of the corner
     for box in boxes:
         if not is_inside(box, view):
             return f"{format_box(box)} is not inside {list(view)}"
-    return _sweep(view, [(box.start, box_end(box)) for box in boxes if box.numel], (), ())
-
-
-def _sweep(view: View, spans: Sequence[tuple[View, View]], low: View, high: View) -> str | None:
-    """Return the first hole or overlap among boxes, as start and end, that all cover the column ``low..high``."""
-    dim = len(low)
-    if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
+        if 0 in box.size:
+            continue
+        corners = [(sum(map(mul, box.start, strides)), 1)]
+        for start, size, limit, stride in zip(box.start, box.size, view, strides):
+            if start + size != limit:
+                corners += [(at + size * stride, -sign) for at, sign in corners]
+        for at, sign in corners:
+            signs[at] = signs.get(at, 0) + sign
+    at = min((at for at, sign in signs.items() if sign), default=None)
+    if at is None:
         return None
-    if dim == len(view) or not spans:
-        column = _span_box((*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
-        if not column.numel:
-            return None
-        if not spans:
-            return f"{format_box(column)} is not covered"
-        a, b, *_ = (format_box(_span_box(*span)) for span in spans)
-        return f"{a} and {b} overlap in {format_box(column)}"
-    edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
-    waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
-    active: list[tuple[View, View]] = []
-    for first, last in pairwise(sorted(edges)):
-        active = [span for span in active if span[1][dim] > first]
-        while waiting and waiting[-1][0][dim] == first:
-            active.append(waiting.pop())
-        problem = _sweep(view, active, (*low, first), (*high, last))
-        if problem:
-            return problem
-    return None
+    element = Box(tuple(at // stride % n for stride, n in zip(strides, view)), (1,) * len(view))
+    there = [box for box in boxes if intersect(box, element)]  # their number less one is the sign: no corner is before
+    if not there:
+        return f"element {list(element.start)} is not covered"
+    return f"{format_box(there[0])} and {format_box(there[1])} overlap"
 
 
-def _span_box(start: View, end: View) -> Box:
-    return Box(start, tuple(b - a for a, b in zip(start, end)))
+def row_major_strides(view: View) -> list[int]:
+    """Return the elements between neighbours along each dimension."""
+    return [*accumulate(reversed(view[1:]), lambda a, b: a * b, initial=1)][::-1][: len(view)]
 
 
 def format_box(box: Box) -> str:
@@ -174,7 +168,7 @@ def boxes_in_shape(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box
 
 def _runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
     """Yield the contiguous runs of elements in a box, each with the row-major index of its first element."""
-    strides = [*accumulate(reversed(view[1:]), lambda a, b: a * b, initial=1)][::-1]
+    strides = row_major_strides(view)
     inner = len(view) - 1
     while inner and size[inner] == view[inner]:
         inner -= 1
@@ -195,6 +189,12 @@ ITEM_BYTES = (
     | dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1)
 )
 """Bytes of an element, by the type names of safetensors."""
+
+MANIFEST_BYTES = 1 << 29
+"""Limit for a manifest, which takes about 200 bytes for each chunk, and for the other small files."""
+
+MAX_DIMS = 8
+"""Dimensions of a tensor and of its view; those of a model have at most 4."""
 
 JSON = dict[str, Any]
 
@@ -305,7 +305,7 @@ class Manifest:
         """Raise DamagedCheckpointError if a file is missing or has another size; ``sizes`` are those in a store."""
         path, expected = self.folder / name, self.files[name].bytes
         try:
-            seen = local_path(path).stat().st_size if sizes is None else sizes[name]
+            seen = sizes[name] if sizes is not None else file_size(local_path(path))
         except (OSError, KeyError) as error:
             why = f" ({error.strerror})" if isinstance(error, OSError) else ""
             raise DamagedCheckpointError(f"{path} is missing{why}") from error
@@ -350,16 +350,17 @@ def encode_manifest(
 
 
 def _read(folder: Location, name: str) -> bytes:
+    path = folder / name
     try:
-        return (folder / name).read_bytes()
+        return read_small(path, MANIFEST_BYTES) if isinstance(path, Path) else path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         if name == MARKER:
             message = f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted"
             raise DamagedCheckpointError(message) from error
         why = f", or {MARKER} has flipped bytes or is truncated" if name == MANIFEST else ""
-        raise DamagedCheckpointError(f"{folder / name} is missing{why}") from error
+        raise DamagedCheckpointError(f"{path} is missing{why}") from error
     except OSError as error:
-        raise read_error(folder / name, error) from error
+        raise read_error(path, error) from error
 
 
 def read_manifest(path: Location) -> tuple[bytes, str]:
@@ -387,11 +388,10 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
                 "update this program",
             )
         files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
-        for record in files.values():
-            to_dims((record.bytes, record.head))
+        to_dims((data["version"], *(n for record in files.values() for n in (record.bytes, record.head))))
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
         for part in ("state", "config"):
-            if not isinstance(data[part], dict):
+            if not isinstance(raise_if_deep(data[part]), dict):
                 raise ValueError(f"{data[part]!r} is not an object of named values")
         return Manifest(path, data["version"], tensors, files, data["state"], data["config"], inside)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -399,10 +399,10 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
 
 
 def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return a shape, offset or length read from a file as a tuple; ValueError if not made of integers >= 0."""
+    """Return a shape, offset or length read from a file as a tuple; ValueError if not made of integers of 63 bits."""
     found = tuple(numbers)
-    if not all(isinstance(n, int) and n >= 0 for n in found):
-        raise ValueError(f"{found} are not all integers >= 0")
+    if not all(isinstance(n, int) and 0 <= n < 2**63 for n in found):
+        raise ValueError(f"{found} are not all integers from 0 to 2**63 - 1")
     return found
 
 
@@ -423,9 +423,12 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
     record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(chunks))
     if prod(record.shape) != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
+    if max(len(record.shape), len(record.view)) > MAX_DIMS or prod(n or 1 for n in record.shape) >= 2**63:
+        raise ValueError(f"no tensor has the shape {record.shape}, viewed as {record.view}")
+    item_bytes = ITEM_BYTES[record.dtype]
     for chunk in chunks:
         in_file = files[chunk.file].head <= chunk.offset <= files[chunk.file].bytes - chunk.bytes
-        if chunk.bytes != chunk.box.numel * ITEM_BYTES[record.dtype] or not in_file:
+        if chunk.bytes != chunk.box.numel * item_bytes or not in_file:
             raise ValueError(f"{chunk} has a wrong length or lies outside its file")
         if not is_inside(chunk.box, record.view):
             raise ValueError(f"{chunk} is not inside {record.view}")

@@ -54,7 +54,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from megatron.checkpoint.durable_files import (
     LockState,
@@ -75,6 +75,7 @@ from megatron.checkpoint.publish import (
     staging_folders,
 )
 from megatron.config.errors import Problem
+from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
 from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 
@@ -330,13 +331,22 @@ def current_lease(folder: Location) -> Lease | None:
 def parse_lease(text: bytes) -> tuple[int, LeaseHolder]:
     """Parse a lease file to epoch and holder; epoch 0 and an unknown holder if it is invalid."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         start = JobStart(**_known(data["start"], JobStart))
-        return int(data["epoch"]), LeaseHolder(**{**_known(data, LeaseHolder), "start": start})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        holder = LeaseHolder(**_known({**data, "start": start}, LeaseHolder))
+        if not {f.name for f in fields(holder)} <= data.keys():
+            raise KeyError("a field of the holder")
+        int(start.job or 0), str(holder)  # raise for a job without a number, or a time that there is not
+        return int(data["epoch"]), holder
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):
         return 0, LeaseHolder(JobStart(), host="an unknown machine", pid=0, since=0.0, token="")
 
 
 def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Return the values whose names are fields of ``kind`` in this version."""
-    return {name: value for name, value in data.items() if name in {f.name for f in fields(kind)}}
+    """Return the values whose names are fields of ``kind`` in this version; raise TypeError for another type."""
+    hints = get_type_hints(kind)
+    known = {name: value for name, value in data.items() if name in hints}
+    wrong = [name for name, value in known.items() if not isinstance(value, hints[name] | int)]
+    if wrong:
+        raise TypeError(f"{wrong} are of other types")
+    return known

@@ -27,6 +27,7 @@ from megatron.checkpoint.durable_files import BLOCK, NewFile, checksum
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import FileRecord
 from megatron.checkpoint.location import Location
+from megatron.config.files import open_regular
 from megatron.distributed.sharding import Box
 
 DTYPES = {
@@ -58,6 +59,10 @@ NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 this flag Linux refuses a private map of a file larger than memory."""
 
 ALIGNMENT = 64
+
+MAX_HEADER_BYTES, MAX_TENSORS = 100_000_000, 100_000
+"""Limits of a safetensors file: of the package, and of what is read in about a second. Every tensor of a header takes
+one brace."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -136,17 +141,20 @@ class TensorFile:
         """
         self._table: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}  # type, shape and first byte by key
         try:
-            with safe_open(path, "numpy") as header, path.open("rb") as file:
+            with open_regular(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NO_RESERVE)
-                start = 8 + int.from_bytes(self._map[:8], "little")
+            start = 8 + int.from_bytes(self._map[:8], "little")
+            if start <= 8 + MAX_HEADER_BYTES and self._map[8:start].count(b"{") > MAX_TENSORS:
+                raise SafetensorError(f"its header has more than {MAX_TENSORS:,} tensors")
+            with safe_open(path, "numpy") as header:
                 for key in header.offset_keys():  # a valid file has no gaps between its tensors
                     entry = header.get_slice(key)
                     dtype, shape = DTYPES[entry.get_dtype()], tuple(entry.get_shape())
                     self._table[key] = dtype, shape, start
                     start += prod(shape) * dtype.itemsize
         except OSError as error:
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-        except (SafetensorError, KeyError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, KeyError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise DamagedCheckpointError(f"{path} is not a safetensors file, or is damaged: {error}") from error
         self.keys = tuple(self._table)  # of all tensors
 

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import read_small
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, did_you_mean
@@ -240,7 +241,7 @@ def _read(flag: str, path: str) -> str:
     if not path:
         raise UserError([Problem("E507", f"{flag} '' is empty; is a shell variable unset?")])
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_small(path).decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text file"
         raise UserError([Problem("E507", f"{flag} {path} cannot be read: {reason}")]) from None

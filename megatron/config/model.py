@@ -16,6 +16,9 @@ ROPE_SCALING = Need("use_rope_scaling")
 YARN = Need("position_embedding_type=yarn")
 EXPERTS = Need("num_experts")
 
+MAX_LAYERS, MAX_SIZE = 10_000, 10**9
+"""Limits of the sizes of a model, which bound memory and time before anything is built."""
+
 
 def _window(text: str) -> int | None:
     """Parse a window size in tokens, or Megatron-LM's ``left,right`` as ``L,0`` or ``(L, 0)``, where -1 is no limit."""
@@ -42,21 +45,21 @@ class ModelConfig:
         k k k k          k     k               k
     """
 
-    num_layers: int = option(2, role="shape", at_least=1)
+    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS)
     """Number of transformer blocks."""
-    hidden_size: int = option(128, role="shape", at_least=1)
+    hidden_size: int = option(128, role="shape", at_least=1, at_most=MAX_SIZE)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = option(None, role="shape", at_least=1)
+    ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64."""
-    num_attention_heads: int = option(4, role="shape", at_least=1)
+    num_attention_heads: int = option(4, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of query heads."""
-    num_query_groups: int | None = option(None, role="shape", at_least=1)
+    num_query_groups: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
-    kv_channels: int | None = option(None, role="shape", at_least=1)
+    kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Channels per head. Default: hidden_size / num_attention_heads."""
-    vocab_size: int | None = option(None, role="shape", at_least=1)
+    vocab_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Vocabulary size. Default: that of the tokenizer."""
-    make_vocab_size_divisible_by: int = option(128, role="free", at_least=1)
+    make_vocab_size_divisible_by: int = option(128, role="free", at_least=1, at_most=MAX_SIZE)
     """Pad the embedding rows to a multiple of this x TP. The model never sees the padding."""
     untie_embeddings_and_output_weights: bool = option(False, role="shape")
     """Give the output layer a weight of its own."""
@@ -68,7 +71,7 @@ class ModelConfig:
         aliases={"--use-rotary-position-embeddings": "rope"},
     )
     """Position embedding."""
-    max_position_embeddings: int | None = option(None, role="shape", at_least=1)
+    max_position_embeddings: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Longest supported sequence. Default: seq_length."""
     rotary_base: float = option(10000.0, role="function", above=1, needs=ROTARY)
     """Base of the rotary frequencies (theta)."""
@@ -80,7 +83,7 @@ class ModelConfig:
     """Apply Llama-3's scaling of the rotary frequencies."""
     rope_scaling_factor: float = option(8.0, role="function", at_least=1, needs=ROPE_SCALING)
     """Llama-3 scaling: context extension factor."""
-    rope_original_max_position: int = option(8192, role="function", at_least=1, needs=ROPE_SCALING)
+    rope_original_max_position: int = option(8192, role="function", at_least=1, at_most=MAX_SIZE, needs=ROPE_SCALING)
     """Llama-3 scaling: original context length."""
     rope_low_freq_factor: float = option(1.0, role="function", above=0, needs=ROPE_SCALING)
     """Llama-3 scaling: wavelengths above original/low are divided by the factor."""
@@ -88,13 +91,15 @@ class ModelConfig:
     """Llama-3 scaling: wavelengths below original/high are unchanged."""
     rotary_scaling_factor: float = option(1.0, role="function", at_least=1, needs=YARN)
     """YaRN: context extension factor."""
-    yarn_original_max_position_embeddings: int | None = option(None, role="function", at_least=1, needs=YARN)
+    yarn_original_max_position_embeddings: int | None = option(
+        None, role="function", at_least=1, at_most=MAX_SIZE, needs=YARN
+    )
     """YaRN: original context length. Required by yarn."""
     yarn_beta_fast: float = option(32.0, role="function", above=0, needs=YARN)
     """YaRN: channels with more rotations than this are unchanged."""
     yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
     """YaRN: channels with fewer rotations than this are interpolated."""
-    window_size: int | None = option(None, role="function", at_least=1, parse=_window)
+    window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1."""
 
@@ -124,13 +129,15 @@ class ModelConfig:
     z_loss_coeff: float = option(0.0, role="schedule", at_least=0)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
 
-    num_experts: int | None = option(None, role="shape", at_least=2)
+    num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE)
     """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
-    moe_router_topk: int = option(2, role="function", at_least=1, needs="num_experts")
+    moe_router_topk: int = option(2, role="function", at_least=1, at_most=MAX_SIZE, needs="num_experts")
     """Number of experts per token."""
-    moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, needs=EXPERTS)
+    moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
     """Hidden width of an expert. Default: that of the MLP."""
-    moe_shared_expert_intermediate_size: int | None = option(None, role="shape", at_least=1, needs=EXPERTS)
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS
+    )
     """Hidden width of a shared expert, which processes every token. Default: no shared expert."""
     moe_router_pre_softmax: bool = option(False, role="function", needs=EXPERTS)
     """Apply the softmax over all experts before the top-k, instead of over the chosen experts."""

@@ -6,6 +6,7 @@ Flags, YAML keys, ``--help``, docs/flags.md and validation are derived from them
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class Option:
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
 
     def allows(self, number: float) -> bool:
-        """Return True if ``number`` lies inside the limits."""
-        return all(INSIDE[name](number, bound) for name, bound in self.bounds.items())
+        """Return True if ``number`` is finite and lies inside the limits."""
+        return abs(number) < math.inf and all(INSIDE[name](number, bound) for name, bound in self.bounds.items())
 
     @property
     def limits(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from megatron.config.errors import Problem
-from megatron.config.model import ModelConfig
+from megatron.config.model import MAX_SIZE, ModelConfig
 from megatron.config.option import Need, option
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import registered
@@ -23,6 +23,8 @@ from megatron.config.text import did_you_mean
 DOCUMENT_BOUNDARY_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Data options that take effect at the end of a document."""
 
+MAX_BATCH = 10**6
+"""Samples in a batch; a ramp has at most as many steps."""
 
 FP16 = Need("params_dtype=fp16", "fp16")
 DYNAMIC_LOSS_SCALE = Need(
@@ -184,11 +186,11 @@ def _checked_batch_steps(text: str) -> str:
 class TrainingConfig:
     """Run length, batch size, recomputation and evaluation."""
 
-    seq_length: int = option(1024, role="data", at_least=1)
+    seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE)
     """Tokens per sample."""
-    micro_batch_size: int = option(1, role="free", at_least=1)
+    micro_batch_size: int = option(1, role="free", at_least=1, at_most=MAX_BATCH)
     """Samples per micro-batch of a rank."""
-    global_batch_size: int | None = option(None, role="schedule", at_least=1)
+    global_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH)
     """Samples per step over all ranks. Default: micro_batch_size x DP."""
     pad_global_batch: bool = option(False, role="free")
     """Pad a global batch that DP x micro_batch_size does not divide with samples that do not count."""
@@ -437,8 +439,10 @@ class DataConfig:
     """GPT2BPETokenizer: merges.txt."""
     tiktoken_pattern: str | None = option(None, role="free", choices=("v1", "v2"), needs=TIKTOKEN)
     """TikTokenizer: regular expression that splits text into words."""
-    tiktoken_num_special_tokens: int = option(1000, role="free", at_least=0, needs=TIKTOKEN)
+    tiktoken_num_special_tokens: int = option(1000, role="free", at_least=0, at_most=10**6, needs=TIKTOKEN)
     """TikTokenizer: ids reserved for special tokens."""
+    follow_links: bool = option(False, role="start")
+    """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
     eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
 

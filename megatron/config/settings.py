@@ -62,6 +62,11 @@ class Setting:
         """Return the value of the field in a configuration."""
         return getattr(getattr(config, self.group), self.name)
 
+    def allows(self, value: Any) -> bool:
+        """Return True unless a number of a value lies outside the limits."""
+        numbers = value if self.many else (value,)
+        return value is None or self.scalar not in (int, float) or all(map(self.option.allows, numbers))
+
     def show(self, value: Any, separator: str = " ") -> str:
         """Return a value as text, unquoted; the items of a tuple are separated."""
         items = value if isinstance(value, tuple) else (value,)
@@ -137,7 +142,7 @@ class Setting:
 
 
 def _as_type(value: Any, scalar: type) -> Any:
-    """Return a value, or the value of a text, if it has the type and is finite; integers may be floats."""
+    """Return a value, or the value of a text, if it has the type and fits into 64 bits; integers may be floats."""
     item = value
     with suppress(ValueError, OverflowError):
         if scalar is bool and isinstance(value, str):
@@ -146,6 +151,10 @@ def _as_type(value: Any, scalar: type) -> Any:
             item = scalar(value)
     if type(item) is not scalar or (isinstance(item, float) and not math.isfinite(item)):
         raise ValueError(f"{value!r} is not {NOUNS[scalar]}")
+    if isinstance(item, int) and not -(2**63) <= item < 2**63:
+        raise ValueError(f"{value} is a whole number of more than 64 bits")
+    if isinstance(item, str) and "\0" in item:
+        raise ValueError(f"{value!r} has a character NUL")
     return item
 
 

@@ -1,4 +1,4 @@
-"""Parts of messages: formatted numbers and bytes, and values to suggest in place of wrong ones."""
+"""Parts of messages: formatted numbers and bytes, and values to suggest in place of wrong ones; printing them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
+from typing import TextIO
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that control a terminal or reverse a text, except tab and line end; and parts of no character."""
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters escaped, as \\x1b. Names in files may contain any."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def echo(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print texts in which names from files may occur, as ``print`` does but `printable`."""
+    print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from megatron.config.privacy import redact
+from megatron.config.text import echo
 
 ATTEMPTS = 5
 """Attempts of a call in all. The libraries below repeat single requests on their own, silently."""
@@ -92,7 +93,7 @@ def retry(action: Callable[[], T]) -> T:
 def print_warning(text: str) -> None:
     """Print a warning to stderr, on any rank."""
     with suppress(OSError):  # a closed console must not fail a save
-        print(f"warning: {redact(text)}", file=sys.stderr, flush=True)
+        echo(f"warning: {redact(text)}", file=sys.stderr, flush=True)
 
 
 PART = 32 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import read_small
 from megatron.convert.saved_model import by_huggingface_names
 from megatron.inference.generate import SamplingParams, check_prompts, generate
 from megatron.inference.text import InferenceError, open_codec
@@ -27,7 +28,7 @@ class SamplePrompts(Callback):
         """
         super().__init__(trainer)
         try:
-            self._texts = path.read_text(encoding="utf-8").splitlines()
+            self._texts = read_small(path).decode().splitlines()
             self._codec = open_codec(by_huggingface_names(trainer.files))
             self._prompts = [self._codec.encode(text) for text in self._texts]
             positions = trainer.config.model.max_position_embeddings or trainer.config.training.seq_length

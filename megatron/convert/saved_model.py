@@ -9,18 +9,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.arguments.compatibility import unknown_options
+from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.location import Location
+from megatron.config.files import TABLE_FILE_BYTES
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
 from megatron.convert.huggingface.config import check_model_config
-from megatron.convert.huggingface.weights import build_on_meta, raise_if_any
 from megatron.distributed.sharding import Box, ShardSpec
+from megatron.layers.parameters import gpt
 
 TOKENIZER_PREFIX = "tokenizer/"
 TOKENIZER_FILES = (
@@ -86,10 +88,10 @@ class SavedModel:
         config = _read_config(manifest)
         self.precision = config.precision.params_dtype
         words = manifest.tensors.get("embedding.word_embeddings.weight")
-        vocab_size = config.model.vocab_size if words is None else words.shape[0]
+        vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
         self.model = replace(config.model, vocab_size=vocab_size)
         check_model_config(manifest.path, self.model)
-        self.specs = build_on_meta(self.model).specs
+        self.specs = gpt(self.model)
         self._reader = CheckpointReader(manifest)
         self._prefix = EMA_PREFIX if average else ""
         self._check_tensors()
@@ -116,15 +118,7 @@ class SavedModel:
         if self._prefix and not stored:
             seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
             raise CheckpointError(seen, "drop --ema")
-        shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
-        findings = {
-            "lacks": shapes.keys() - stored.keys(),
-            "holds tensors that its model does not have": stored.keys() - shapes.keys(),
-            "holds tensors of another shape than its model's": {
-                name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name]
-            },
-        }
-        raise_if_any(self.manifest.path, findings)
+        raise_if_any(self.manifest.path, tensor_differences(self.specs, stored))
 
 
 def _read_config(manifest: Manifest) -> RunConfig:
@@ -140,12 +134,19 @@ def _read_config(manifest: Manifest) -> RunConfig:
 
 
 def find_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the small files of a Hugging Face folder that a checkpoint stores, by their names in the checkpoint."""
+    """Return the small files of a Hugging Face folder that a checkpoint stores, by their names in the checkpoint.
+
+    Raises:
+        CheckpointError: when one is not small.
+    """
     files = {
         **{TOKENIZER_PREFIX + name: folder / name for name in TOKENIZER_FILES},
         GENERATION_CONFIG_FILE: folder / GENERATION_CONFIG_FILE,
     }
-    return {name: path for name, path in files.items() if path.is_file()}
+    found = {name: path for name, path in files.items() if path.is_file()}
+    large = [str(path) for path in found.values() if path.stat().st_size > TABLE_FILE_BYTES]
+    raise_if_any(folder, {f"holds files larger than {format_bytes(TABLE_FILE_BYTES)}": large})
+    return found
 
 
 def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:

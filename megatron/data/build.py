@@ -14,6 +14,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
@@ -29,7 +33,14 @@ from megatron.data.blended_dataset import (
 )
 from megatron.data.dataset import Dataset, MockDataset, split_kind, split_label
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import GPTDataset, SampleOrder, build_sample_order, split_ranges
+from megatron.data.gpt_dataset import (
+    GPTDataset,
+    SampleOrder,
+    build_sample_order,
+    place_dtype,
+    shuffle_dtype,
+    split_ranges,
+)
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -38,6 +49,9 @@ SEED_MODULUS = 2**32
 
 SegmentBuilder = Callable[[int, Sequence[Dataset]], Dataset]
 """From the number of samples and the segments before to the next segment."""
+
+ORDER_TABLES = ("documents", "samples", "shuffle")
+"""Names of the tables of `SampleOrder` in the cache."""
 
 SourceSlice = tuple[IndexedDataset, range]
 """Token files, and the sequences of them that are read."""
@@ -174,14 +188,14 @@ class FileSegmentBuilder:
 
         def build() -> Tables:
             order = build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed)
-            return {"documents": order.document_index, "samples": order.sample_index, "shuffle": order.shuffle_index}
+            return dict(zip(ORDER_TABLES, (order.document_index, order.sample_index, order.shuffle_index)))
 
         try:
             tables = self._tables("order", facts, build, indexed.prefix)
         except DataError as error:
             raise DataError(f"{indexed.prefix}: {error}") from error
-        arrays = tables["documents"], tables["samples"], tables["shuffle"]
-        return GPTDataset(indexed, SampleOrder(*arrays, sequences, self.seq_length))
+        documents, samples, shuffle = (tables[name] for name in ORDER_TABLES)
+        return GPTDataset(indexed, SampleOrder(documents, samples, shuffle, sequences, self.seq_length))
 
     def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
         """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.
@@ -234,6 +248,37 @@ class FileSegmentBuilder:
 
     def _tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
         return build() if self.cache is None else self.cache.tables(kind, facts, build, source)
+
+
+def _check_order(facts: Mapping[str, Any], tables: Tables) -> None:
+    """Raise ValueError unless the tables have the types, shapes and ranges of `build_sample_order`."""
+    documents, samples, shuffle = (tables[name] for name in ORDER_TABLES)
+    start, stop = facts["sequences"]
+    epochs = len(documents) // (stop - start)
+    _check_table("documents", documents, np.int32, (epochs * (stop - start),), start, stop)
+    _check_table("shuffle", shuffle, shuffle_dtype(len(shuffle)), (len(shuffle),), 0, len(shuffle))
+    _check_table("samples", samples, place_dtype(len(documents)), (len(shuffle) + 1, 2), 0, 2**63)
+    _check_table("samples", samples[:, 0], samples.dtype, (len(samples),), 0, len(documents))
+
+
+def _check_blend(facts: Mapping[str, Any], tables: Tables) -> None:
+    """Raise ValueError unless the tables have the types, shapes and ranges of `build_blend_index`."""
+    size = facts["size"]
+    _check_table("datasets", tables["datasets"], np.int16, (size,), 0, len(facts["weights"]))
+    _check_table("samples", tables["samples"], np.int64, (size,), 0, size)
+
+
+def _check_table(
+    name: str, table: NDArray[Any], dtype: DTypeLike, shape: tuple[int, ...], start: int, stop: int
+) -> None:
+    if table.dtype != dtype or table.shape != shape:
+        raise ValueError(f"{name} has type {table.dtype} and shape {list(table.shape)}, not {dtype} and {list(shape)}")
+    if table.size and not start <= int(table.min()) <= int(table.max()) < stop:
+        raise ValueError(f"{name} has numbers that are not from {start} to {stop - 1}")
+
+
+TABLE_CHECKS = {"order": _check_order, "blend": _check_blend}
+"""What tables in the cache must be, by their kind."""
 
 
 def _short_part(parts: Iterable[SourceSlice], source: SplitSource, seq_length: int) -> SourceSlice | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config.data_paths import data_sources
 from megatron.config.run import HUGGING_FACE_PREFIX, DataConfig
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
 from megatron.data.tokenizers.huggingface import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
 from megatron.data.tokenizers.tokenizer import (
     FILES_SUFFIX,
@@ -141,7 +141,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
         )
     folder = Path(f"{prefix}.{FILES_SUFFIX}")
     paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
-    return _tokenizer_info(record, {path.name: path.read_bytes() for path in paths if path.is_file()})
+    return _tokenizer_info(record, {path.name: read_tokenizer_file(path) for path in paths if path.is_file()})
 
 
 def _describe(record: TokenizerRecord) -> str:

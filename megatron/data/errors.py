@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron.config.privacy import redact
-from megatron.config.text import did_you_mean
+from megatron.config.text import did_you_mean, echo
 
 
 class DataError(ValueError):
@@ -53,7 +53,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def fail(self, problem: object, status: int) -> int:
         """Print what is wrong with the input or the output, and return the exit status."""
-        print(f"{Path(self.prog).stem}: {problem}", file=sys.stderr)
+        echo(f"{Path(self.prog).stem}: {problem}", file=sys.stderr)
         return status
 
     def error(self, message: str) -> NoReturn:

@@ -126,8 +126,18 @@ def build_sample_order(
     count = len(samples) - 1
     cuts = (0, samples_before_last, count) if separate else (0, count)
     places = [np.arange(begin, end) for begin, end in pairwise(cuts)]
-    shuffle = _shuffled(places, np.uint32 if count < 2**32 - 2 else np.int64, random)
+    shuffle = _shuffled(places, shuffle_dtype(count), random)
     return SampleOrder(documents, samples, shuffle, part, seq_length)
+
+
+def shuffle_dtype(samples: int) -> DTypeLike:
+    """Return the type of a table of numbers of samples, as in Megatron-LM."""
+    return np.uint32 if samples < 2**32 - 2 else np.int64
+
+
+def place_dtype(documents: int) -> DTypeLike:
+    """Return the type of a table of places in a document index of this length."""
+    return np.int32 if documents < PLACES_IN_32_BITS else np.int64
 
 
 def _sample_index(
@@ -138,7 +148,7 @@ def _sample_index(
     Sample ``j`` starts at token ``j * seq_length`` of the stream. So ``ceil(end / seq_length)`` samples start before a
     sequence's end; those that did not start before its begin start in it.
     """
-    rows = np.empty((samples + 1, 2), np.int32 if len(documents) < PLACES_IN_32_BITS else np.int64)
+    rows = np.empty((samples + 1, 2), place_dtype(len(documents)))
     begin = started = 0
     for place in range(0, len(documents), SEQUENCES_AT_ONCE):
         block = lengths[documents[place : place + SEQUENCES_AT_ONCE]]

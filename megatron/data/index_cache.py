@@ -17,6 +17,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -41,7 +43,9 @@ from megatron.checkpoint.durable_files import (
     try_lock,
     write_file,
 )
+from megatron.config.files import open_regular, parse_json, read_small
 from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
+from megatron.config.text import echo
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
 
@@ -54,12 +58,17 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 Tables = dict[str, NDArray[Any]]
 
+Check = Callable[[Mapping[str, Any], Tables], None]
+"""Raises ValueError for tables that these facts cannot have led to. Whoever writes tables can write their checksums."""
+
 
 class IndexCache:
     """A folder of index tables."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)  # need not exist
+    def __init__(self, folder: str | Path, checks: Mapping[str, Check] = MappingProxyType({})) -> None:
+        """Use ``folder``, which need not exist, with a check for each kind of tables."""
+        self.folder = Path(folder)
+        self._checks = checks
         self.notes: list[str] = []  # warnings for the user, a sentence each
         self._is_writable = True
 
@@ -140,7 +149,7 @@ class IndexCache:
                 reported, process = now, lock_holder(Path(lock.name)) or "another process"
                 if now - began > LONGEST_WAIT_SECONDS:
                     raise TimeoutError(errno.ETIMEDOUT, f"{process} has locked {lock.name} for {now - began:.0f} s")
-                print(f"waiting {now - began:.0f} s for {process} to build {path}", file=sys.stderr, flush=True)
+                echo(f"waiting {now - began:.0f} s for {process} to build {path}", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -151,11 +160,14 @@ class IndexCache:
             OSError: when it cannot be read: it may be intact, and others may be reading it.
         """
         try:
-            written = json.loads((path / ABOUT).read_bytes())
+            written = parse_json(read_small(path / ABOUT))
             if any(written[name] != about[name] for name in ("format", "kind", "facts")):
                 raise ValueError(f"{ABOUT} describes other tables")
-            tables = written["tables"].items()
-            return {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in tables}
+            files = written["tables"].items()
+            tables = {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in files}
+            if about["kind"] in self._checks:
+                self._checks[about["kind"]](about["facts"], tables)
+            return tables
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             if path.exists():
                 self._note(f"the tables in {path} are damaged and not used: {error}")
@@ -180,16 +192,28 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
     Raises:
         ValueError: when size or checksum differ.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         held = os.fstat(file.fileno()).st_size
         if held != size:
             raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
         if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum")
         file.seek(0)
-        npy.read_magic(file)
-        shape, _, dtype = npy.read_array_header_1_0(file)
+        shape, dtype = _read_npy_header(file)
+        if dtype.kind not in "iuf" or file.tell() + math.prod(shape) * dtype.itemsize != size:
+            raise ValueError(f"{path.name} holds no table of numbers")  # of objects, the bytes would be pointers
         return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape))
+
+
+def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and type of an array; raise ValueError if there is none."""
+    try:
+        if npy.read_magic(file) != (1, 0):
+            raise ValueError("another version of the format")
+        shape, _, dtype = npy.read_array_header_1_0(file)
+    except Exception as error:  # of many classes: the header is a literal of Python
+        raise ValueError(f"it has no header of an array: {error}") from error
+    return shape, dtype
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables) -> None:

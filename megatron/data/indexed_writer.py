@@ -25,14 +25,18 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
+from megatron.config.files import read_small
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
+from megatron.data.tokenizers.base import read_tokenizer_file
 from megatron.data.tokenizers.tokenizer import (
+    COPY_FILES_FIX,
     FILES_SUFFIX,
     RECORD_SUFFIX,
     TokenizerRecord,
     have_same_ids,
     read_tokenizer_record,
+    refuse_outside_links,
 )
 
 MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens of a sequence
@@ -459,10 +463,13 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
     recorded = [(part.record, part.prefix) for part in parts if part.record is not None]
     if recorded:
         _, prefix = max(recorded, key=lambda pair: (pair[0].special_ids is not None, pair[0].parses_special_tokens))
-        extra_files[RECORD_SUFFIX] = Path(f"{prefix}.{RECORD_SUFFIX}").read_bytes()
-        for path in sorted(Path(f"{prefix}.{FILES_SUFFIX}").glob("*")):
+        extra_files[RECORD_SUFFIX] = read_small(f"{prefix}.{RECORD_SUFFIX}")
+        folder = Path(f"{prefix}.{FILES_SUFFIX}")
+        if folder.is_dir():
+            refuse_outside_links(folder, COPY_FILES_FIX)
+        for path in sorted(folder.glob("*")):
             if path.is_file():
-                extra_files[f"{FILES_SUFFIX}/{path.name}"] = path.read_bytes()
+                extra_files[f"{FILES_SUFFIX}/{path.name}"] = read_tokenizer_file(path)
     with IndexedDatasetWriter(output, parts[0].dtype, extra_files) as writer:
         for part in parts:
             data = IndexedDataset(part.prefix, floats=True)

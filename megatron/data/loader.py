@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
 from megatron.config.data_paths import SPLITS, data_sources
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
-from megatron.data.build import build_split, file_segment_builders, mock_segment_builders
+from megatron.data.build import TABLE_CHECKS, build_split, file_segment_builders, mock_segment_builders
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
     TokenizerInfo,
@@ -267,7 +267,13 @@ class DataSource:
 
     def _sample(self, split: str, dataset: Dataset, i: int) -> Sample:
         """Return sample ``i`` after checking its ids: others would crash the embedding or read vocabulary padding."""
-        sample = dataset[i]
+        try:
+            sample = dataset[i]
+            if len(sample.tokens) != self.seq_length:
+                raise IndexError(f"it has {len(sample.tokens):,} tokens instead of {self.seq_length:,}")
+        except (IndexError, ValueError) as error:
+            seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
+            raise DataError(seen, "--data-cache-path ANOTHER") from error
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
             source = find_source(dataset, i)
@@ -345,7 +351,7 @@ def build_data(
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size)
     used = split_sample_counts(data, training, dp_size, begin, splits)
-    cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path)
+    cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
     if data.mock_data:
         builders = mock_segment_builders(training, vocab_size)

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 
 TERMINAL_INTERVAL, FILE_INTERVAL = 0.2, 10.0  # seconds between lines
 BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
@@ -51,7 +51,7 @@ class ProgressLine:
         """Print a message."""
         if self._terminal:
             self._bar.clear()
-        print(text, file=self._stream, flush=True)
+        echo(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Erase the line on a terminal."""

@@ -93,7 +93,7 @@ class _JoinWait:
                 text = f"waiting for {len(ranks)} of {self._place}: {listed_ranks(ranks)}"
                 if expired:
                     raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
-                print(text, file=sys.stderr, flush=True)
+                echo(text, file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(0.5, 1.25 * pause)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,10 +10,11 @@ import torch
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.location import parse_location
+from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE, model_folder, read_model_config
+from megatron.convert.huggingface.config import CONFIG_FILE, model_folder, read_model_config, refuse_outside_links
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
@@ -55,13 +55,16 @@ class PretrainedModel:
         return ids if ids or self.codec.end is None else [self.codec.end]
 
 
-def open_pretrained(load: str, step: int | None = None, average: bool = False) -> PretrainedModel:
+def open_pretrained(
+    load: str, step: int | None = None, average: bool = False, follow_links: bool = False
+) -> PretrainedModel:
     """Open the model of ``--load``.
 
     Args:
         load: a folder of checkpoints, one checkpoint, or ``hf:DIR``, or ``hf:ORG/NAME`` on the hub.
         step: step of the checkpoint; None for the newest valid one.
         average: use the moving average of the weights.
+        follow_links: also read files to which links lead out of a Hugging Face folder.
 
     Raises:
         InferenceError: if the arguments are invalid, or a tokenizer cannot be read.
@@ -87,6 +90,8 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
     if average:
         raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
     folder = model_folder(load.removeprefix(HUGGING_FACE_PREFIX))
+    if not follow_links:
+        refuse_outside_links(folder)
     model = read_model_config(folder)
     source = HuggingFaceWeights(folder, model)
     files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
@@ -98,11 +103,11 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
     """Return the tokens that end a text, from generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
-            named = json.loads(files.get(name, b"{}")).get("eos_token_id")
+            named = parse_json(files.get(name, b"{}")).get("eos_token_id")
             ids = named if isinstance(named, list) else [named]
             if named is not None:
                 return frozenset(int(i) for i in ids)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise InferenceError(f"{name}: eos_token_id cannot be read: {error}") from error
     return frozenset() if codec.end is None else frozenset({codec.end})
 

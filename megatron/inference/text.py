@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TextIO
 
-from tokenizers import Tokenizer
-
+from megatron.config.text import printable
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id
+from megatron.data.tokenizers.base import convert_library_errors
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, parse_tokenizer
 
 
 class InferenceError(ValueError):
@@ -39,8 +39,8 @@ class TextCodec:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Read the tokenizer from its files, given by name."""
         try:
-            self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER_JSON])
-        except Exception as error:  # the library raises plain Exception
+            self._tokenizer = parse_tokenizer(files[TOKENIZER_JSON])
+        except ValueError as error:
             raise InferenceError(f"{TOKENIZER_JSON} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -51,12 +51,14 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Return the token IDs of a prompt with the tokenizer's special tokens."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        with convert_library_errors(InferenceError, "the tokenizer cannot encode this prompt"):
+            ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token IDs; invalid UTF-8 becomes U+FFFD."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with convert_library_errors(InferenceError, "the tokenizer cannot decode these ids"):
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
 
@@ -140,6 +142,7 @@ class ContinuationPrinter:
         hidden: Collection[int],
         live: bool,
     ) -> None:
+        self._shown = printable if out.isatty() else str  # a model may generate what controls a terminal
         self._out = out
         self._texts = texts
         self._hidden = hidden
@@ -163,7 +166,7 @@ class ContinuationPrinter:
         while self._current < len(self._texts):
             complete = self._complete[self._current]
             if complete or self._live:
-                self._out.write(self._unwritten[self._current] + "\n" * complete)
+                self._out.write(self._shown(self._unwritten[self._current]) + "\n" * complete)
                 self._unwritten[self._current] = ""
             if not complete:
                 break
@@ -177,5 +180,5 @@ class ContinuationPrinter:
             return
         if len(self._texts) > 1:
             self._out.write("\n" * (self._current > 0) + f"--- {self._current + 1} of {len(self._texts)}\n")
-        self._out.write(self._texts[self._current])
+        self._out.write(self._shown(self._texts[self._current]))
         self._out.flush()

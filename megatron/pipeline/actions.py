@@ -11,9 +11,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron.config.files import read_small
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 COMPUTE_KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
@@ -149,8 +152,7 @@ class PipelineSchedule:
             ScheduleError: if the file is unreadable or invalid; names the line and the cell.
         """
         try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                lines = list(csv.reader(file))
+            lines = list(csv.reader(StringIO(read_small(path).decode("utf-8-sig"), newline="")))
         except FileNotFoundError:
             raise ScheduleError(f"there is no file {path}") from None
         except OSError as error:

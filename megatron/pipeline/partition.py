@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from megatron.config.model import MAX_LAYERS
 from megatron.config.text import flag_fixes, nearest
 from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"
 
-MAX_REPEAT_DIGITS, MAX_LAYOUT_LETTERS = 5, 1_000_000
-"""Maximum digits of a repetition count in a layout, and letters that one repetition expands to."""
+MAX_REPEAT_DIGITS, MAX_LAYOUT_LETTERS = 5, 10 * MAX_LAYERS
+"""Maximum digits of a repetition count in a layout, and letters of a layout that is written out."""
 
 MAX_CORRECTED_LAYOUT = 1_000
 """Maximum characters of a layout for which a correction is searched."""
@@ -267,6 +268,9 @@ def expand_layout(layout: str) -> str:
     """
     places = [place for place, letter in enumerate(layout, start=1) if not re.match(r"[,\s]", letter)]
     text = "".join(layout[place - 1] for place in places)
+    size = len(text)
+    if size > MAX_LAYOUT_LETTERS:
+        raise ScheduleError(f"a layout of {size:,} letters is longer than that of any model", AUTO)
     for fault, why in LAYOUT_ERRORS:
         found = re.search(fault, text)
         if found:
@@ -276,15 +280,23 @@ def expand_layout(layout: str) -> str:
         why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"
         raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
 
-    def repeat(found: re.Match[str]) -> str:
-        letters, times = found[1] or found[2] or "", found[3] or "1"
-        if len(times) > MAX_REPEAT_DIGITS or len(letters) * int(times) > MAX_LAYOUT_LETTERS:
-            raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
-        return letters * int(times)
-
-    while "(" in text or "*" in text:
-        text = re.sub(r"(?:\(([EtL|]*)\)|([EtL])(?=\*))(?:\*([0-9]+))?", repeat, text)
-    return text
+    opened: list[list[str]] = [[]]  # the parts within each open parenthesis
+    for part in re.findall(r"[EtL|()]|[0-9]+", text):
+        if part == "(":
+            opened.append([])
+        elif part == ")":
+            inner = "".join(opened.pop())
+            opened[-1].append(inner)
+        elif part.isdecimal():
+            times = int(part) if len(part) <= MAX_REPEAT_DIGITS else MAX_LAYOUT_LETTERS
+            repeated = opened[-1].pop()
+            size += len(repeated) * times
+            if size > MAX_LAYOUT_LETTERS:
+                raise ScheduleError(f"*{part:.20} repeats more than any model has layers", AUTO)
+            opened[-1].append(repeated * times)
+        else:
+            opened[-1].append(part)
+    return "".join(opened[0])
 
 
 def format_layout(stages: Sequence[StageLayers]) -> str:

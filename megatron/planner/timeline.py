@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.pipeline.actions import BACKWARD, COMPUTE_KINDS, FORWARD, INPUT, WEIGHT, Action, ScheduleError
 from megatron.pipeline.simulate import Interval, Timeline, Transfer
 
@@ -72,7 +73,7 @@ def read_trace(path: Path) -> Timeline:
         ScheduleError: if the file is unreadable or not such a timeline, or a rank computes two actions at once.
     """
     try:
-        return _timeline(json.loads(path.read_text(encoding="utf-8")))
+        return _timeline(parse_json(read_small(path, TABLE_FILE_BYTES)))
     except (OSError, ValueError) as error:
         reason = str(error)
     except (KeyError, TypeError, AttributeError):

@@ -43,6 +43,7 @@ from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_b
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
@@ -594,13 +595,13 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     notes = _check_data(trainer, saved["data"], own)
     notes += _read_tensors(trainer, manifest)
     trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
-    if saved["loss_scaler"]:  # empty if the run that saved had a constant scale
+    if saved.get("loss_scaler"):  # empty if the run that saved had a constant scale
         trainer.scaler.load_state_dict(saved["loss_scaler"])
     if trainer.optimizer.spikes is not None and saved.get("spikes"):
         trainer.optimizer.spikes.load_state_dict(saved["spikes"])
     if own:  # otherwise this is a fork, with a run ID of its own
         trainer.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
-        if "goodput" in saved:
+        if saved.get("goodput"):
             trainer.goodput.load_state_dict(saved["goodput"])
     return notes
 
@@ -702,7 +703,7 @@ def _bytes(content: Path | bytes) -> bytes:
 def _without_special_ids(generation: bytes) -> bytes:
     """Return a generation_config.json without special token ids."""
     try:
-        settings = dict(json.loads(generation))
+        settings = dict(parse_json(generation))
     except (ValueError, TypeError) as error:
         raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

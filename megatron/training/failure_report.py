@@ -36,7 +36,7 @@ from megatron.checkpoint.errors import CheckpointError, SupersededError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.privacy import check_access, redact
-from megatron.config.text import listed_ranks
+from megatron.config.text import echo, listed_ranks
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
@@ -90,9 +90,9 @@ def report_failure(error: Exception, run_dir: str | None = None) -> None:
     try:
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
         prefix = f"error on {rank}" if launch.world_size > 1 else "error"
-        print(f"{prefix}: {explain_error(error)}", file=sys.stderr, flush=True)
+        echo(f"{prefix}: {explain_error(error)}", file=sys.stderr, flush=True)
         if positions := rank_positions(launch.rank, launch.world_size):
-            print(positions, file=sys.stderr, flush=True)
+            echo(positions, file=sys.stderr, flush=True)
         write_error_file(error)
         record_failure(run_dir, error, os.environ)
     finally:
@@ -295,7 +295,7 @@ class PeerWatchdog:
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
         if register_failure():
-            print(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+            echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
         os._exit(EXIT_SIGTERM)
 
     def is_peer_gone(self) -> bool:

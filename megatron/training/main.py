@@ -15,6 +15,8 @@ from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import model_folder
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.data.errors import DataError
 from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic
@@ -98,6 +100,8 @@ def build_and_train(
     world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world):
         source = choose_resume_source(config.checkpoint, world, others)
+        if source.hf is not None:  # before memory is allocated for sizes that the tensors in it do not have
+            HuggingFaceWeights(model_folder(source.hf), config.model)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)

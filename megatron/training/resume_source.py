@@ -7,7 +7,7 @@ with those stored in the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
-from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.compatibility import compare_configs, stored_tensors_problem
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest
@@ -24,12 +24,26 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
+from megatron.config.text import listed
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
 
 Position = tuple[int, int]
 """Progress of a run: steps taken and samples consumed."""
+
+STATE: Mapping[Any, Any] = {
+    "iteration": int,
+    "consumed_samples": int,
+    "batches_since": {"iteration": int, "consumed_samples": int},
+    "optimizer": {"steps": int},
+    "loss_scaler": {"scale": float, "good_steps": int, "lives": float},
+    "spikes": {"losses": [float], "grad_norms": [float]},
+    "goodput": {"first_start": float, "productive_seconds": float, "starts": int},
+    "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
+    "written_by": {"layout": {str: int}},
+}
+"""Types in the state of a checkpoint: ``int`` is a count, ``float`` any number, the key ``str`` any name."""
 
 
 class NoCheckpointError(UserError):
@@ -198,10 +212,36 @@ def _select(
 def _problem(path: Location) -> str | None:
     """Return why a checkpoint cannot be used, as far as its manifest shows; None if it can."""
     try:
-        Manifest.open(path)
+        manifest = Manifest.open(path)
     except DamagedCheckpointError as error:
         return str(error)
-    return None
+    weights = {name: t for name, t in manifest.tensors.items() if not name.startswith("optim.")}
+    shapes = {name: (tensor.shape, tensor.view) for name, tensor in weights.items()}
+    return _state_problem(manifest.state) or stored_tensors_problem(manifest.config, shapes) or None
+
+
+def _state_problem(state: Mapping[str, Any]) -> str:
+    """Return which values of a checkpoint's state a run cannot continue from; empty if there are none."""
+    names = {name for name in STATE if state.get(name, {}) != {}}
+    if "optimizer" in state:  # otherwise the checkpoint holds weights alone
+        names |= {"optimizer", "data"}
+    odd = [value for name in sorted(names) for value in _odd_values(state.get(name), STATE[name], name)]
+    return f"odd or missing in the state of its manifest: {listed(odd)}" if odd else ""
+
+
+def _odd_values(value: object, form: Any, name: str) -> Iterator[str]:
+    """Yield the names of values that have another type than in ``form``."""
+    if isinstance(form, Mapping) and isinstance(value, Mapping):
+        for key in value if str in form else form:
+            yield from _odd_values(value.get(key), form.get(key, form.get(str)), f"{name}.{key}")
+    elif isinstance(form, list) and isinstance(value, list):
+        for each in value:
+            yield from _odd_values(each, form[0], f"{name}[]")
+    elif type(value) is int and form in (int, float):
+        if not (0 if form is int else -(2**63)) <= value < 2**63:
+            yield name
+    elif type(value) is not form:
+        yield name
 
 
 def passed_over_note(path: Location, problem: object) -> str:
@@ -211,7 +251,7 @@ def passed_over_note(path: Location, problem: object) -> str:
 
 def position_of(manifest: Manifest, name: str = "") -> Position:
     """Return the position of a checkpoint, or the one stored in its state under ``name``."""
-    position = manifest.state.get(name, manifest.state)
+    position = manifest.state.get(name, manifest.state) if name else manifest.state
     return position.get("iteration", 0), position.get("consumed_samples", 0)
 
 

@@ -151,7 +151,7 @@ def not_a_partition(rank: int, world: int, path: Path, fault: str) -> tuple[str,
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("hole", "a: [0:2, 6:12, 0:5] is not covered"),
+        ("hole", "a: element [0, 6, 0] is not covered"),
         ("overlap", "overlap in [0:2, 0:6, 0:5]"),
         ("type", " on rank 1, "),
     ],

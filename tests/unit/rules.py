@@ -260,6 +260,23 @@ def asserts(modules: Sequence[Module]) -> list[str]:
     return [f"{m.name}:{n.lineno} asserts" for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.Assert)]
 
 
+PRINTERS = (
+    "megatron.config.text",
+    *("tools.acceptance", "tools.cluster_check", "tools.generate_docs", "tools.trace_step"),
+)
+"""Modules that may call ``print``: that of `echo`, and programs that print no names from files."""
+
+
+def plain_prints(modules: Sequence[Module]) -> list[str]:
+    """Calls of ``print``, which pass control characters in the names of a stranger's files on to a terminal."""
+    return [
+        f"{module.name}:{node.lineno} prints; names are escaped by megatron.config.text.echo"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name) and node.id == "print" and prefix_of(module.name, PRINTERS) is None
+    ]
+
+
 def absolute_paths(text: str) -> list[str]:
     """Paths of somebody's machine in ``text``."""
     return re.findall(r"(?<![\w.$}/\])>-])/(?:home|root|work|Users|mnt|scratch|opt|data|workspace)/[\w./-]+", text)

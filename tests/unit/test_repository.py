@@ -48,6 +48,7 @@ RULES: dict[Callable[[list[Module]], list[str]], dict[str, str]] = {
     rules.unannotated: {"megatron.bad": "def f(x: int, *rest) -> None: ..."},
     rules.repeated_classes: {"megatron.a": "class Part: ...", "megatron.b": "class Part: ..."},
     rules.asserts: {"megatron.bad": "def f(x: int) -> None:\n    assert x"},
+    rules.plain_prints: {"tools.bad": "def f(x: str) -> None:\n    print(x)"},
 }
 """Each rule of the library, with modules that break it."""
 

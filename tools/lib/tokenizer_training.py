@@ -23,7 +23,7 @@ from tokenizers import models, trainers
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.text import format_bytes
 from megatron.data.errors import DataError, pluralize
-from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
+from megatron.data.preprocess.corpus import MAX_LINE_BYTES, BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.encode import Report
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
@@ -55,6 +55,7 @@ class TokenizerTrainingOptions:
     model_type: str | None  # of SentencePiece; None for a byte-level BPE
     max_sentences: int  # number of lines SentencePiece is trained on
     skip_bad: bool = False  # skip invalid documents instead of failing
+    max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _read_corpus(plan: TokenizerTrainingOptions, report: Report, bad: BadDocumen
     """Yield the documents of a plan and report progress."""
     documents = num_bytes = 0
     last_report = 0.0
-    for document in read_documents(plan.files, plan.keys, bad):
+    for document in read_documents(plan.files, plan.keys, bad, plan.max_line_bytes):
         documents += 1
         num_bytes += document.num_bytes
         if time.monotonic() - last_report >= PROGRESS_SECONDS:

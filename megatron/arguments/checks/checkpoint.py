@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
+from megatron.config.files import FOLLOW_LINKS, describe_outside_links
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import did_you_mean
 
@@ -51,6 +52,19 @@ def _folders_beside(path: Path) -> list[str]:
         return sorted(each.name for each in path.parent.iterdir() if isdir(each))
     except OSError:  # there is no such folder, or it is closed to this user
         return []
+
+
+def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that no links lead out of the Hugging Face folder of ``--load``."""
+    load = config.checkpoint.load or ""
+    if load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
+        yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
+
+
+def link_problems(folder: Path) -> Iterator[Problem]:
+    """Yield a problem if links lead out of the folder of a Hugging Face model."""
+    if isdir(folder) and (links := describe_outside_links(filter(Path.is_symlink, sorted(folder.iterdir())), folder)):
+        yield Problem("E853", links, (FOLLOW_LINKS,))
 
 
 def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:

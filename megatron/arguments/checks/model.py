@@ -27,10 +27,14 @@ from megatron.config.text import (
     nearest_multiples,
 )
 from megatron.distributed.layout import Layout
+from megatron.layers.parameters import block, gpt
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
 from megatron.planner.memory import bucket_shapes, data_parallel_traffic
+
+MAX_ELEMENTS = 2**48
+"""Elements of a tensor: 300 times those of the largest published model."""
 
 
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -111,6 +115,16 @@ def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if model.yarn_beta_slow >= model.yarn_beta_fast:
         sentence = f"--yarn-beta-slow {model.yarn_beta_slow:g} is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
         yield Problem("E107", sentence, ("--yarn-beta-slow 1 --yarn-beta-fast 32",))
+
+
+def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the elements of every tensor, vocabulary padding included, can be counted and addressed."""
+    model = replace(config.model, vocab_size=config.model.vocab_size or 1)
+    shapes = {name: spec.local_shape for name, spec in (gpt(model, layers=()) | block(model)).items()}
+    name = max(shapes, key=lambda each: math.prod(shapes[each]))
+    if math.prod(shapes[name]) > MAX_ELEMENTS:
+        sentence = f"{name} would be of shape {list(shapes[name])}; a tensor has at most {MAX_ELEMENTS:,} elements"
+        yield Problem("E108", sentence)
 
 
 def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -19,24 +19,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tokenizers
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import MAX_NAMES, CheckpointError, raise_if_any
 from megatron.checkpoint.format import whole_box
+from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
+from megatron.config.text import listed
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import (
     WeightSource,
-    abbreviate,
     build_on_meta,
     open_weights,
-    raise_if_any,
     read_in_blocks,
 )
-from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON
+from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, parse_tokenizer
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.rotary import RotaryEmbedding
 
@@ -295,7 +294,8 @@ class _TransformersWeights:
     def refuse_unused(self, ignored: Collection[str]) -> None:
         unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in ignored)]
         if unused:
-            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {abbreviate(unused)}")
+            names = listed(unused, MAX_NAMES)
+            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {names}")
 
 
 def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
@@ -358,15 +358,15 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
     if TOKENIZER_JSON not in files:
         return dict(files)
     try:
-        ours = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
+        ours = parse_tokenizer(files[TOKENIZER_JSON])
         ours.no_truncation()
         ours.no_padding()
         expected = [one.ids for one in ours.encode_batch(list(SAMPLE_TEXTS), add_special_tokens=False)]
-    except Exception as error:  # the library raises no other class
+    except Exception as error:  # the library raises no other class in encoding
         seen = f"the tokenizer's {TOKENIZER_JSON} cannot be read by the tokenizers library: {error}"
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER", "--no-check") from error
 
-    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = parse_json(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     generic = {**files, TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
     problem = ""
     for candidate in (dict(files), generic):

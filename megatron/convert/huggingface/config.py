@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments.checks.checkpoint import link_problems
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
 from megatron.convert.huggingface.families import (
@@ -87,6 +89,12 @@ def model_folder(name: str | Path, files: tuple[str, ...] = MODEL_FILES) -> Path
         raise UserError([Problem("E850", error.seen, error.fixes)]) from None
 
 
+def refuse_outside_links(folder: Path) -> None:
+    """Raise UserError if links lead out of the folder of a Hugging Face model."""
+    if found := list(link_problems(folder)):
+        raise UserError(found)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a folder, or of ``org/name`` on the hub.
 
@@ -95,13 +103,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = model_folder(folder, (CONFIG_FILE,)) / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_small(path))
     except FileNotFoundError:
         sentence = f"{folder} holds no {CONFIG_FILE}, so it is not a Hugging Face model"
         fixes = () if os.path.exists(folder) else (f"hf download ORG/{folder.name} --local-dir {folder}",)
         raise UserError([Problem("E850", sentence, fixes)]) from None
     except (OSError, ValueError) as error:
-        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
     if not isinstance(config, dict):
         raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
     return config

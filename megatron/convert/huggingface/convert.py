@@ -28,6 +28,7 @@ from megatron.checkpoint.location import local_path
 from megatron.checkpoint.publish import delete_checkpoint
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
+from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.convert.huggingface.check import OutputDifference, check_model, check_tokenizer
@@ -383,7 +384,7 @@ def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return the content of a JSON file, or an empty object if there is no such file."""
     try:
-        content = json.loads(files.get(name, b"{}"))
+        content = parse_json(files.get(name, b"{}"))
     except ValueError as error:
         raise CheckpointError(f"the tokenizer's {name} is no JSON: {error}", "--tokenizer ANOTHER_FOLDER") from error
     if not isinstance(content, dict):

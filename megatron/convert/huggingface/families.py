@@ -128,7 +128,10 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
         raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
-    return float(value) if fractional else value
+    try:
+        return float(value) if fractional else value
+    except OverflowError:
+        raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
 
 
 def read_bool(config: JsonObject, name: str, default: bool) -> bool:
@@ -428,8 +431,9 @@ def _read_qwen_window(config: JsonObject) -> FieldValues:
     layers = read_number(_LAYERS, config)
     full = read_number(ConfigKey("", "max_window_layers", 28), config)
     window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    by_place = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
-    layer_types = config.get("layer_types", by_place)
+    by_place = {"sliding_attention"} if window and full < layers else set()
+    by_place |= {"full_attention"} if not window or full > 0 else set()
+    layer_types = config.get("layer_types", [*by_place])
     kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else {repr(layer_types)}
     if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
         raise UnsupportedConfigError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not supported")

@@ -7,9 +7,8 @@ initialises a rank from either.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -20,13 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import MAX_NAMES, CheckpointError, DamagedCheckpointError, raise_if_any
 from megatron.checkpoint.format import intersect, relative_box, split_box
-from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import TensorFile
+from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
+from megatron.config.text import listed
 from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
 from megatron.convert.huggingface.families import ModelFamily, model_families
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -35,35 +35,13 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.context import BuildContext
+from megatron.layers.parameters import gpt
 from megatron.model.gpt import GPTChunk, build_gpt
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 HEAD_WEIGHT = "lm_head.weight"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-MAX_NAMES = 8
-"""Names listed in a message before the rest is counted."""
-
-
-def raise_if_any(where: Location, findings: Mapping[str, Collection[str]], *fixes: str) -> None:
-    """Raise CheckpointError, ``WHERE lacks: a, b; it holds: c``, if any finding has names.
-
-    Args:
-        where: file or folder.
-        findings: predicate, such as ``lacks``, -> names it applies to.
-        fixes: appended to the message.
-    """
-    found = [f"{predicate}: {abbreviate(sorted(names))}" for predicate, names in findings.items() if names]
-    if found:
-        raise CheckpointError(f"{where} {'; it '.join(found)}", *fixes)
-
-
-def abbreviate(names: Collection[str]) -> str:
-    """Return the first names, and the number of the others."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(list(names)[:MAX_NAMES]) + more
 
 
 @dataclass(frozen=True)
@@ -173,13 +151,17 @@ class HuggingFaceWeights:
             DamagedCheckpointError: when a file cannot be read.
         """
         self.folder = folder
-        self.specs = build_on_meta(model).specs  # of all tensors, by our names
         kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
+        self._files = open_weights(folder)
+        experts = model.num_experts or 1
+        if len(self._files) < model.num_layers * experts:
+            described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
+            raise CheckpointError(f"{folder / CONFIG_FILE} has {described}, but {folder} {len(self._files):,} tensors")
+        self.specs = gpt(model)  # of all tensors, by our names
         try:
             mappings = map_tensors(kind, self.specs)
         except KeyError as error:
             raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
-        self._files = open_weights(folder)
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
@@ -285,13 +267,13 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
 def _open_shards(folder: Path) -> dict[str, TensorFile]:
     path = folder / WEIGHTS_INDEX_FILE
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(Path(name).name for name in set(weight_map.values()))
+        weight_map = parse_json(read_small(path, TABLE_FILE_BYTES))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if {"/", "\0"} & set(name) or name in ("", ".", "..")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is no index of weights: {error!r}") from error
-    outside = sorted(set(weight_map.values()) - set(names))
     if outside:
-        raise DamagedCheckpointError(f"{path} names files outside its folder: {abbreviate(outside)}")
+        raise DamagedCheckpointError(f"{path} names files outside its folder: {listed(outside, MAX_NAMES)}")
     files = {name: TensorFile(folder / name) for name in names}
     stored = {name: set(file.keys) for name, file in files.items()}
     missing = [f"{key} in {name}" for key, name in weight_map.items() if key not in stored[name]]
@@ -299,7 +281,8 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
         f"{key} in {name}" for name, file in files.items() for key in file.keys if weight_map.get(key, name) != name
     ]
     if missing or wrong_file:
-        raise DamagedCheckpointError(f"{path} and the files beside it do not match: {abbreviate(missing + wrong_file)}")
+        wrong = listed(missing + wrong_file, MAX_NAMES)
+        raise DamagedCheckpointError(f"{path} and the files beside it do not match: {wrong}")
     return {key: file for file in files.values() for key in file.keys}
 
 

@@ -16,10 +16,12 @@ import codecs
 import glob
 import json
 import lzma
+import math
 import os
+import re
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,8 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from megatron.checkpoint.durable_files import LockState, try_lock
+from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
+from megatron.config.text import echo
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
@@ -223,13 +227,18 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def _read_plain_text(file: Path, check_utf8: bool) -> bytes:
-    """Return the content of a plain file; raise BadDocumentError if it is damaged, or not text."""
+def _read_plain_text(file: Path, max_bytes: int, check_utf8: bool) -> bytes:
+    """Return the content of a plain file; raise BadDocumentError if it is damaged, too large, or not text."""
     try:
         with open(file, "rb") as stream:
-            content = b"".join(decompress(file, stream)) if compression_suffix(file) else stream.read()
+            if compression_suffix(file):
+                content = _join(decompress(file, stream), max_bytes)
+            else:
+                content = stream.read() if os.fstat(stream.fileno()).st_size <= max_bytes else None
     except DamagedStreamError as error:
         raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
+    if content is None:
+        raise BadDocumentError(*_too_long(max_bytes), _exclude(file))
     if content.startswith(UTF_16_BOMS):
         raise BadDocumentError(" is UTF-16, not UTF-8 text", *_recode(file, "UTF-16"))
     if b"\0" in content:
@@ -242,6 +251,17 @@ def _read_plain_text(file: Path, check_utf8: bool) -> bytes:
         seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
         raise BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file)) from error
     return content
+
+
+def _join(pieces: Iterable[bytes], max_bytes: int) -> bytes | None:
+    """Return the pieces as one; None if they have more than ``max_bytes``."""
+    kept: list[bytes] = []
+    for piece in pieces:
+        kept.append(piece)
+        max_bytes -= len(piece)
+        if max_bytes < 0:
+            return None
+    return b"".join(kept)
 
 
 def _exclude(file: Path) -> str:
@@ -259,18 +279,20 @@ def _recode(file: Path, encoding: str) -> tuple[str, ...]:
 UNFINISHED = ".part"  # ends the names of files that are written, which a folder does not contribute
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
+MAX_LINE_BYTES = 1 << 27  # default of --max-line-bytes
 SEARCH_BYTES = 1 << 16  # read at once in search of the end of a line, which may be long
 
 
 class LineBlock(NamedTuple):
-    """Consecutive whole lines of a JSON-lines file, or rows of a table."""
+    """Whole lines of a JSON-lines file, or rows of a table; or, without content, one line that is too long."""
 
     file: Path
     content: bytes | range  # the lines or rows, or the byte range of the file that holds them
     stored: int  # bytes they take in the file, compressed if it is
     first: bool  # whether the file begins with them
     last: bool  # whether the file ends with them
-    damage: tuple[str, ...] = ()  # why the rest of the file cannot be read, and fixes; empty if it can
+    # why the line, or after the last block the rest of the file, cannot be read, and fixes; empty if it can
+    damage: tuple[str, ...] = ()
 
     def read(self) -> bytes:
         """Return the lines; raise DataError if the file has become shorter."""
@@ -289,6 +311,7 @@ class FileBlock(NamedTuple):
 
     files: tuple[Path, ...]
     stored: int  # total size, compressed if they are
+    max_bytes: int = MAX_LINE_BYTES  # of the text of a file
 
 
 Block = LineBlock | FileBlock
@@ -320,10 +343,12 @@ def uncompressed_name(file: Path) -> str:
     return file.name[: len(file.name) - len(compression_suffix(file))]
 
 
-def split_into_blocks(files: Sequence[Path], keys: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def split_into_blocks(
+    files: Sequence[Path], keys: Sequence[str], block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
-    Of tables only the columns ``keys`` are read.
+    Of tables only the columns ``keys`` are read. Lines and plain files of more than ``max_line_bytes`` are invalid.
     """
     plain: list[Path] = []
     size = 0
@@ -332,35 +357,55 @@ def split_into_blocks(files: Sequence[Path], keys: Sequence[str], block_bytes: i
             plain.append(file)
             size += file.stat().st_size
         if plain and (size >= block_bytes or not is_plain(file)):
-            yield FileBlock(tuple(plain), size)
+            yield FileBlock(tuple(plain), size, max_line_bytes)
             plain, size = [], 0
         if is_table(file):
             yield from _cut_table(file, keys, block_bytes)
         elif not is_plain(file):
-            yield from split_lines_file(file, block_bytes)
+            yield from split_lines_file(file, block_bytes, max_line_bytes)
     if plain:
-        yield FileBlock(tuple(plain), size)
+        yield FileBlock(tuple(plain), size, max_line_bytes)
 
 
-def split_lines_file(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
-    """Yield the blocks of one JSON-lines file, at least one."""
-    if compression_suffix(file):
-        yield from _cut_compressed(file, block_bytes)
-        return
+def split_lines_file(
+    file: Path, block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[LineBlock]:
+    """Yield the blocks of one JSON-lines file, at least one. Memory use is bounded however long a line is."""
+    cut = _cut_compressed if compression_suffix(file) else _cut_lines
+    return cut(file, min(block_bytes, max_line_bytes), max_line_bytes)  # so only the last line of a block is too long
+
+
+def _cut_lines(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
     start, size = 0, file.stat().st_size
     with open(file, "rb") as stream:
+
+        def skip_line(limit: float = math.inf) -> int:
+            """Return the end of the line at the position of the stream, or a place in it after ``limit``."""
+            while stream.readline(SEARCH_BYTES)[-1:] not in (b"\n", b"") and stream.tell() < limit:
+                pass
+            return min(stream.tell(), size)
+
         while True:
             stream.seek(start + block_bytes - 1)
-            while stream.readline(SEARCH_BYTES)[-1:] not in (b"\n", b""):
-                pass
-            end = min(stream.tell(), size)
-            yield LineBlock(file, range(start, end), end - start, first=start == 0, last=end == size)
-            if end == size:
+            good = end = skip_line(start + block_bytes + max_line_bytes)
+            if end - start > max_line_bytes:
+                stream.seek(start)
+                line = start + stream.read(block_bytes - 1).rfind(b"\n") + 1
+                stream.seek(end - 1)
+                if end - line - (stream.read(1) == b"\n") > max_line_bytes:
+                    good = line
+            if good > start or end == start:
+                yield LineBlock(file, range(start, good), good - start, first=start == 0, last=good == size)
+            if good < end:
+                yield LineBlock(file, b"", end - good, good == 0, last=False, damage=_too_long(max_line_bytes))
+                stream.seek(end - 1)
+                end = skip_line()
+            elif end == size:
                 return
             start = end
 
 
-def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
+def _cut_compressed(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
     pieces: list[bytes] = []
     size = 0  # of the pieces
     block_start = 0  # in the compressed file
@@ -368,7 +413,15 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     damage: tuple[str, ...] = ()
     with open(file, "rb") as stream:
         try:
-            for piece in decompress(file, stream):
+            for piece in _without_long_lines(decompress(file, stream), max_line_bytes):
+                if piece is None:
+                    content = b"".join(pieces)
+                    for lines, why in ((content[: content.rfind(b"\n") + 1], ()), (b"", _too_long(max_line_bytes))):
+                        if lines or why:
+                            yield LineBlock(file, lines, stream.tell() - block_start, first, last=False, damage=why)
+                            block_start, first = stream.tell(), False
+                    pieces, size = [], 0
+                    continue
                 size += len(piece)
                 end = piece.rfind(b"\n") + 1 if size >= block_bytes else 0
                 pieces.append(piece[:end] if end else piece)
@@ -385,6 +438,31 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[LineBlock]:
     if damage:
         content = content[: content.rfind(b"\n") + 1]
     yield LineBlock(file, content, stored, first, last=True, damage=damage)
+
+
+def _without_long_lines(pieces: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]:
+    """Yield the pieces of a text, and None once a line is longer than ``max_bytes``, whose rest is left out."""
+    line = 0  # bytes so far of the line that the next piece continues
+    for piece in (large[at : at + max_bytes] for large in pieces for at in range(0, len(large), max_bytes)):
+        end = piece.find(b"\n")
+        if line > max_bytes:
+            if end < 0:
+                continue
+            piece, line = piece[end + 1 :], 0
+            end = piece.find(b"\n")
+        line += len(piece) if end < 0 else end
+        if line > max_bytes:
+            yield None
+            if end < 0:
+                continue
+            piece = piece[end + 1 :]
+        if end >= 0:
+            line = len(piece) - 1 - piece.rfind(b"\n")
+        yield piece
+
+
+def _too_long(max_bytes: int) -> tuple[str, ...]:
+    return f" is longer than {max_bytes:,} bytes", f"--max-line-bytes {2 * max_bytes}", FIX_LINE
 
 
 def _cut_table(file: Path, keys: Sequence[str], block_bytes: int) -> Iterator[LineBlock]:
@@ -413,8 +491,14 @@ UNSUPPORTED_COMPRESSIONS = {
 """Suffixes of unsupported compressions, and the command that decompresses such a file."""
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
+    """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude`` and more."""
     add = parser.add_argument_group("input").add_argument
     folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
     suffixes = [*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, ".txt"]
@@ -422,12 +506,15 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         "files, quoted patterns, folders, datasets of the hub hf:NAME[:CONFIG][:SPLIT], standard input (-) or pipes"
     )
     keys = "keys of an object's texts, or columns of a table (text)"
+    longest = f"longest line or plain file, in bytes; a longer one is an invalid document ({MAX_LINE_BYTES:,})"
     bad_lines = "at an invalid document: stop (fail), or report it, count it and continue"
     add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
     add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
     add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
+    add("--max-line-bytes", type=_positive, default=MAX_LINE_BYTES, metavar="N", help=longest)
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
+    add_links_flag(parser)
 
 
 @contextmanager
@@ -470,28 +557,36 @@ def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
         files.close()
 
 
-def find_text_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
+def find_text_files(
+    inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str], follow_links: bool = False
+) -> list[Path]:
     """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
     by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern. A folder written by `save_to_disk` of Hugging Face `datasets`
+    existing file name is never treated as a pattern. Links out of a folder or pattern are errors unless
+    ``follow_links``. A folder written by `save_to_disk` of Hugging Face `datasets`
     contributes the rows of the dataset. Inputs that match no file, unsupported formats, and documents that would be
     read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
+        links = ""
         if os.path.isdir(name):
             found = _walk(Path(name), suffixes, exclude)
+            links = describe_outside_links(filter(Path.is_symlink, found), Path(name))
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+            links = describe_outside_links(found, Path(re.split(r"[^/]*[*?[]", name)[0]))
             _refuse_copies(found)
         if not found:
             raise _no_files(name, suffixes)
+        if links and not follow_links:
+            raise DataError(f"--input {name}: {links}", FOLLOW_LINKS, "--exclude NAME")
         files += found
     seen: dict[str, Path] = {}
     for file in files:
@@ -568,7 +663,7 @@ class BadDocumentReport:
     """
 
     def __init__(
-        self, skip: bool = False, message: Callable[[str], object] = print, counts: Sequence[int] = (0, 0, 0)
+        self, skip: bool = False, message: Callable[[str], object] = echo, counts: Sequence[int] = (0, 0, 0)
     ) -> None:
         self._skip = skip
         self._message = message
@@ -615,7 +710,7 @@ def load_block(block: Block) -> tuple[Block, int]:
     content = block.read()
     if is_table(block.file):
         return block, len(parse_rows(content))
-    return block._replace(content=content), content.count(b"\n")
+    return block._replace(content=content), content.count(b"\n") + (bool(block.damage) and not block.last)
 
 
 def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> Iterator[TextDocument | BadDocument]:
@@ -629,7 +724,7 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
     if isinstance(block, FileBlock):
         for file in block.files:
             try:
-                content = _read_plain_text(file, check_utf8=not any_bytes)
+                content = _read_plain_text(file, block.max_bytes, check_utf8=not any_bytes)
                 yield TextDocument((content,), (file, 0), len(content))
             except BadDocumentError as bad:
                 yield BadDocument(file, 0, bad.seen, bad.fixes, file.stat().st_size)
@@ -651,13 +746,16 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
 
 
 def read_documents(
-    files: Sequence[Path], keys: Sequence[str], report: BadDocumentReport | None = None
+    files: Sequence[Path],
+    keys: Sequence[str],
+    report: BadDocumentReport | None = None,
+    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[TextDocument]:
     """Yield the documents of files, in this order; add bad ones to the report, whose default raises their errors."""
     for file in files:
         check_single_key(file, keys)
     report = report or BadDocumentReport()
-    for unread in split_into_blocks(files, keys):
+    for unread in split_into_blocks(files, keys, max_line_bytes=max_line_bytes):
         block, lines = load_block(unread)
         documents = list(read_block(block, keys))
         bad = [document for document in documents if isinstance(document, BadDocument)]

@@ -35,10 +35,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron.checkpoint.durable_files import checksum, publish_file
+from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError, pluralize
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
+    MAX_LINE_BYTES,
     BadDocument,
     BadDocumentReport,
     Block,
@@ -371,6 +373,7 @@ class PreprocessOptions:
     workers: int = 1  # processes that encode; 1 means this process
     skip_bad: bool = False  # skip invalid documents instead of failing
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
+    max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
 
 
@@ -400,7 +403,7 @@ class RunState:
     def load(cls, path: Path) -> RunState | None:
         """Return the saved state, or None if there is none; raise DataError if it is damaged."""
         try:
-            fields = json.loads(path.read_bytes())
+            fields = parse_json(read_small(path))
             return cls(**fields | {"totals": PreprocessTotals(**fields["totals"])})
         except FileNotFoundError:
             return None
@@ -425,6 +428,7 @@ def _settings(
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
+        "--max-line-bytes": str(plan.max_line_bytes),
         "versions of libraries": f"{libraries}, blocks of {plan.block_bytes}",
     }
 
@@ -439,7 +443,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
     state = RunState.load(path)
     keys = {*plan.keys}
     if state is not None:
-        other = [name for name in settings if settings[name] != state.settings[name]]
+        other = [name for name in settings if settings[name] != state.settings.get(name)]
         if state.bad[0] and not plan.skip_bad:
             other.append("--on-bad-line")
         if not other:
@@ -485,7 +489,11 @@ def write_dataset(
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         workers = stack.enter_context(closing(EncoderPool(options, plan.workers))) if plan.workers > 1 else None
-        sample = read_sample(plan.files, plan.keys) if tokenizer.files and plan.engine != OWN_LIBRARY else []
+        sample = (
+            read_sample(plan.files, plan.keys, plan.max_line_bytes)
+            if tokenizer.files and plan.engine != OWN_LIBRARY
+            else []
+        )
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
         progress.message(f"engine: {engine.name} ({engine.reason})")
@@ -507,7 +515,7 @@ def write_dataset(
 
         state_path = RunState.path(plan.prefix, plan.keys)
         next_save = time.monotonic() + SAVE_SECONDS
-        unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes)
+        unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes, plan.max_line_bytes)
         blocks = islice(unread, state.blocks, None)
         encode = BlockEncoder(options, tokenizer, engine)
         results = (
@@ -558,14 +566,14 @@ def _check_keys(plan: PreprocessOptions) -> None:
         check_single_key(file, plan.keys)
 
 
-def read_sample(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
+def read_sample(files: Sequence[Path], keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> list[str]:
     """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid documents.
 
     They are searched for in the first `SAMPLE_SEARCH_BYTES`, so that an input without valid texts fails soon.
     """
     found: list[str] = []
     size = searched = 0
-    for block in split_into_blocks(files, keys, SAMPLE_BYTES):
+    for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes):
         for document in read_block(block, keys):
             searched += document.num_bytes
             for text in document.texts if isinstance(document, TextDocument) else ():

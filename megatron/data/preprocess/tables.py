@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -129,14 +130,27 @@ def saved_dataset_files(folder: Path) -> list[Path]:
         DataError: if the folder holds several splits.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _names(folder / "dataset_dict.json", lambda content: content["splits"])
         if len(splits) > 1:
             fixes = [f"--input {folder / split}" for split in splits]
             raise DataError(f"{folder} holds the splits {', '.join(splits)}", *fixes)
-        folder = folder / splits[0]
+        folder = folder.joinpath(*splits)
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return []
-    return [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+    files = _names(folder / "state.json", lambda content: [file["filename"] for file in content["_data_files"]])
+    return [folder / name for name in files]
+
+
+def _names(file: Path, read: Callable[[Any], list[str]]) -> list[str]:
+    """Return the names that a JSON file of `datasets` holds, none of which leads to another folder."""
+    try:
+        names = read(parse_json(read_small(file)))
+        if names == [Path(name).name for name in names] and ".." not in names:
+            return names
+        reason = "it names files of other folders"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = str(error)
+    raise DataError(f"{file} is not a file of a dataset: {reason}", f"--exclude {shlex.quote(file.parent.name)}")
 
 
 def hugging_face_files(name: str) -> list[Path]:

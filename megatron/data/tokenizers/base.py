@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.files import TABLE_FILE_BYTES, read_small
 from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
 
@@ -137,10 +138,10 @@ def num_encoder_threads() -> int:
     return 1 if multiprocessing.parent_process() is not None else os.cpu_count() or 1
 
 
-def read_tokenizer_file(path: Path, *fixes: str) -> bytes:
-    """Return the content of a file; raise DataError with ``fixes`` if it cannot be read."""
+def read_tokenizer_file(path: Path, *fixes: str, limit: int = TABLE_FILE_BYTES) -> bytes:
+    """Return the content of a file of at most ``limit`` bytes; raise DataError with ``fixes`` if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_small(path, limit)
     except FileNotFoundError:
         raise DataError(f"there is no {path}", *fixes) from None
     except OSError as error:

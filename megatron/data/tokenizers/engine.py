@@ -27,6 +27,7 @@ from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 GIGATOKEN = "gigatoken"
 OWN_LIBRARY = "hf"
 MAX_OVERLAPS = 20_000  # limit for tokenizers with thousands of added tokens, whose pairs may all overlap
+MAX_OVERLAP_CHARACTERS = 10**8  # of the beginnings and ends of all added tokens
 ENGINES = ("auto", GIGATOKEN, OWN_LIBRARY)
 """Values of ``--engine``. ``auto`` is gigatoken if its ids are equal; ``hf`` is the tokenizer's own library."""
 
@@ -124,10 +125,11 @@ def _load_gigatoken(tokenizer: Tokenizer) -> tuple[EncodeBatch, list[str]]:
         import gigatoken
     except ImportError:
         raise _GigatokenError("gigatoken is not installed (pip install 'megatron-pretrain[fast]')") from None
-    file = json.loads(content)
-    added = [token["content"] for token in file.get("added_tokens") or ()]
-    if not tokenizer.settings.get("parse_special_tokens"):
-        file = _without_special_tokens(file)
+    with convert_library_errors(_GigatokenError, "gigatoken cannot read this tokenizer"):
+        file = json.loads(content)
+        added = [token["content"] for token in file.get("added_tokens") or ()]
+        if not tokenizer.settings.get("parse_special_tokens"):
+            file = _without_special_tokens(file)
     _refuse_added_tokens(file)
     with convert_library_errors(_GigatokenError, "gigatoken cannot read this tokenizer"):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
@@ -199,6 +201,8 @@ def _texts_around(tokens: Sequence[str]) -> list[str]:
 
 def _overlaps(tokens: Sequence[str]) -> list[str]:
     """Return up to `MAX_OVERLAPS` texts in which two tokens overlap, so that only one of them can match."""
+    if sum(len(token) ** 2 for token in tokens) > MAX_OVERLAP_CHARACTERS:
+        raise _GigatokenError("this tokenizer has too many or too long added tokens to compare")
     by_prefix: dict[str, list[str]] = {}
     for token in tokens:
         for size in range(1, len(token)):

@@ -8,6 +8,7 @@ give the ids of the text alone: no special tokens are added, and those spelled o
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +21,15 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.config.files import SMALL_FILE_BYTES, parse_json
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import EncodedBatch, LibraryTokenizer, Tokenizer, read_tokenizer_file
+from megatron.data.tokenizers.base import (
+    EncodedBatch,
+    LibraryTokenizer,
+    Tokenizer,
+    convert_library_errors,
+    read_tokenizer_file,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -32,6 +40,13 @@ NO_EXPORT_NOTE = (
     "no tokenizer.json gives the same ids as this tokenizer: a model trained with it is exported without one"
 )
 DEFAULT_EOD_TOKENS = (END_OF_DOCUMENT, "</s>")  # tried if the files name no eos_token
+
+
+MAX_TOKENS = 1 << 24
+"""Limit of the ids in a tokenizer's files. The library saves a tokenizer through a list of all ids without a token."""
+
+MAX_GROWTH = 256
+"""How many times as long as the text the result of a tokenizer's rules may be."""
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -62,10 +77,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         path = resolve_tokenizer_path(tokenizer_model)
         self.files = files = _read_files(path) if files is None else files
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
-        except Exception as error:  # the library raises no other class
-            seen = f"{path}: not a tokenizer.json that the library can read: {error}"
-            raise DataError(seen, "copy it again") from error
+            self._tokenizer = parse_tokenizer(files[TOKENIZER_JSON])
+        except ValueError as error:
+            raise DataError(f"{path}: {error}", "copy it again") from error
         if getattr(self._tokenizer.model, "dropout", None):
             seen = f"{path} drops merges at random (BPE dropout): its ids are not reproducible"
             raise DataError(seen, 'set "dropout" to null')
@@ -109,7 +123,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text, including special tokens; unknown ids are skipped."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with convert_library_errors(DataError, "the tokenizer cannot decode these ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def check_special_tokens_stay_text(self) -> None:
         """Raise DataError if the spelling of a special token, except the unknown token, is encoded as its id.
@@ -118,7 +133,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """
         unknown = getattr(self._tokenizer.model, "unk_token", None) or find_special_token(self.files, "unk_token")
         for token, number in self.special_ids.items():
-            if token != unknown and number in self.encode(token):
+            try:
+                becomes_id = token != unknown and number in self.encode(token)
+            except ValueError:  # without an unknown token; as part of a document it is an error too
+                continue
+            if becomes_id:
                 seen = f"this tokenizer encodes '{token}' in plain text as the special token {number}"
                 fix = "--parse-special-tokens, if that is intended for this corpus"
                 raise DataError(f"{seen}, and this cannot be turned off", fix)
@@ -126,6 +145,38 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return the files it was read from."""
         return dict(self.files)
+
+
+def parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
+    """Return the tokenizer in a ``tokenizer.json``.
+
+    Raises:
+        ValueError: if the library cannot read it, or it would take any amount of memory to save it or to encode a text.
+    """
+    with convert_library_errors(ValueError, "not a tokenizer.json that the library can read"):
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+        growth = math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
+    if largest >= MAX_TOKENS:
+        raise ValueError(f"it has a token with the id {largest:,}; ids are below {MAX_TOKENS:,}")
+    if growth > MAX_GROWTH:
+        raise ValueError(f"its rules make a text up to {growth:.3g} times as long; at most {MAX_GROWTH} is accepted")
+    return tokenizer
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return the largest factor by which a normalizer, pre-tokenizer or decoder in JSON lengthens a text."""
+    match step["type"]:
+        case "Sequence":
+            steps = next(value for value in step.values() if isinstance(value, list))
+            return math.prod(map(_growth, steps))
+        case "Replace":
+            matched = len(step["pattern"].get("String", ""))  # a regular expression may match between characters
+            return max(1.0, len(step["content"]) / matched if matched else 1.0 + len(step["content"]))
+        case "ByteLevel":
+            return 2.0
+    return 1.0
 
 
 def _without_defaults(value: Any) -> Any:
@@ -189,7 +240,8 @@ def _read_files(path: Path) -> dict[str, bytes]:
         raise DataError(f"there is no {main}", *how, "--tokenizer-model DIR")
     files = {TOKENIZER_JSON: read_tokenizer_file(main)}
     beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
-    return files | {name: read_tokenizer_file(file) for name, file in beside.items() if file.is_file()}
+    found = {name: file for name, file in beside.items() if file.is_file()}
+    return files | {name: read_tokenizer_file(file, limit=SMALL_FILE_BYTES) for name, file in found.items()}
 
 
 def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:
@@ -214,7 +266,7 @@ def find_special_token(files: Mapping[str, bytes], role: str) -> str | None:
     """Return the token that the files define for a ``role`` such as ``eos_token``, or None."""
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
         try:
-            token = json.loads(files.get(name, b"{}")).get(role)
+            token = parse_json(files.get(name, b"{}")).get(role)
         except (ValueError, AttributeError) as error:
             raise DataError(f"the tokenizer's {name} is not a JSON object: {error}", "copy it again") from error
         token = token.get("content") if isinstance(token, dict) else token

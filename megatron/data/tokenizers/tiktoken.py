@@ -13,9 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.config.files import parse_json
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, files_with_config
+from megatron.data.tokenizers.base import (
+    LibraryTokenizer,
+    convert_library_errors,
+    num_encoder_threads,
+    read_tokenizer_file,
+)
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, MAX_TOKENS, files_with_config
 
 RANKS_SUFFIX, JSON_SUFFIX = ".tiktoken", ".json"
 MEGATRON_VOCAB_SIZE = 1 << 17
@@ -125,9 +131,10 @@ class TikTokenizer(LibraryTokenizer):
             import tiktoken
         except ImportError as error:
             raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
-        self._encoding = tiktoken.Encoding(
-            file.stem, pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special_ids)
-        )
+        with convert_library_errors(DataError, f"{file}: not ranks that tiktoken can use", "copy it again"):
+            self._encoding = tiktoken.Encoding(
+                file.stem, pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special_ids)
+            )
 
     def _identity(self) -> tuple[str, ...]:
         table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
@@ -182,13 +189,14 @@ def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     pairs: list[tuple[bytes, int]] = []
     if file.suffix == JSON_SUFFIX:
         try:
-            for entry in json.loads(content):
+            for entry in parse_json(content):
                 pairs.append((base64.b64decode(entry["token_bytes"], validate=True), entry["rank"]))
         except (ValueError, TypeError, KeyError) as error:
             seen = f'{file} is not a list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
             raise DataError(seen, f"--tokenizer-model FILE{RANKS_SUFFIX}") from error
         if [rank for _, rank in pairs] != list(range(len(pairs))):
             raise DataError(f"the ranks of {file} are not 0, 1, 2 and so on", "copy it again")
+        pairs = [(token, number) for number, (token, _) in enumerate(pairs)]  # 1.0 and true are equal to 1
     else:
         for number, line in enumerate(content.splitlines(), 1):
             try:
@@ -200,6 +208,8 @@ def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     ranks = dict(pairs)
     if len(ranks) < len(pairs) or len(set(ranks.values())) < len(pairs):
         raise DataError(f"{file} has a duplicate token or rank", "copy it again")
+    if not 0 <= min(ranks.values(), default=0) <= max(ranks.values(), default=0) < MAX_TOKENS:
+        raise DataError(f"{file} has a rank that is not from 0 to {MAX_TOKENS - 1:,}", "copy it again")
     missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
     if missing:
         raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, first 0x{missing[0]:02X}", "copy it again")

@@ -15,10 +15,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from megatron.config.files import FOLLOW_LINKS, describe_outside_links, parse_json, read_small
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
+from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
     ByteTokenizer,
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
@@ -41,6 +45,7 @@ class TokenizerOptions:
     tiktoken_pattern: str | None = None  # pre-tokenization regex of TikTokenizer: ``v1`` or ``v2``
     tiktoken_num_special_tokens: int = 1000  # ids that TikTokenizer reserves before those of its file
     parse_special_tokens: bool = False  # encode special tokens spelled out in text as their ids
+    follow_links: bool = False  # read files to which links lead out of the folder
 
     @classmethod
     def of(cls, data: DataConfig, vocab_size: int | None) -> TokenizerOptions:
@@ -93,13 +98,15 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         )
     parameters = signature(_TYPES[name]).parameters
     for field in fields(options):
-        used = field.name in ("tokenizer_type", "vocab_size", *parameters)
+        used = field.name in ("tokenizer_type", "vocab_size", "follow_links", *parameters)
         if not used and getattr(options, field.name) != field.default:
             flag = f"--{field.name.replace('_', '-')}"
             raise DataError(f"{name} does not use {flag}", f"leave out {flag}")
     model = parameters.get("tokenizer_model")
     if model is not None and model.default is model.empty and options.tokenizer_model is None:
         raise DataError(f"{name} needs --tokenizer-model", f"--tokenizer-model {_EXAMPLES.get(name, 'FILE.model')}")
+    if options.tokenizer_model is not None and not options.follow_links:
+        refuse_outside_links(Path(options.tokenizer_model), FOLLOW_LINKS)
     given = {field: value for field, value in vars(options).items() if field in parameters}
     tokenizer = _TYPES[name](**given)
     if type(tokenizer) is HuggingFaceTokenizer and not options.parse_special_tokens:
@@ -108,6 +115,14 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         seen = f"{name} has {tokenizer.vocab_size} ids, not {options.vocab_size}"
         raise DataError(seen, "leave out --vocab-size")
     return tokenizer
+
+
+def refuse_outside_links(model: Path, *fixes: str) -> None:
+    """Raise DataError if links lead out of a tokenizer's folder, or among the files beside its file."""
+    folder, beside = (model, []) if model.is_dir() else (model.parent, [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP])
+    files = [folder / name for name in beside] or filter(Path.is_symlink, sorted(folder.iterdir()))
+    if links := describe_outside_links(files, folder):
+        raise DataError(links, *fixes)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -136,6 +151,11 @@ CANONICAL_TYPES = {
 }
 """Tokenizer types that give the same ids as another type when built from the same files."""
 REWRITE_FIX = "rewrite the dataset with tools/preprocess_data.py"
+COPY_FILES_FIX = "replace the links by the files, if you made them"
+
+
+SETTING_TYPES = {"parse_special_tokens": bool, "tiktoken_pattern": str, "tiktoken_num_special_tokens": int}
+"""The settings in a record; a record names no other file."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +182,25 @@ class TokenizerRecord:
             dict(tokenizer.special_ids),
             dict(tokenizer.settings),
         )
+
+    def check(self) -> None:
+        """Raise ValueError if a field has a value that no tokenizer has."""
+        special_ids = {} if self.special_ids is None else self.special_ids
+        settings = {} if self.settings is None else self.settings
+        if type(self.vocab_size) is not int or not SETTINGS["vocab_size"].allows(self.vocab_size):
+            limits = SETTINGS["vocab_size"].option.limits
+            raise ValueError(f"vocab_size is {self.vocab_size!r}, not a whole number of {limits}")
+        if not isinstance(special_ids, Mapping) or not isinstance(settings, Mapping):
+            raise ValueError("special_ids and settings are objects or null")
+        ids = {"eod": self.eod, "pad": 0 if self.pad is None else self.pad, **special_ids}
+        for name, number in ids.items():
+            if type(number) is not int or not 0 <= number < self.vocab_size:
+                raise ValueError(f"the id of {name} is {number!r}, which is not below the vocab_size {self.vocab_size}")
+        for name, value in settings.items():
+            if type(value) is not SETTING_TYPES.get(name):
+                raise ValueError(f"there is no setting {name} {value!r}")
+        if not isinstance(self.tokenizer_type, str) or not isinstance(self.fingerprint, str):
+            raise ValueError("tokenizer_type and fingerprint are texts")
 
     def to_bytes(self) -> bytes:
         """Return the contents of the record file."""
@@ -213,11 +252,13 @@ def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None)
     """Read the record of a dataset and check its type; return None if there is none, as for one of Megatron-LM."""
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     try:
-        record = TokenizerRecord(**json.loads(path.read_bytes()))
+        record = TokenizerRecord(**parse_json(read_small(path)))
+        record.check()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: {error}", REWRITE_FIX) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: {reason}", REWRITE_FIX) from error
     if tokenizer_type is not None and not record.matches_type(tokenizer_type):
         raise DataError(
             f"{prefix} was written with {record.tokenizer_type}, not with {tokenizer_type}",
@@ -236,6 +277,8 @@ def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = Non
     if record is None:
         return None
     folder, settings = Path(f"{prefix}.{FILES_SUFFIX}"), record.settings or {}
+    if folder.is_dir():
+        refuse_outside_links(folder, COPY_FILES_FIX)
     model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
     size = record.vocab_size if record.tokenizer_type in ("NullTokenizer", "TikTokenizer") else None
     try:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron.arguments.validate import MAX_PROFILE_STEPS
+from megatron.config.files import read_small
 from megatron.config.run import ProfilingConfig
 from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
@@ -86,12 +87,12 @@ class ProfileRequestListener:
     def _read_file(self, file: Path) -> ProfileRequest:
         """Read and remove the request file, if it exists."""
         try:
-            text = file.read_text(errors="replace").strip()
+            text = read_small(file).decode(errors="replace").strip()
             file.unlink()
         except FileNotFoundError:
             return NO_REQUEST
         except OSError as error:
-            self._warn(f"{file} is ignored from now on, because it cannot be removed: {error}")
+            self._warn(f"{file} is ignored from now on, because it cannot be read and removed: {error}")
             self._file = None
             return NO_REQUEST
         number = text.removeprefix(PIPELINE_REQUEST).strip() or str(DEFAULT_PROFILE_STEPS)

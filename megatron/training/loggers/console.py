@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron.config.privacy import redact
-from megatron.config.text import format_bytes
+from megatron.config.text import echo, format_bytes
 from megatron.training.loggers.base import METRICS, Metrics, metrics_under
 from megatron.training.loggers.formatting import (
     format_compact,
@@ -24,13 +24,13 @@ from megatron.training.startup import startup_line
 def print_line(text: str) -> None:
     """Print a line; ignore errors of the console, such as a full disk or a broken pipe."""
     with suppress(OSError):
-        print(text, flush=True)
+        echo(text, flush=True)
 
 
 def print_warning(text: str) -> None:
     """Print a warning to stderr, from any rank; ignore errors of the console."""
     with suppress(OSError):
-        print(f"warning: {redact(text)}", file=sys.stderr, flush=True)
+        echo(f"warning: {redact(text)}", file=sys.stderr, flush=True)
 
 
 class ConsoleLogger:

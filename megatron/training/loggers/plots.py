@@ -90,8 +90,8 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
             width = 2.2 if single else max(4.0 - number, 1.2)  # equal runs stay visible behind each other
             _draw_training(loss, "training" if single else name, run.train, color, dashes, width)
             _draw_evaluations(loss, run, None if single else color)
-            rates = [float(point.line["learning-rate"]) for point in run.train]
             tokens = [point.tokens for point in run.train]
+            rates = [point.learning_rate for point in run.train]
             rate.plot(tokens, rates, dashes, color=RATE_COLOR if single else color, linewidth=1.6)
         _scale_loss_axis(loss, [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)])
         loss.set_ylabel("loss per token (nats)")
@@ -184,7 +184,7 @@ def _draw_incidents(axes: Axes, run: RunHistory) -> None:
     skipped = [
         point.tokens - (point.iteration - step) * point.tokens_per_step
         for point in run.train
-        for step in point.line["skipped-iterations"]
+        for step in point.line.get("skipped-iterations", ())
     ]
     for noun, positions, color, dashes in (
         ("skipped update", skipped, SKIPPED_COLOR, "solid"),

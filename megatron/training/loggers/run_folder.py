@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import make_folder, publish_file
+from megatron.config.files import open_regular, parse_json
 from megatron.config.privacy import check_access, redact
+from megatron.config.text import printable
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import Metrics
 from megatron.training.startup import start_phrase
@@ -42,6 +44,7 @@ PACKAGES = (
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
 INCIDENTS_FILE = "incidents.md"
+MAX_LINE_BYTES = 16 << 20  # of metrics; those of a layer take about 100 bytes
 
 
 def write_run_folder(
@@ -201,15 +204,18 @@ class JsonLinesLogger:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line, or None for a line that a crash cut off or damaged.
+    """Yield the object of each line, or None for a line that a crash cut off or damaged, or that is too long.
 
     Raises:
         OSError: if the file cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
+    with open_regular(path) as file:
+        while text := file.readline(MAX_LINE_BYTES):
+            whole = len(text) < MAX_LINE_BYTES or text.endswith(b"\n")
+            while len(text) == MAX_LINE_BYTES and not text.endswith(b"\n"):
+                text = file.readline(MAX_LINE_BYTES)
             try:
-                line = json.loads(text)
+                line = parse_json(text.decode(errors="replace")) if whole else None
             except ValueError:
                 yield None
             else:
@@ -253,7 +259,19 @@ class IncidentLogger:
 
     def _write(self, seconds: float, text: str) -> None:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-        self._file.write(f"- {at} step {self._step}: {' '.join(text.split())}\n")
+        self._file.write(f"- {at} step {self._step}: {printable(' '.join(text.split()))}\n")
+
+
+USED_NUMBERS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))
+"""Numbers that a line of an evaluation, and of training, must have."""
+
+NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-scale", "grad-norm")
+"""Beginnings of the names of other numbers, which may be missing."""
+
+
+def is_metric(value: object) -> bool:
+    """Return True for a number that can be drawn."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 class HistoryPoint(NamedTuple):
@@ -262,6 +280,16 @@ class HistoryPoint(NamedTuple):
     name: str  # training, validation, validation NAME, test or health
     iteration: int
     line: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise ValueError, or LookupError for a missing one, unless what is drawn and compared are numbers."""
+        skipped = self.line.get("skipped-iterations", [])
+        used = [self.line[name] for name in (() if self.name == "health" else USED_NUMBERS[self.name == "training"])]
+        used += [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
+        if not isinstance(skipped, list) or not all(is_metric(x) for x in (self.iteration, *skipped, *used)):
+            raise ValueError("a metric is not a number")
+        if self.name == "training" and not self.line["consumed-samples"]:
+            raise ValueError("no samples are consumed")
 
     @property
     def tokens(self) -> int:
@@ -272,6 +300,12 @@ class HistoryPoint(NamedTuple):
     def tokens_per_step(self) -> float:
         """Tokens of the last step of a line of training."""
         return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of a line of training; NaN without one."""
+        rate = self.line.get("learning-rate")
+        return math.nan if rate is None else float(rate)
 
     @property
     def loss(self) -> float:
@@ -302,7 +336,9 @@ class RunHistory:
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
         elif "event" not in line and (name := point_name(line)):
-            self.points[name, iteration] = HistoryPoint(name, iteration, line)
+            point = HistoryPoint(name, iteration, line)
+            point.check()
+            self.points[name, iteration] = point
 
     @property
     def train(self) -> list[HistoryPoint]:
@@ -342,7 +378,7 @@ def read_history(path: Path) -> RunHistory:
     for number, line in enumerate(read_json_lines(path), start=1):
         try:
             history.add(line or {})
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             history.unreadable.append(number)
     if not history.train:
         count = len(history.unreadable)

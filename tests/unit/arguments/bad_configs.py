@@ -120,6 +120,10 @@ CASES = (
     Case("--fake-process-group"),
     # ranges
     Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
+    Case(
+        "--num-layers 10001 --vocab-size 10000000000 --global-batch-size 10000000 --save-interval 9223372036854775808"
+    ),
+    Case("--hidden-size 16777216 --ffn-hidden-size 33554432"),
     Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),
     Case("--rampup-batch-size 0 8 100 --global-batch-size 16"),
     Case("--profile-pipeline --profile-step-start 4 --profile-step-end 4"),
@@ -336,6 +340,7 @@ CASES = (
     Case("--load hf:docs"),
     Case("--load hf:tests/golden/hf_bert --num-layers 0"),
     Case("--load hf:tests/golden/hf_llama --override-opt-param-scheduler --ckpt-step 100"),
+    Case("--load hf:tests/golden/hf_linked --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --preset tiny-llama --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
     # ends

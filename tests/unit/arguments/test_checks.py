@@ -432,7 +432,7 @@ def test_a_layout_by_cost_is_named_where_it_saves_much() -> None:
         assert "reduces the bubble" not in notes(f"{large} {flags}", 64)
 
 
-NUMBER = 10**30 - 1
+NUMBER = 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -447,5 +447,24 @@ NUMBER = 10**30 - 1
         f"--pipeline-model-parallel-layout Et*{NUMBER}L",
     ],
 )
-def test_a_mistyped_number_of_thirty_digits_is_answered(flags: str) -> None:
-    assert set(codes(flags)) & {"E209", "E210", "E211"}
+def test_the_largest_number_is_answered(flags: str) -> None:
+    assert set(codes(flags)) & {"E209", "E210", "E600"}
+
+
+@pytest.mark.parametrize("number", [2**63, 10**30, 10**3000])
+def test_a_mistyped_number_of_many_digits_is_answered(number: int) -> None:
+    assert codes(f"--exit-interval {number}") == ["E002"]
+
+
+def test_sizes_have_upper_limits() -> None:
+    """Whatever a file asks for, nothing is built that takes all memory or time."""
+    for flag in ("--hidden-size", "--vocab-size", "--num-experts", "--max-position-embeddings", "--seq-length"):
+        assert "E600" in codes(f"{flag} 1000000001")
+    assert codes("--num-layers 10000") == []
+    (problem,) = problems("--num-layers 10001")
+    assert (problem.code, problem.fixes) == ("E600", ("--num-layers 10000",))
+    assert codes(f"--hidden-size {2**20} --ffn-hidden-size {2**27}") == []
+    (problem,) = problems(f"--hidden-size {2**24} --ffn-hidden-size {2**25}")
+    assert problem.code == "E108"
+    assert "self_attention.linear_qkv.weight would be of shape [50331648, 16777216]" in problem.sentence
+    assert codes("--make-vocab-size-divisible-by 1000000000 --hidden-size 1000000") == ["E108"]

@@ -90,8 +90,8 @@ def test_any_boxes_against_counting(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        ([Box((0, 0), (4, 2))], "[0:4, 2:3] is not covered"),
-        ([Box((0, 0), (4, 3)), Box((1, 1), (2, 1))], "[0:4, 0:3] and [1:3, 1:2] overlap in [1:3, 1:2]"),
+        ([Box((0, 0), (4, 2))], "element [0, 2] is not covered"),
+        ([Box((0, 0), (4, 3)), Box((1, 1), (2, 1))], "[0:4, 0:3] and [1:3, 1:2] overlap"),
         ([Box((0, 0), (5, 3))], "[0:5, 0:3] is not inside [4, 3]"),
     ],
 )
@@ -99,11 +99,23 @@ def test_sentences(found: list[Box], sentence: str) -> None:
     assert format.partition_problem((4, 3), found) == sentence
 
 
-@pytest.mark.parametrize("grid", [(1, 20_000), (140, 140)])
-def test_twenty_thousand_boxes_take_a_second(grid: tuple[int, int]) -> None:
-    found = [Box((3 * i, 2 * j), (3, 2)) for i in range(grid[0]) for j in range(grid[1])]
+def grid(rows: int, columns: int) -> list[Box]:
+    return [Box((i, j), (1, 1)) for i in range(rows) for j in range(columns)]
+
+
+def staircase(steps: int) -> list[Box]:
+    """Rows below the diagonal and columns above it: each of them is beside all others."""
+    return [Box((i, 0), (1, i + 1)) for i in range(steps)] + [Box((0, i), (i, 1)) for i in range(1, steps)]
+
+
+@pytest.mark.parametrize(
+    ("view", "boxes"),
+    [((1, 20_000), grid(1, 20_000)), ((140, 140), grid(140, 140)), ((10_000, 10_000), staircase(10_000))],
+)
+def test_twenty_thousand_boxes_take_a_second(view: tuple[int, ...], boxes: list[Box]) -> None:
     start = time.process_time()
-    assert format.partition_problem((3 * grid[0], 2 * grid[1]), found) is None
+    assert format.partition_problem(view, boxes) is None
+    assert format.partition_problem(view, boxes[1:]) == "element [0, 0] is not covered"
     assert time.process_time() - start < 2
 
 

@@ -17,7 +17,8 @@ import pytest
 from megatron.checkpoint import durable_files
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
+from megatron.checkpoint.lease import LEASE_FILE, acquire_lease, current_lease
+from megatron.config.launch import JobStart
 
 HOLDER = """
 import sys
@@ -115,3 +116,32 @@ def test_where_the_system_does_not_know_the_holder_the_claim_is_quoted_with_caut
     claim = tmp_path / ".epoch-1" / LEASE_FILE
     assert f"is in use by process {os.getpid()} on " in str(caught.value)
     assert f"as {claim} has it; this machine does not know which process has locked that file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("since", value) for value in (None, "x", [], 1e300, -1e300, float("nan"), float("inf"), 2**62, 10**400)),
+        *(("epoch", value) for value in (None, "x", [], float("inf"))),
+        *((name, value) for name in ("pid", "host", "token") for value in ([], {}, None, 1.5)),
+        *(("start", value) for value in ([], None, 1.5, "x")),
+        *((f"start.{name}", value) for name in ("restart", "step", "attempt") for value in (None, "x", [], 1.5)),
+        *((f"start.{name}", value) for name in ("job", "cluster", "group", "chain") for value in ([], {}, 1.5)),
+        ("start.job", "no number"),
+        *((name, "missing") for name in ("pid", "host", "token", "since", "start", "epoch")),
+    ],
+)  # fmt: skip
+def test_an_odd_claim_is_one_of_an_unknown_holder(tmp_path: Path, name: str, value: object) -> None:
+    """A folder of a stranger may have one, and it may be locked."""
+    with acquire_lease(tmp_path, start=JobStart(job="5", group="g")) as lease:
+        claim = json.loads(lease.text)
+        group, _, field = name.rpartition(".")
+        (claim["start"] if group else claim)[field] = value
+        if value == "missing":
+            del claim[field]
+        (tmp_path / ".epoch-1" / LEASE_FILE).write_text(json.dumps(claim))
+        found = current_lease(tmp_path)
+        assert found is not None
+        assert "unknown machine" in str(found.holder)
+        with pytest.raises(CheckpointError, match=r"is in use by process 0 on an unknown machine since 1970"):
+            acquire_lease(tmp_path, start=JobStart(job="5", restart=1)).__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
         lambda data: chunk_of(data).update(bytes=24.0),
         lambda data: chunk_of(data).update(file="other"),
         lambda data: data["files"]["tokenizer/t.json"].update(head=-1),
+        lambda data: data.update(version=None),
+        lambda data: data["tensors"]["w"].update(dtype="F3", chunks=[]),
+        # shapes that no tensor can have, even without elements
+        lambda data: data["tensors"]["w"].update(shape=[0, 2**62, 2**62], view=[0], chunks=[]),
+        lambda data: data["tensors"]["w"].update(shape=[0, 2**63], view=[0], chunks=[]),
+        lambda data: data["tensors"]["w"].update(view=[2, 3] + [1] * 7),
+        lambda data: data["state"].update(deep=json.loads("[" * 40 + "]" * 40)),
         # a stranger's checkpoint may not say where its files are written when they are copied
         *(
             lambda data, name=name: data["files"].update({name: data["files"]["tokenizer/t.json"]})
@@ -95,6 +103,11 @@ def test_a_newer_version_is_named(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
+def pipe(name: str) -> Callable[[Path], object]:
+    """Replace a file by a pipe, which a reader that opens it waits for without end."""
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -104,6 +117,10 @@ def test_a_newer_version_is_named(tmp_path: Path) -> None:
         (lambda folder: (folder / "tokenizer" / "t.json").unlink(), "t.json is missing"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"1"), "t.json is truncated: 1 bytes, not 2"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"123"), "t.json is too long"),
+        (pipe("tensors_00000.safetensors"), "tensors_00000.safetensors is missing .Not a regular file"),
+        (pipe(MANIFEST), "manifest.json cannot be read: Not a regular file"),
+        (pipe(MARKER), "COMPLETE cannot be read: Not a regular file"),
+        (lambda folder: os.truncate(folder / MANIFEST, 2**33), "manifest.json cannot be read: Larger than 512.00 MiB"),
     ],
 )
 def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
@@ -124,7 +141,7 @@ def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:
 def test_chunks_that_leave_a_hole(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path, lambda data: data["tensors"]["w"].update(chunks=[])))
     with pytest.raises(
-        DamagedCheckpointError, match=r"chunks of w are not a partition of it: \[0:2, 0:3\] is not covered"
+        DamagedCheckpointError, match=r"chunks of w are not a partition of it: element \[0, 0\] is not covered"
     ):
         manifest.check_partition("w")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.arguments.checks.checkpoint import check_links
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import partition_problem, whole_box
+from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.run import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megatron.convert.huggingface import weights as weights_module
-from megatron.convert.huggingface.config import build_config_json
+from megatron.convert.huggingface.config import build_config_json, refuse_outside_links
 from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.weights import (
     HuggingFaceWeights,
@@ -34,11 +38,13 @@ from megatron.convert.huggingface.weights import (
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
+from megatron.inference.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import from_experts, from_gpt2, from_llama
 from tests.solo import Solo, one_rank_mesh, tiny
 from tests.unit.convert.folders import LLAMA, llama, random_weights, write_folder
+from tools import convert_checkpoint
 
 # --- the tables ---
 
@@ -332,7 +338,72 @@ def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
     refused(places | {name: "../x"}, r"outside its folder: \.\./x")
     for strange in ([], None, {name: 3}):
         refused(strange, "no index of weights")
-    for outside in ("", "..", "."):
-        refused(places | {name: outside}, r"cannot be read|outside its folder")
+    for outside in ("", "..", ".", "x\0", "/etc/passwd"):
+        refused(places | {name: outside}, "outside its folder")
+    refused("[" * 5000, "no index of weights")
     (folder / second).unlink()
     refused(places, second)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("llama", {"num_layers": 10_000}, "10,000 layers, but .* 21 tensors"),
+        ("llama", {"num_layers": 5}, "lacks: model.layers.2."),
+        ("mixtral", {"num_experts": 10**9}, "2 layers of 1,000,000,000 experts, but"),
+        ("llama", {"hidden_size": 10**9, "kv_channels": 8}, r"another shape than in config\.json: lm_head\.weight"),
+        ("llama", {"vocab_size": 10**9}, r"instead of \[1000000000, "),
+        ("gpt2", {"max_position_embeddings": 10**9}, r"instead of \[1000000000, "),
+    ],
+)
+def test_sizes_are_compared_with_the_tensors_that_are_there(
+    tmp_path: Path, family: str, sizes: dict[str, int], message: str
+) -> None:
+    """Before anything is built of that size."""
+    model = tiny(**FAMILIES[family][1])
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            HuggingFaceWeights(folder, replace(model, **sizes))
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 5
+
+
+def test_a_header_of_very_many_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{i}": entry for i in range(100_001)}, separators=(",", ":")).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.process_time()
+    with pytest.raises(DamagedCheckpointError, match="its header has more than 100,000 tensors"):
+        TensorFile(file)
+    assert time.process_time() - began < 0.3
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    """What they lead to would be converted, and published with the next export."""
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    (tmp_path / "secret").write_text("password")
+    (folder / "chat_template.jinja").symlink_to("../secret")
+    with pytest.raises(UserError, match=r"E853 links lead out of .*chat_template\.jinja -> \.\./secret"):
+        refuse_outside_links(folder)
+    with pytest.raises(UserError, match="E853"):
+        open_pretrained(f"hf:{folder}")
+    assert open_pretrained(f"hf:{folder}", follow_links=True).model.num_layers == model.num_layers
+    command = ["--load-hf", str(folder), "--save", str(tmp_path / "save"), "--no-check"]
+    assert convert_checkpoint.main(command) == 1
+    assert not (tmp_path / "save").exists()
+    assert convert_checkpoint.main([*command, "--follow-links"]) == 0
+    (folder / "chat_template.jinja").unlink()
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(UserError, match="E853"):
+        open_pretrained(f"hf:{folder}")
+    config = replace(RunConfig(), checkpoint=CheckpointConfig(load=f"hf:{folder}"))
+    assert [problem.code for problem in check_links(config, 1)] == ["E853"]
+    assert list(check_links(replace(config, data=DataConfig(follow_links=True)), 1)) == []

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from benchmarks import megatron_order
 from megatron.data.blended_dataset import BlendedDataset, ConcatDataset, segments_of
-from megatron.data.build import FileSegmentBuilder, SourceSlice
+from megatron.data.build import TABLE_CHECKS, FileSegmentBuilder, SourceSlice
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
-from megatron.data.index_cache import IndexCache
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import ABOUT, IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loader import DataSource
 from tests.unit.data.pairs import write_packed
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
@@ -92,7 +99,7 @@ def test_blends_equal_the_description(
     expected = expected_samples(lengths, texts, weights, size, seq_length, seed)
     assert not weighted or len(expected) >= size
     for _ in range(2):  # built, then read
-        cache = IndexCache(folder / "cache")
+        cache = IndexCache(folder / "cache", TABLE_CHECKS)
         dataset = build_segment(parts, weights, size, seq_length, seed, cache)
         assert isinstance(dataset, BlendedDataset)
         assert ids(dataset) == expected
@@ -153,7 +160,7 @@ def test_a_longer_blend_reads_every_sample_before_any_again(
     assume(all(sum(of_file) > (0 if weighted else seq_length) for of_file in lengths))
     folder = tmp_path_factory.mktemp("longer")
     parts, texts = written(folder, lengths)
-    for cache in (IndexCache(folder / "cache"), None):
+    for cache in (IndexCache(folder / "cache", TABLE_CHECKS), None):
         build = FileSegmentBuilder(parts, weights, seq_length, seed, cache)
         segments: list[Dataset] = []
         for count in counts:
@@ -217,19 +224,79 @@ def test_splits_and_settings_have_entries_of_their_own(tmp_path: Path) -> None:
     asked += [(range(180), 400, 33, 1), (range(180), 400, 32, 2)]
     for _ in range(2):
         for part, size, seq_length, seed in asked:
-            cached = build_segment([(indexed, part)], None, size, seq_length, seed, IndexCache(tmp_path))
+            cache = IndexCache(tmp_path, TABLE_CHECKS)
+            cached = build_segment([(indexed, part)], None, size, seq_length, seed, cache)
+            assert cache.notes == []
             assert ids(cached) == ids(build_segment([(indexed, part)], None, size, seq_length, seed, None))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(asked)
 
 
 def test_another_corpus_under_the_same_name_is_built_anew(tmp_path: Path) -> None:
     one, _ = written(tmp_path, [[5, 9, 9, 4]])
-    build_segment(one, None, 10, 4, 1, IndexCache(tmp_path / "cache"))
+    build_segment(one, None, 10, 4, 1, IndexCache(tmp_path / "cache", TABLE_CHECKS))
     other, texts = written(tmp_path, [[5, 9, 8, 5]])
-    cache = IndexCache(tmp_path / "cache")
+    cache = IndexCache(tmp_path / "cache", TABLE_CHECKS)
     dataset = build_segment(other, None, 10, 4, 1, cache)
     made = megatron_order.tables([5, 9, 8, 5], [0, 1, 2, 3], 10, 4, 1)
     assert ids(dataset) == [megatron_order.item(texts[0], made, i) for i in range(len(dataset))]
+
+
+FORGERIES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "objects": lambda table: np.frombuffer(b"A" * 8 * table.size, "S8").reshape(table.shape),  # header: see `forge`
+    "floats": lambda table: table.astype(np.float64),
+    "wider": lambda table: table.astype(np.int64 if table.dtype.itemsize < 8 else np.int32),
+    "texts": lambda table: table.astype("S8"),
+    "shorter": lambda table: table[:-1],
+    "negative": lambda table: np.concatenate([table[:-1].astype(np.int64), table[-1:] * 0 - 1]),
+    "too large": lambda table: np.concatenate([table[:-1].astype(np.int64), table[-1:] * 0 + 10_000]),
+    "flat": lambda table: table.reshape(1, *table.shape),
+}
+
+
+def forge(entry: Path, name: str, how: str) -> None:
+    """Replace a table of a cache entry by another one with the right checksum."""
+    table = np.load(entry / f"{name}.npy")
+    forged = FORGERIES[how](table)
+    if how in ("negative", "too large"):
+        forged = forged.astype(table.dtype)
+    np.save(entry / f"{name}.npy", forged)
+    content = (entry / f"{name}.npy").read_bytes()
+    if how == "objects":  # every eight bytes of the file would be the address of an object
+        content = content.replace(b"'|S8'", b"'|O' ")
+        (entry / f"{name}.npy").write_bytes(content)
+    about = json.loads((entry / ABOUT).read_text())
+    about["tables"][name] = len(content), xxhash.xxh3_64_hexdigest(content)
+    (entry / ABOUT).write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+@pytest.mark.parametrize(
+    "name", ["order-documents", "order-samples", "order-shuffle", "blend-datasets", "blend-samples"]
+)
+def test_forged_tables_are_not_used(tmp_path: Path, name: str, how: str) -> None:
+    """Whoever can write to the cache can make tables whose checksums are right."""
+    parts, _ = written(tmp_path, [[5, 9, 9, 4], [8, 3, 7]])
+    expected = ids(build_segment(parts, [1, 2], 20, 4, 1, IndexCache(tmp_path / "cache", TABLE_CHECKS)))
+    kind, table = name.split("-")
+    for entry in (tmp_path / "cache").glob(f"{kind}-*/"):
+        forge(entry, table, how)
+    cache = IndexCache(tmp_path / "cache", TABLE_CHECKS)
+    assert ids(build_segment(parts, [1, 2], 20, 4, 1, cache)) == expected
+    assert cache.notes
+    assert all("are damaged and not used: " in note for note in cache.notes)
+
+
+def test_an_offset_beyond_its_sequence_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    parts, _ = written(tmp_path, [[5, 9, 9, 4]])
+    dataset = build_segment(parts, None, 10, 4, 1, None)
+    assert isinstance(dataset, GPTDataset)
+    samples = dataset.order.sample_index.copy()
+    samples[:, 1] = 20
+    forged = GPTDataset(parts[0][0], dataset.order._replace(sample_index=samples))
+    source = DataSource({"train": forged}, {"train": (10,)}, {"train": 10}, 4, 1, 40_000)
+    sentence = r"training sample \d cannot be read: tokens .*; its index table is not that of the data"
+    with pytest.raises(DataError, match=sentence):
+        source.micro_batch("train", range(10), 1)
 
 
 def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:

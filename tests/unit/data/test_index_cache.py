@@ -232,7 +232,7 @@ def test_an_entry_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch:
     def fail(path: Path) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(cache_module, "read_small", fail)
     cache = IndexCache(tmp_path)
     assert not is_mapped(cache.tables("order", FACTS, example)["a"])
     assert cache.notes == [f"{tmp_path} cannot be used (Input/output error): tables are built in memory"]

@@ -348,6 +348,8 @@ REFUSED = {
     "": "stage 0 is empty",
     "Et *2 *3|L": "'*' at character 7 follows another",
     "E((t*999)*999)*999L": "repeats more than any model",
+    "E" + "t*99999|" * 50 + "L": "repeats more than any model",
+    "E" + "(t" * 50_000 + ")" * 50_000 + "L": "150,002 letters is longer than that of any model",
     "Et*\u0662L": "'\u0662' at character 4 is not part",
 }
 

@@ -407,7 +407,7 @@ def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock
         assert asked.take() == NO_REQUEST
         clock.now += 2.0
     (sentence,) = printed
-    assert "is ignored from now on, because it cannot be removed" in sentence
+    assert "is ignored from now on, because it cannot be read and removed" in sentence
 
 
 def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,7 @@ from megatron.convert.huggingface.convert import import_huggingface
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training import checkpointer
+from megatron.training import checkpointer, main
 from megatron.training.build import build_trainer
 from megatron.training.main import new_run_id, previous_run_id
 from megatron.training.trainer import Trainer
@@ -407,6 +408,17 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
     assert torch.equal(begun[0], weights["transformer.wpe.weight"])
     again = go_on(tmp_path / "run", f"--load hf:{folder}")
     assert (again.status, sorted(again.samples), len(begun)) == (0, [3, 4, 5, 6], 1)
+
+
+def test_sizes_of_a_hugging_face_model_are_compared_before_they_are_built(
+    tmp_path: Path, gpt2: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(tmp_path / "run", f"--load hf:{gpt2[0]}")
+    large = replace(config, model=replace(config.model, hidden_size=10**6))
+    monkeypatch.delattr(main, "build_trainer")
+    refused = start(large)
+    assert refused.status == 1
+    assert "holds tensors of another shape than in config.json" in refused.err
 
 
 def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, Tensor]]) -> None:

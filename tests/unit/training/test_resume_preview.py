@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
+from megatron.checkpoint.format import MANIFEST, MARKER, TensorRecord, encode_manifest, marker_content
 from megatron.config.errors import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.distributed.launch import world_group
+from megatron.layers.parameters import gpt
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.resume_source import preview_start, stored_config
 
@@ -43,12 +44,18 @@ CONFIG = parse([*RUN, *MODEL, "--vocab-size", "300"], {}).config
 
 
 def save(folder: Path, iteration: int = 4, config: RunConfig = CONFIG, **state: Any) -> Path:
-    """Write a checkpoint ``iter_N`` without tensors."""
-    path = folder / f"iter_{iteration:07d}"
-    path.mkdir(parents=True)
-    counted: dict[str, Any] = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {}}
+    """Write a checkpoint ``iter_N`` whose tensors have no elements in any file."""
+    counted = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {"steps": iteration}}
     counted["batches_since"] = {"iteration": 0, "consumed_samples": 0}
-    content = encode_manifest({}, {}, counted | state, to_dict(config))
+    counted["data"] = {"stretches": {"train": [4]}, "fingerprints": {"train": "0"}, "digest": "0"}
+    return write_manifest(folder / f"iter_{iteration:07d}", counted | state, config)
+
+
+def write_manifest(path: Path, state: dict[str, Any], config: RunConfig, layers: int = 3) -> Path:
+    model = replace(config.model, num_layers=layers)
+    tensors = {name: TensorRecord("F32", spec.shape, spec.view, ()) for name, spec in gpt(model).items()}
+    content = encode_manifest(tensors, {}, state, to_dict(config))
+    path.mkdir(parents=True)
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker_content(content))
     return path
@@ -214,14 +221,41 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_weights_alone_cannot_be_resumed_from(capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(Path("converted"))
-    content = encode_manifest({}, {}, {}, to_dict(CONFIG))
-    (path / MANIFEST).write_bytes(content)
-    (path / MARKER).write_bytes(marker_content(content))
+    write_manifest(Path("converted/iter_0000004"), {}, CONFIG)
     status, _, err = checked(capsys, "--load", "converted")
     assert status == 2
     assert "E814 converted/iter_0000004 holds weights, but not the state" in err
     assert "fix: --resume-mode weights-only\n" in err
+
+
+def test_a_checkpoint_with_other_tensors_than_its_model_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(Path("theirs/iter_0000004"), {"iteration": 4}, CONFIG, layers=2)
+    status, _, err = checked(capsys, "--load", "theirs")
+    assert status == 2
+    assert "E811 no checkpoint in theirs can be used:\n  iter_0000004: lacks: layers.2.input_layernorm.bias, " in err
+
+
+ODD_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"consumed_samples": [4]}, "consumed_samples"),
+    ({"consumed_samples": -1}, "consumed_samples"),
+    ({"batches_since": {"iteration": 0}}, "batches_since.consumed_samples"),
+    ({"optimizer": {}, "data": {}}, "data.stretches, data.fingerprints, data.digest, optimizer.steps"),
+    ({"data": {"stretches": {"train": [1, 2**63]}, "fingerprints": [], "digest": 0}}, "data.stretches.train[], data."),
+    ({"loss_scaler": {"scale": True, "good_steps": 0, "lives": -1}}, "loss_scaler.scale"),
+    ({"spikes": {"losses": [1, 2.5, "3"], "grad_norms": []}}, "spikes.losses[]"),
+    ({"written_by": {"layout": {"pp": None}}}, "written_by.layout.pp"),
+    ({"goodput": 1}, "goodput"),
+]
+
+
+@pytest.mark.parametrize(("state", "named"), ODD_STATES, ids=str)
+def test_a_checkpoint_with_an_odd_state_is_damaged(
+    state: dict[str, Any], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(Path("theirs"), **state)
+    status, _, err = checked(capsys, "--load", "theirs")
+    assert status == 2
+    assert f"  iter_0000004: odd or missing in the state of its manifest: {named}" in err
 
 
 def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,15 +23,19 @@ from megatron.data.errors import DataError
 from megatron.data.preprocess import corpus
 from megatron.data.preprocess.corpus import (
     COMPRESSION_SUFFIXES,
+    BadDocument,
     BadDocumentError,
+    BadDocumentReport,
     Block,
     DamagedStreamError,
     FileBlock,
     LineBlock,
     decompress,
     find_text_files,
+    load_block,
     parse_line,
     parse_valid_lines,
+    read_block,
     read_documents,
     split_into_blocks,
     split_lines,
@@ -73,7 +77,59 @@ def test_a_link_to_a_file_of_the_folder_is_passed_over(tree: Path) -> None:
     outside.write_text("x")
     for name in ("p.py", "o.py"):
         (tree / name).symlink_to(outside)
-    assert names(tree, [str(tree)]) == sorted([*expected, "o.py"])
+    found = find_text_files([str(tree)], [".py"], [], follow_links=True)
+    assert [file.relative_to(tree).as_posix() for file in found] == sorted([*expected, "o.py"])
+
+
+@pytest.mark.parametrize("given", ["", "*.py", "**/*.py"])
+def test_links_out_of_a_folder_or_pattern_are_refused(tree: Path, given: str) -> None:
+    """A corpus from a stranger may have links to any file of whoever reads it."""
+    secret = tree.with_name("secret")
+    secret.write_text("password")
+    (tree / "leak.py").symlink_to("../secret")
+    name = str(tree / given)
+    with pytest.raises(DataError) as caught:
+        find_text_files([name], [".py"], [])
+    assert f"links lead out of {tree}: {tree / 'leak.py'} -> ../secret\n  fix: --follow-links | " in str(caught.value)
+    assert tree / "leak.py" in find_text_files([name], [".py"], [], follow_links=True)
+    assert find_text_files([str(tree / "leak.py")], [".py"], []) == [tree / "leak.py"], "named by the user"
+
+
+def test_a_pattern_follows_no_folder_to_elsewhere(tree: Path) -> None:
+    private = tree.with_name("private")
+    private.mkdir()
+    (private / "x.py").write_text("password")
+    (tree / "sub").symlink_to(private)
+    with pytest.raises(DataError, match="links lead out of"):
+        find_text_files([str(tree / "*" / "*.py")], [".py"], [])
+    assert not [file for file in find_text_files([str(tree)], [".py"], []) if "private" in str(file.resolve())]
+
+
+def test_links_into_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--org--name"
+    data, blobs = repository / "snapshots" / "0123" / "data", repository / "blobs"
+    data.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abcd").write_text('{"text": "a"}\n')
+    (data / "a.jsonl").symlink_to("../../../blobs/abcd")
+    for folder in (data, data.parent):
+        assert find_text_files([str(folder)], [".jsonl"], []) == [data / "a.jsonl"]
+    (data / "b.jsonl").symlink_to("../../../../secret.jsonl")
+    (tmp_path / "secret.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"b\.jsonl -> .*/secret\.jsonl"):
+        find_text_files([str(data)], [".jsonl"], [])
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/secret.arrow", "..", "a/b.arrow", 7, None])
+def test_a_saved_dataset_names_no_files_elsewhere(tmp_path: Path, name: object) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"state\.json is not a file of a dataset"):
+        find_text_files([str(tmp_path)], [".arrow"], [])
+    for content in ("[]", "{}", "{", '{"_data_files": 5}', '{"_data_files": [[]]}'):
+        (tmp_path / "state.json").write_text(content)
+        with pytest.raises(DataError, match=r"state\.json is not a file of a dataset"):
+            find_text_files([str(tmp_path)], [".arrow"], [])
 
 
 def test_files_and_patterns_keep_their_order(tree: Path) -> None:
@@ -192,6 +248,66 @@ def test_a_long_line_is_not_read_whole_in_search_of_its_end(tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     assert [block.content for block in blocks] == [range(size - 2), range(size - 2, size)]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=12),
+    ended=st.booleans(),
+    block_bytes=st.integers(1, 60),
+    limit=st.integers(1, 50),
+    suffix=st.sampled_from(["", ".gz", ".zst", ".bz2", ".xz"]),
+)
+def test_lines_that_are_too_long_are_invalid_and_the_others_keep_their_numbers(
+    sizes: list[int], ended: bool, block_bytes: int, limit: int, suffix: str
+) -> None:
+    lines = [json.dumps({"text": "x" * max(0, size - 12)}).encode() if size >= 12 else b" " * size for size in sizes]
+    content = b"\n".join(lines) + b"\n" * ended
+    good = [(n, len(line)) for n, line in enumerate(lines, 1) if line.strip() and len(line) <= limit]
+    bad = [n for n, line in enumerate(lines, 1) if len(line) > limit]
+    found, refused, before = [], [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"x.jsonl{suffix}"
+        file.write_bytes(COMPRESS[suffix](content) if suffix else content)
+        blocks = list(split_into_blocks([file], ["text"], block_bytes, limit))
+        for unread in blocks:
+            block, count = load_block(unread)
+            for document in read_block(block, ["text"]):
+                if isinstance(document, BadDocument):
+                    assert document.seen == f" is longer than {limit:,} bytes"
+                    refused.append(before + document.line)
+                else:
+                    found.append((before + document.place[1], document.num_bytes))
+            before += count
+        assert sum(block.stored for block in blocks) == file.stat().st_size
+    assert [block.last for block in blocks if isinstance(block, LineBlock)] == [False] * (len(blocks) - 1) + [True]
+    assert (found, refused) == (good, bad)
+
+
+@pytest.mark.parametrize("suffix", [*COMPRESSION_SUFFIXES, ""])
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_small_file_that_holds_a_long_line_takes_little_memory(tmp_path: Path, kind: str, suffix: str) -> None:
+    file, size = tmp_path / f"x.{kind}{suffix}", 100 << 20
+    if suffix:
+        file.write_bytes(COMPRESS[suffix](bytes(size)) + COMPRESS[suffix](b'\n{"text": "a"}\n'))
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(size)
+            stream.seek(size)
+            stream.write(b'\n{"text": "a"}\n')
+    skipped: list[str] = []
+    tracemalloc.start()
+    try:
+        report = BadDocumentReport(skip=True, message=skipped.append)
+        documents = list(read_documents([file], ["text"], report, max_line_bytes=1 << 20))
+        assert tracemalloc.get_traced_memory()[1] < 70 << 20  # of which the pieces of a decompressor are 16 MiB
+    finally:
+        tracemalloc.stop()
+    assert [document.texts for document in documents] == ([("a",)] if kind == "jsonl" else [])
+    where = f"{file}:1" if kind == "jsonl" else file
+    assert skipped == [f"passed over: {where} is longer than 1,048,576 bytes"]
+    with pytest.raises(DataError, match=r"is longer than 1,048,576 bytes\n  fix: --max-line-bytes 2097152 \| fix or "):
+        list(read_documents([file], ["text"], max_line_bytes=1 << 20))
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

@@ -15,8 +15,10 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
+from megatron.config.files import add_links_flag
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
+from megatron.data.tokenizers.engine import choose_engine
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     SPECIAL_TOKENS_MAP,
@@ -27,6 +29,7 @@ from megatron.data.tokenizers.huggingface import (
 )
 from megatron.data.tokenizers.tiktoken import TikTokenizer
 from megatron.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerOptions, add_tokenizer_flags, build_tokenizer
+from megatron.inference.text import InferenceError, open_codec
 from tests.unit.data.made_tokenizers import gpt2, hugging_face, options_for, sentencepiece_model, tiktoken_file
 
 HF = "HuggingFaceTokenizer"
@@ -253,14 +256,126 @@ def test_options_that_cannot_be_used(given: tuple[Any, ...], message: str, tmp_p
 def test_flags_and_configuration_give_the_same_options() -> None:
     parser = argparse.ArgumentParser()
     add_tokenizer_flags(parser)
-    words = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-num-special-tokens 9"
-    from_flags = TokenizerOptions.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
-    data = DataConfig(
-        tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
+    add_links_flag(parser)
+    words = "--follow-links --tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1"
+    from_flags = TokenizerOptions.from_args(
+        parser.parse_args([*words.split(), "--tiktoken-num-special-tokens", "9", "--vocab-size", "500"])
     )
-    expected = TokenizerOptions("TikTokenizer", "m", None, None, 500, "v1", 9)
+    given = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "m", "tiktoken_pattern": "v1"}
+    data = DataConfig(**given, tiktoken_num_special_tokens=9, follow_links=True)
+    expected = TokenizerOptions("TikTokenizer", "m", None, None, 500, "v1", 9, follow_links=True)
     assert from_flags == TokenizerOptions.of(data, 500) == expected == pickle.loads(pickle.dumps(expected))
     with pytest.raises(DataError, match="tokenizer of the data is not specified"):
         TokenizerOptions.of(DataConfig(), None)
     (field,) = (f for f in fields(DataConfig) if f.name == "tokenizer_type")
     assert field.metadata["option"].choices == TOKENIZER_TYPES
+
+
+def without(**parts: Any) -> dict[str, Any]:
+    """The content of a tokenizer.json of bytes, with other parts."""
+    return {**json.loads(byte_tokenizer().to_str()), **parts}
+
+
+def replacements(count: int, content: str, pattern: dict[str, str]) -> dict[str, Any]:
+    steps = [{"type": "Replace", "pattern": pattern, "content": content}] * count
+    return {"type": "Sequence", "normalizers": steps}
+
+
+SPARSE = {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 2**32 - 2}, "merges": []}
+DECODERS = {"type": "Sequence", "decoders": replacements(3, "a" * 9, {"String": "a"})["normalizers"]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (without(model=SPARSE, added_tokens=[]), r"a token with the id 4,294,967,294; ids are below 16,777,216"),
+        (without(normalizer=replacements(5, "a" * 100, {"String": "a"})), r"a text up to 4e\+10 times as long"),
+        (without(normalizer=replacements(20, "a", {"Regex": "(?=a)"})), r"a text up to 4\.19e\+06 times as long"),
+        (without(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTES] * 9}), r"up to 1\.02e\+03 times as long"),
+        (without(decoder=DECODERS), r"up to 1\.46e\+03 times as long"),
+        (without(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "Precompiled"),
+        ([[]] * 5, "not a tokenizer.json that the library can read"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_takes_any_amount_of_memory_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(TokenizerOptions(HF, str(tmp_path)))
+    with pytest.raises(InferenceError, match=message):
+        open_codec({TOKENIZER_JSON: (tmp_path / TOKENIZER_JSON).read_bytes()})
+
+
+def test_rules_of_ordinary_tokenizers_are_accepted(tmp_path: Path) -> None:
+    """Those of Llama's sentencepiece models, and of XLNet's."""
+    rules = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        *replacements(5, '"', {"String": "``"})["normalizers"],
+        *replacements(3, "\u2581", {"Regex": " {2,}"})["normalizers"],
+        {"type": "NFKC"},
+    ]
+    content = without(normalizer={"type": "Sequence", "normalizers": rules})
+    (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
+    assert build_tokenizer(TokenizerOptions(HF, str(tmp_path))).vocab_size == 257
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
+def test_texts_that_need_an_unknown_token_are_invalid_documents(tmp_path: Path, kind: str) -> None:
+    """Not an error of a tokenizer that knows all the words of its texts."""
+    model = {"type": kind, "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    if kind == "WordPiece":
+        model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    end = {"id": 1, "content": "</s>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = without(model=model, pre_tokenizer=None, decoder=None, added_tokens=[end])
+    (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
+    tokenizer = build_tokenizer(TokenizerOptions(HF, str(tmp_path)))
+    assert tokenizer.encode("a").tolist() == [0]
+    with pytest.raises(ValueError, match=r"cannot encode this text: .*UNK"):
+        tokenizer.encode("b")
+    codec = open_codec({TOKENIZER_JSON: (tmp_path / TOKENIZER_JSON).read_bytes()})
+    with pytest.raises(InferenceError, match=r"cannot encode this prompt: .*UNK"):
+        codec.encode("b")
+
+
+@pytest.mark.parametrize("rank", [-1, 2**24, 10**30])
+def test_ranks_have_limits(tmp_path: Path, rank: int) -> None:
+    file = tiktoken_file(tmp_path / "cl100k_base.tiktoken")
+    file.write_text(file.read_text() + f"{base64.b64encode(b'new word').decode()} {rank}\n")
+    with pytest.raises(DataError, match="has a rank that is not from 0 to 16,777,215"):
+        TikTokenizer(file)
+
+
+def test_ranks_of_json_are_whole_numbers(tmp_path: Path) -> None:
+    file = tiktoken_file(tmp_path / "x.json")
+    entries = json.loads(file.read_text())
+    entries[0]["rank"], entries[1]["rank"], entries[2]["rank"] = False, True, 2.0
+    file.write_text(json.dumps(entries))
+    expected = TikTokenizer(tiktoken_file(tmp_path / "y.json")).encode("a\0")
+    assert TikTokenizer(file).encode("a\0").tolist() == expected.tolist()
+
+
+def test_many_long_added_tokens_are_not_compared() -> None:
+    """All their beginnings would take a square of their length."""
+    tokenizer = with_specials("x" * 20_000)
+    files = {TOKENIZER_JSON: tokenizer.to_str().encode(), TOKENIZER_CONFIG: b'{"eos_token": "<|endoftext|>"}'}
+    engine = choose_engine(HuggingFaceTokenizer("x", files=files), ["a text"])
+    assert "too many or too long added tokens to compare" in engine.reason
+
+
+def test_links_out_of_the_folder_of_a_tokenizer(tmp_path: Path) -> None:
+    """What they lead to would be copied beside datasets and into checkpoints."""
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"eos_token": "<|endoftext|>", "key": "password"}')
+    folder = save(tmp_path / "x", with_specials("<s>"))
+    (folder / TOKENIZER_CONFIG).symlink_to("../secret.json")
+    for given in (folder, folder / TOKENIZER_JSON):
+        with pytest.raises(DataError, match=r"links lead out of .* -> \.\./secret\.json\n  fix: --follow-links"):
+            build_tokenizer(TokenizerOptions(HF, str(given)))
+        tokenizer = build_tokenizer(TokenizerOptions(HF, str(given), follow_links=True))
+        assert b"password" in tokenizer.files[TOKENIZER_CONFIG]
+    (folder / TOKENIZER_CONFIG).unlink()
+    (folder / TOKENIZER_JSON).rename(tmp_path / "named.json")
+    (folder / TOKENIZER_JSON).symlink_to("../named.json")
+    build_tokenizer(TokenizerOptions(HF, str(folder / TOKENIZER_JSON)))  # named by the user

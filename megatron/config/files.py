@@ -1,0 +1,129 @@
+"""Read files that anybody may have made: regular ones only, of limited size and depth, and inside their folder."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterable
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from megatron.config.text import format_bytes, listed
+
+SMALL_FILE_BYTES = 16 << 20
+"""Limit for configurations and records."""
+
+TABLE_FILE_BYTES = 1 << 28
+"""Limit for tokenizers and for indices of weights, of which the largest known have 40 MB."""
+
+YAML_BYTES = 1 << 20
+"""Limit for YAML, which is read at about 200 kB/s."""
+
+MAX_DEPTH = 32
+"""Objects and arrays inside one another."""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file for reading; raise OSError if it is a pipe or a device, from which reading may never end."""
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without waiting for the other end of a pipe
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    reason = (errno.EISDIR, os.strerror(errno.EISDIR)) if stat.S_ISDIR(kind) else (errno.EINVAL, "Not a regular file")
+    raise OSError(*reason, path)
+
+
+def read_small(path: str | Path, limit: int = SMALL_FILE_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes; raise OSError for any other."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            return file.read(size)
+    raise OSError(errno.EFBIG, f"Larger than {format_bytes(limit)}", str(path))
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a regular file; raise OSError for any other."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return found.st_size
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text; raise ValueError if it is invalid or nested more than `MAX_DEPTH` deep."""
+    try:
+        return raise_if_deep(json.loads(content))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Return the value of a YAML text; raise ValueError if it is invalid, too deep, or has an alias.
+
+    Aliases are refused because a few of them expand to any size.
+    """
+    import yaml  # slow to import, and seldom needed
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                place = event.start_mark
+                raise ValueError(f"line {place.line + 1} has the alias *{event.anchor}; write out what it stands for")
+            return super().compose_node(parent, index)
+
+    if len(content) > YAML_BYTES:
+        raise ValueError(f"it is larger than {format_bytes(YAML_BYTES)}")
+    try:
+        return raise_if_deep(yaml.load(content.decode(), Loader))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not a UTF-8 text file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def raise_if_deep(value: Any) -> Any:
+    """Return a value of JSON; raise ValueError if it is nested more than `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nodes = (node for node in level if isinstance(node, dict | list))
+        level = [child for node in nodes for child in (node.values() if isinstance(node, dict) else node)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def describe_outside_links(paths: Iterable[Path], folder: Path) -> str:
+    """Return which paths links take out of ``folder``, and out of the blobs of the hub's cache if it is there.
+
+    The text of the files would come into token files or checkpoints, which are passed on.
+    """
+    root = Path(os.path.realpath(folder))
+    caches = (above.parents[1] / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots")
+    inside = (root, *caches)
+    outside = []
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(place) for place in inside):
+            outside.append(f"{path} -> {os.readlink(path) if path.is_symlink() else target}")
+    return f"links lead out of {folder}: {listed(outside)}" if outside else ""
+
+
+FOLLOW_LINKS = "--follow-links"
+
+
+def add_links_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag of a tool that allows such links."""
+    parser.add_argument(FOLLOW_LINKS, action="store_true", help="also read files to which links lead out of a folder")
