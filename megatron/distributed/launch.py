@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.privacy import redact
-from megatron.config.text import listed_ranks
+from megatron.config.text import echo, listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
 

@@ -270,8 +270,10 @@ NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-
 
 
 def is_metric(value: object) -> bool:
-    """Return True for a number that can be drawn."""
-    return isinstance(value, int | float) and abs(value) < 1e100
+    """Return True for a number that can be drawn, or that a diverged run has."""
+    return isinstance(value, int | float) and (
+        abs(value) < 1e100 or (isinstance(value, float) and not math.isfinite(value))
+    )
 
 
 class HistoryPoint(NamedTuple):
