@@ -122,7 +122,7 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
             try:
                 started.wait(SECONDS)
             except subprocess.TimeoutExpired:
-                print(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
+                echo(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(started.pid, signal.SIGKILL)  # also what it has left in the background
