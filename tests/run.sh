@@ -24,7 +24,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
 { mypy && exec python -m pytest tests/unit "$@"; } &>"$output/0" &
 pids+=($!)
 python -c "import torch._dynamo, transformers" # compiles them once, where each part would
-python -m pytest tests/slurm tests/soaking tests/parity tests/golden "$@" &>"$output/1" &
+python -m pytest tests/slurm tests/soaking tests/parity tests/golden tests/fuzz "$@" &>"$output/1" &
 pids+=($!)
 code=0
 python -m pytest tests/distributed tests/gpu "$@" || code=$?

@@ -423,7 +423,8 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
     record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(chunks))
     if prod(record.shape) != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
-    if max(len(record.shape), len(record.view)) > MAX_DIMS or prod(n or 1 for n in record.shape) >= 2**63:
+    shapes = record.shape, record.view
+    if max(map(len, shapes)) > MAX_DIMS or any(prod(n or 1 for n in shape) >= 2**63 for shape in shapes):
         raise ValueError(f"no tensor has the shape {record.shape}, viewed as {record.view}")
     item_bytes = ITEM_BYTES[record.dtype]
     for chunk in chunks:

@@ -151,7 +151,10 @@ class TensorFile:
                     entry = header.get_slice(key)
                     dtype, shape = DTYPES[entry.get_dtype()], tuple(entry.get_shape())
                     self._table[key] = dtype, shape, start
-                    start += prod(shape) * dtype.itemsize
+                    size = prod(shape)
+                    if not size and prod(n or 1 for n in shape) >= 2**63:
+                        raise SafetensorError(f"no tensor has the shape {list(shape)}")
+                    start += size * dtype.itemsize
         except OSError as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, KeyError, ValueError) as error:  # ValueError: an empty file cannot be mapped

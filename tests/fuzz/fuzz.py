@@ -89,7 +89,7 @@ def mutate_tree(tree: Any, dice: random.Random) -> Any:
         lambda: value + dice.choice((-1, 1)) if isinstance(value, int | float) else [value],
         lambda: str(value),
         lambda: copy.deepcopy(at(tree, dice.choice(paths))),
-        lambda: value * dice.choice((0, 2, 1000)) if isinstance(value, list) and len(paths) < 500 else [],
+        lambda: value * dice.choice((0, 2, 1000)) if isinstance(value, list) and len(repr(value)) < 1000 else [],
         lambda: nested(value, dice.choice((1, 40, 400)), dice),
     ]
     number = dice.randrange(len(changes) + 2)

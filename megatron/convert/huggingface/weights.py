@@ -258,7 +258,8 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
         fix = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({0!r}).save_pretrained({1!r})"
         command = fix.format(str(folder), f"{folder}-safetensors")
         raise CheckpointError(
-            f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS_FILE} is read",
+            f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS_FILE} is "
+            "read. The command loads them: use it only if you trust whoever made them",
             f'python -c "{command}"',
         )
     raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}")

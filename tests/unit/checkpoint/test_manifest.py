@@ -75,6 +75,7 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
         # shapes that no tensor can have, even without elements
         lambda data: data["tensors"]["w"].update(shape=[0, 2**62, 2**62], view=[0], chunks=[]),
         lambda data: data["tensors"]["w"].update(shape=[0, 2**63], view=[0], chunks=[]),
+        lambda data: data["tensors"]["w"].update(shape=[0], view=[0, 2**62, 2**62], chunks=[]),
         lambda data: data["tensors"]["w"].update(view=[2, 3] + [1] * 7),
         lambda data: data["state"].update(deep=json.loads("[" * 40 + "]" * 40)),
         # a stranger's checkpoint may not say where its files are written when they are copied

@@ -132,6 +132,11 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
             continue
         for key in file.keys:
             assert tuple(file.tensor(key).shape) == file.shape(key)
+    for shape in ([0, 2**63], [2**62, 0, 2**62]):
+        header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(DamagedCheckpointError, match="no tensor has the shape"):
+            TensorFile(path)
     with pytest.raises(DamagedCheckpointError, match="cannot be read"):
         TensorFile(tmp_path / "missing")
     with pytest.raises(DamagedCheckpointError, match="cannot be read"):
