@@ -18,7 +18,8 @@ from tools.diff_runs import Change, RunFolder, changed_facts, changed_options, c
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
     values = {"lm loss": 3.0 / step, "grad-norm": 1.0 / step, "samples-digest": f"{step:016x}", "batch-size": 4}
-    return {"iteration": step, "consumed-samples": 4 * step, "skipped-iterations": [], **values, **changes}
+    consumed = {"consumed-samples": 4 * step, "consumed-tokens": 64 * step}
+    return {"iteration": step, "skipped-iterations": [], **consumed, **values, **changes}
 
 
 def run_of(*lines: dict[str, Any]) -> RunFolder:
