@@ -621,7 +621,7 @@ def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> 
     for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(os.path.realpath(file), file)
     _refuse_copies(unique.values())
-    return sorted(unique.values(), key=lambda file: file.relative_to(folder).as_posix())
+    return sorted(unique.values(), key=str)
 
 
 def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
