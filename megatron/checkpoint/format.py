@@ -421,10 +421,11 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
         offset, size = to_dims((item["offset"], item["bytes"]))
         chunks.append(TensorChunk(box, item["file"], offset, size, item["xxh3"]))
     record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(chunks))
-    if prod(record.shape) != prod(record.view):
+    size, shapes = prod(record.shape), (record.shape, record.view)
+    if size != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
-    shapes = record.shape, record.view
-    if max(map(len, shapes)) > MAX_DIMS or any(prod(n or 1 for n in shape) >= 2**63 for shape in shapes):
+    impossible = not 0 < size < 2**63 and any(prod(n or 1 for n in shape) >= 2**63 for shape in shapes)
+    if impossible or max(map(len, shapes)) > MAX_DIMS:
         raise ValueError(f"no tensor has the shape {record.shape}, viewed as {record.view}")
     item_bytes = ITEM_BYTES[record.dtype]
     for chunk in chunks:

@@ -255,25 +255,31 @@ def _check_order(facts: Mapping[str, Any], tables: Tables) -> None:
     documents, samples, shuffle = (tables[name] for name in ORDER_TABLES)
     start, stop = facts["sequences"]
     epochs = len(documents) // (stop - start)
-    _check_table("documents", documents, np.int32, (epochs * (stop - start),), start, stop)
-    _check_table("shuffle", shuffle, shuffle_dtype(len(shuffle)), (len(shuffle),), 0, len(shuffle))
-    _check_table("samples", samples, place_dtype(len(documents)), (len(shuffle) + 1, 2), 0, 2**63)
-    _check_table("samples", samples[:, 0], samples.dtype, (len(samples),), 0, len(documents))
+    _check_table("documents", documents, np.int32, (epochs * (stop - start),))
+    _check_range("documents", documents, start, stop)
+    _check_table("shuffle", shuffle, shuffle_dtype(len(shuffle)), (len(shuffle),))
+    _check_range("shuffle", shuffle, 0, len(shuffle))
+    _check_table("samples", samples, place_dtype(len(documents)), (len(shuffle) + 1, 2))
+    _check_range("samples", samples[:, 0], 0, len(documents))  # `IndexedDataset.get` checks the offsets beside them
 
 
 def _check_blend(facts: Mapping[str, Any], tables: Tables) -> None:
     """Raise ValueError unless the tables have the types, shapes and ranges of `build_blend_index`."""
     size = facts["size"]
-    _check_table("datasets", tables["datasets"], np.int16, (size,), 0, len(facts["weights"]))
-    _check_table("samples", tables["samples"], np.int64, (size,), 0, size)
+    _check_table("datasets", tables["datasets"], np.int16, (size,))
+    _check_range("datasets", tables["datasets"], 0, len(facts["weights"]))
+    _check_table("samples", tables["samples"], np.int64, (size,))
+    _check_range("samples", tables["samples"], 0, size)
 
 
-def _check_table(
-    name: str, table: NDArray[Any], dtype: DTypeLike, shape: tuple[int, ...], start: int, stop: int
-) -> None:
+def _check_table(name: str, table: NDArray[Any], dtype: DTypeLike, shape: tuple[int, ...]) -> None:
     if table.dtype != dtype or table.shape != shape:
         raise ValueError(f"{name} has type {table.dtype} and shape {list(table.shape)}, not {dtype} and {list(shape)}")
-    if table.size and not start <= int(table.min()) <= int(table.max()) < stop:
+
+
+def _check_range(name: str, numbers: NDArray[Any], start: int, stop: int) -> None:
+    unsigned = numbers.view(f"u{numbers.itemsize}")  # negative numbers are the largest
+    if numbers.size and (int(unsigned.max()) >= stop or (start and int(numbers.min()) < start)):
         raise ValueError(f"{name} has numbers that are not from {start} to {stop - 1}")
 
 

@@ -39,13 +39,13 @@ class TextCodec:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Read the tokenizer from its files, given by name."""
         try:
-            self._tokenizer = parse_tokenizer(files[TOKENIZER_JSON])
+            self._tokenizer, ids = parse_tokenizer(files[TOKENIZER_JSON])
         except ValueError as error:
             raise InferenceError(f"{TOKENIZER_JSON} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         try:
-            self.end = find_eod_id(files, self._tokenizer.get_vocab(with_added_tokens=True))
+            self.end = find_eod_id(files, ids)
         except DataError as error:
             raise InferenceError(str(error)) from error
 

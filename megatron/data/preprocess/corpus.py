@@ -227,14 +227,16 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def _read_plain_text(file: Path, max_bytes: int, check_utf8: bool) -> bytes:
+def _read_plain_text(file: Path, block: FileBlock, check_utf8: bool) -> bytes:
     """Return the content of a plain file; raise BadDocumentError if it is damaged, too large, or not text."""
+    max_bytes = block.max_bytes
     try:
         with open(file, "rb") as stream:
             if compression_suffix(file):
                 content = _join(decompress(file, stream), max_bytes)
             else:
-                content = stream.read() if os.fstat(stream.fileno()).st_size <= max_bytes else None
+                fits = block.stored <= max_bytes or os.fstat(stream.fileno()).st_size <= max_bytes
+                content = stream.read() if fits else None
     except DamagedStreamError as error:
         raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
     if content is None:
@@ -630,7 +632,7 @@ def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> 
     for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(os.path.realpath(file), file)
     _refuse_copies(unique.values())
-    return sorted(unique.values(), key=lambda file: file.relative_to(folder).as_posix())
+    return sorted(unique.values(), key=str)
 
 
 def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
@@ -724,7 +726,7 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
     if isinstance(block, FileBlock):
         for file in block.files:
             try:
-                content = _read_plain_text(file, block.max_bytes, check_utf8=not any_bytes)
+                content = _read_plain_text(file, block, check_utf8=not any_bytes)
                 yield TextDocument((content,), (file, 0), len(content))
             except BadDocumentError as bad:
                 yield BadDocument(file, 0, bad.seen, bad.fixes, file.stat().st_size)

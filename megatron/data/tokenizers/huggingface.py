@@ -77,7 +77,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         path = resolve_tokenizer_path(tokenizer_model)
         self.files = files = _read_files(path) if files is None else files
         try:
-            self._tokenizer = parse_tokenizer(files[TOKENIZER_JSON])
+            self._tokenizer, ids = parse_tokenizer(files[TOKENIZER_JSON])
         except ValueError as error:
             raise DataError(f"{path}: {error}", "copy it again") from error
         if getattr(self._tokenizer.model, "dropout", None):
@@ -86,7 +86,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not parse_special_tokens
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         try:
             eod, named = find_eod_id(files, ids), find_special_token(files, "eos_token")
@@ -147,22 +146,23 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return dict(self.files)
 
 
-def parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
-    """Return the tokenizer in a ``tokenizer.json``.
+def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    """Return the tokenizer in a ``tokenizer.json``, and the ids of its tokens.
 
     Raises:
         ValueError: if the library cannot read it, or it would take any amount of memory to save it or to encode a text.
     """
     with convert_library_errors(ValueError, "not a tokenizer.json that the library can read"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        ids = tokenizer.get_vocab(with_added_tokens=True)
         parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
         growth = math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
+    largest = max(ids.values(), default=0)
     if largest >= MAX_TOKENS:
         raise ValueError(f"it has a token with the id {largest:,}; ids are below {MAX_TOKENS:,}")
     if growth > MAX_GROWTH:
         raise ValueError(f"its rules make a text up to {growth:.3g} times as long; at most {MAX_GROWTH} is accepted")
-    return tokenizer
+    return tokenizer, ids
 
 
 def _growth(step: Mapping[str, Any]) -> float:
