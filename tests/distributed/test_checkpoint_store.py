@@ -152,7 +152,7 @@ def not_a_partition(rank: int, world: int, path: Path, fault: str) -> tuple[str,
     ("fault", "sentence"),
     [
         ("hole", "a: element [0, 6, 0] is not covered"),
-        ("overlap", "overlap in [0:2, 0:6, 0:5]"),
+        ("overlap", "a: [0:2, 0:6, 0:5] and [0:2, 0:6, 0:5] overlap"),
         ("type", " on rank 1, "),
     ],
 )

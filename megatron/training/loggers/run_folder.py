@@ -262,18 +262,16 @@ class IncidentLogger:
         self._file.write(f"- {at} step {self._step}: {printable(' '.join(text.split()))}\n")
 
 
-USED_NUMBERS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))
+COUNTS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))
 """Numbers that a line of an evaluation, and of training, must have."""
 
 NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-scale", "grad-norm")
-"""Beginnings of the names of other numbers, which may be missing."""
+"""Beginnings of the names of other numbers, which may be missing, and infinite or NaN in a diverged run."""
 
 
-def is_metric(value: object) -> bool:
-    """Return True for a number that can be drawn, or that a diverged run has."""
-    return isinstance(value, int | float) and (
-        abs(value) < 1e100 or (isinstance(value, float) and not math.isfinite(value))
-    )
+def is_drawable(value: object) -> bool:
+    """Return True for a number that fits on an axis."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 class HistoryPoint(NamedTuple):
@@ -285,10 +283,11 @@ class HistoryPoint(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError, or LookupError for a missing one, unless what is drawn and compared are numbers."""
-        skipped = self.line.get("skipped-iterations", [])
-        used = [self.line[name] for name in (() if self.name == "health" else USED_NUMBERS[self.name == "training"])]
-        used += [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
-        if not isinstance(skipped, list) or not all(is_metric(x) for x in (self.iteration, *skipped, *used)):
+        counts = [self.iteration, *self.line.get("skipped-iterations", [])]
+        counts += [self.line[name] for name in (() if self.name == "health" else COUNTS[self.name == "training"])]
+        metrics = [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
+        finite = [x for x in metrics if not isinstance(x, float) or math.isfinite(x)]
+        if not all(map(is_drawable, counts + finite)):
             raise ValueError("a metric is not a number")
         if self.name == "training" and not self.line["consumed-samples"]:
             raise ValueError("no samples are consumed")
