@@ -32,7 +32,12 @@ RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}${SMALL:+_small}} # never
 STATE=$RUN/slurm # state of the job, kept across starts
 LOGS=''          # folder for the output of each node and rank
 # Create folders. A new run folder is closed to others: whoever can write to it decides which nodes are left out.
-make_run_folders() { [ -d "$RUN" ] || (umask 077 && mkdir -p "$RUN") && mkdir -p "$STATE" "$@"; }
+make_run_folders() {
+    [ -d "$RUN" ] || (umask 077 && mkdir -p "$RUN")
+    [ -z "$(find -H "$RUN" -maxdepth 0 \( -perm -o+w -o ! -user "$UID" ! -user 0 ! -perm -g+w \))" ] ||
+        refuse "other users can write to RUN=$RUN, or it belongs to one" "fix: RUN=ANOTHER_FOLDER"
+    mkdir -p "$STATE" "$@"
+}
 [ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
     refuse "$0 is a job for Slurm" "fix: sbatch $0 | DRY_RUN=1 bash $0, which prints what it would start"
 
@@ -151,6 +156,8 @@ build_command() {
             COMMAND+=(--no-python bash slurm/task.sh "$@")
             ;;
         srun. | srun.topology)
+            [[ ! $CPU_BIND =~ ^(node|socket|exclusive|core-complex)$ ]] ||
+                refuse "CPU_BIND=$CPU_BIND is one of torchrun's" "fix: CPU_BIND=ldoms | LAUNCHER=torchrun"
             build_step "$RANKS" "${NODES[@]}"
             if [ -n "$RANK_ORDER" ]; then # srun would take the nodes in the order of slurm.conf
                 STEP+=(--distribution=arbitrary --nodelist="$STATE/hosts")
@@ -239,7 +246,7 @@ fi
 
 # ---- Data: copies on a disk of each node, in a folder of this user's name.
 
-COPIES=$STAGE/$(id -un)
+COPIES=$STAGE/$(id -un 2>/dev/null || echo "$UID")
 
 # Set FLAGS, in which --data-path names the copies, and FILES, which are to be copied.
 plan_staging() { # FLAG...

@@ -27,6 +27,7 @@ from megatron.checkpoint.durable_files import make_folder
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import exit_process
 from megatron.config.privacy import check_access
+from megatron.config.text import echo
 from tools.cluster_check.report import MARKDOWN
 
 PARTS = ("machine", "layouts", "interruption", "bandwidth")
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     try:
         check_flags(args)
     except UserError as error:
-        print(error, file=sys.stderr)
+        echo(error, file=sys.stderr)
         return 2
     from tools.cluster_check.run import ClusterCheck, RankLauncher  # imports torch, so only when the flags are valid
 
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         (folder / "logs").mkdir()
     except OSError as error:
         problem = Problem("E002", f"--out {args.out} cannot be used: {error.strerror}", ("--out runs/acceptance-2",))
-        print(UserError([problem]), file=sys.stderr)
+        echo(UserError([problem]), file=sys.stderr)
         return 2
     cluster = ClusterCheck(
         RankLauncher(words, folder / "logs"),
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
         seed=args.seed,
     )
     report = cluster.run(args.parts, shlex.join(["python", "tools/acceptance.py", *argv]))
-    print(f"\n{report.markdown()}\nwritten to {args.out / MARKDOWN}")
+    echo(f"\n{report.markdown()}\nwritten to {args.out / MARKDOWN}")
     return int(report.failed)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -293,13 +294,14 @@ def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Prob
     for word in argv:
         if _is_flag(word):
             flag, _, word = word.partition("=")
-        texts.append(f"{flag} {word}")
+        texts.append(f"{flag} {shlex.quote(word)}")
     for setting in SETTINGS.values():
         value = setting.value_in(config)
         items = value if isinstance(value, tuple) else (value,)
-        texts += [f"{setting.flag} {item}" for item in items if isinstance(item, str)]
-    for text in dict.fromkeys(clean for text in texts if (clean := redact(text)) != text):
-        yield credential_problem(text)
+        texts += [f"{setting.flag} {shlex.quote(item)}" for item in items if isinstance(item, str)]
+    for text in dict.fromkeys(texts):
+        if redact(text, certain=True) != text:
+            yield credential_problem(text)
 
 
 def _with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:

@@ -395,7 +395,8 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
                 raise ValueError(f"{data[part]!r} is not an object of named values")
         return Manifest(path, data["version"], tensors, files, data["state"], data["config"], inside)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {error!r}") from error
+        reason = error if type(error) is ValueError else repr(error)
+        raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {reason}") from error
 
 
 def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:
@@ -431,7 +432,8 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
     for chunk in chunks:
         in_file = files[chunk.file].head <= chunk.offset <= files[chunk.file].bytes - chunk.bytes
         if chunk.bytes != chunk.box.numel * item_bytes or not in_file:
-            raise ValueError(f"{chunk} has a wrong length or lies outside its file")
+            where = f"{format_box(chunk.box)} in {chunk.file}"
+            raise ValueError(f"{where} has a wrong length or lies outside of the file")
         if not is_inside(chunk.box, record.view):
-            raise ValueError(f"{chunk} is not inside {record.view}")
+            raise ValueError(f"{format_box(chunk.box)} is not inside {list(record.view)}")
     return record

@@ -54,6 +54,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self, get_type_hints
 
 from megatron.checkpoint.durable_files import (
@@ -77,7 +78,7 @@ from megatron.checkpoint.publish import (
 from megatron.config.errors import Problem
 from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
-from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
+from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode, who_can_replace
 
 LEASE_FILE = "claim.json"
 """The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
@@ -123,13 +124,13 @@ class Lease:
 
     def to_json(self) -> list[Any]:
         """Return the lease as JSON, for other ranks."""
-        return [self.text.decode(), [*self.notes]]
+        return [self.epoch, asdict(self.holder), [*self.notes]]
 
     @classmethod
     def from_json(cls, folder: Location, data: Sequence[Any]) -> Self:
         """Read what :meth:`to_json` has returned on the rank that holds the lease on ``folder``."""
-        text, notes = data
-        return cls(folder, *parse_lease(text.encode()), tuple(notes))
+        epoch, holder, notes = data
+        return cls(folder, epoch, LeaseHolder(**holder | {"start": JobStart(**holder["start"])}), tuple(notes))
 
     def check(self) -> None:
         """Raise SupersededError if a later start holds the folder.
@@ -149,6 +150,7 @@ class Lease:
         self.check()
         if self.staging is not None and not self._owns_staging_folder():
             make_folder(self.folder, private=True)
+            check_access(local_path(self.folder), shared=True)
             create_staging_folder(self)  # the lock is kept until the process ends
             self.check()
 
@@ -201,10 +203,13 @@ def acquire_lease(folder: Location, flag: str = "--save", start: JobStart | None
                 make_folder(folder, private=True)
                 check_access(folder, shared=flag == "--save")
                 lease = _acquire_on_disk(folder, holder, flag, opened)
+                if who := who_can_replace(folder):
+                    note = f"other users can put another folder in the place of {folder}: {who}"
+                    lease = replace(lease, notes=(*lease.notes, note))
         except OSError as error:
             fix = save_elsewhere_flags(folder) if flag == "--save" else f"{flag} ANOTHER"
-            where = f"{error.filename or folder}: {error.strerror}"
-            raise StorageError(f"{where}; no checkpoint can be written to {folder}", fix) from error
+            place = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
+            raise StorageError(f"no checkpoint can be written to {folder}: {place}{error.strerror}", fix) from error
         yield lease
 
 
@@ -248,7 +253,7 @@ def _in_use(last: Lease, holder: LeaseHolder, flag: str) -> tuple[str, ...]:
     found = lock_holder(claim)
     if found is not None and found.process != last.holder.pid:
         message = f"{last.folder} is in use: {found} has locked {claim}, which is of {last.holder}"
-        return message, f"{flag} ANOTHER", f"rm {claim}, once no start of this run is alive"
+        return message, f"{flag} ANOTHER", f"rm {quote(str(claim))} # once no start of this run is alive"
     if last.holder.host == socket.gethostname():
         doubt = "" if found else f", as {claim} has it; this machine does not know which process has locked that file"
         return message + doubt, f"{flag} ANOTHER"
@@ -336,7 +341,7 @@ def parse_lease(text: bytes) -> tuple[int, LeaseHolder]:
         holder = LeaseHolder(**_known({**data, "start": start}, LeaseHolder))
         if not {f.name for f in fields(holder)} <= data.keys():
             raise KeyError("a field of the holder")
-        int(start.job or 0), str(holder)  # raise for a job without a number, or a time that there is not
+        str(holder)  # raises for a time that there is not
         return int(data["epoch"]), holder
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):
         return 0, LeaseHolder(JobStart(), host="an unknown machine", pid=0, since=0.0, token="")

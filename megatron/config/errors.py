@@ -44,4 +44,5 @@ def credential_problem(text: str) -> Problem:
     """Return the problem of a flag with its value, or of a location, that holds a credential."""
     clean = redact(text)
     sentence = f"{clean} holds a credential, which belongs in the environment: options are recorded in files and logs"
-    return Problem("E014", sentence, (clean.replace(f"{REDACTED}@", "").replace(REDACTED, "").strip(),))
+    without = clean.replace(f"{REDACTED}@", "")
+    return Problem("E014", sentence, () if REDACTED in without else (without,))

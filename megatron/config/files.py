@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,15 @@ def describe_outside_links(paths: Iterable[Path], folder: Path) -> str:
         if not any(target.is_relative_to(place) for place in inside):
             outside.append(f"{path} -> {os.readlink(path) if path.is_symlink() else target}")
     return f"links lead out of {folder}: {listed(outside)}" if outside else ""
+
+
+def describe_links_out(folder: Path, suffixes: Collection[str] = ()) -> str:
+    """As `describe_outside_links`, of the files in a folder, or of those with one of the suffixes."""
+    try:
+        links = [path for path in sorted(folder.iterdir()) if path.is_symlink()]
+    except OSError as error:
+        return f"{folder} cannot be searched for links that lead out of it: {error.strerror}"
+    return describe_outside_links([path for path in links if not suffixes or path.suffix in suffixes], folder)
 
 
 FOLLOW_LINKS = "--follow-links"

@@ -59,7 +59,8 @@ class JobStart:
         if self.cluster != other.cluster:
             return False
         if self.job != other.job:
-            return self.chain is not None and self.chain == other.chain and int(self.job or 0) > int(other.job or 0)
+            numbers = [int(job) if job and job.isdecimal() else 0 for job in (self.job, other.job)]
+            return self.chain is not None and self.chain == other.chain and numbers[0] > numbers[1]
         here = (self.restart, self.step)
         there = (other.restart, other.step)
         if here != there:

@@ -1,8 +1,9 @@
 """Privacy on a machine with other users: folders that they cannot write to, and texts without credentials.
 
 **Folders.** What a run creates is closed to others (`private_mode`). An existing folder is used only if nobody else can
-have put files there (`check_access`), because a run resumes from what it finds. To let a group in, create the folder
-first: what is created inside a folder that a group can write to is open to that group.
+have put files there (`check_access`) or put another folder in its place (`who_can_replace`), because a run resumes from
+what it finds. To let a group in, create the folder first: what is created inside a folder that a group can write to is
+open to that group.
 
 **Credentials** belong in the environment. Options are recorded in files, logs and trackers, so one that holds a
 credential is refused; `redact` removes credentials from texts of other origins, such as errors and uncommitted changes.
@@ -13,10 +14,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
@@ -33,18 +36,21 @@ def private_mode(folder: Path, mode: int) -> int:
 def check_access(folder: Path, shared: bool = False) -> None:
     """Raise PermissionError if files in ``folder`` may be another user's; a missing folder passes.
 
-    A private folder must belong to this user, who alone can write to it. A ``shared`` one may also belong to root, or
-    be writable by a group: by any group if this user owns it, else by a group of this user.
+    A private folder must belong to this user, who alone can write to it, and nobody else may be able to replace it
+    (`who_can_replace`). A ``shared`` one may also belong to root, or be writable by a group: by any group if this user
+    owns it, else by a group of this user.
     """
     try:
         link, found = os.lstat(folder), os.stat(folder)
     except FileNotFoundError:
         return
-    owners = {os.geteuid(), *([0] if shared else [])}
-    if shared and found.st_mode & stat.S_IWGRP and found.st_gid in {os.getegid(), *os.getgroups()}:
-        owners.add(found.st_uid)
+    owners = {os.geteuid()}
+    if shared:
+        owners |= {0, found.st_uid} if _is_of_own_group(found) else {0}
     others = found.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
     if {link.st_uid, found.st_uid} <= owners and not others:
+        if not shared and (who := who_can_replace(folder)):
+            raise PermissionError(errno.EPERM, f"others can replace it: {who}", str(folder))
         return
     made = folder / f".access-{os.urandom(8).hex()}"
     with suppress(OSError):  # not every file system has owners and modes: one that shows those of any entry has none
@@ -57,9 +63,35 @@ def check_access(folder: Path, shared: bool = False) -> None:
     if foreign := {link.st_uid, found.st_uid} - owners:
         raise PermissionError(errno.EPERM, f"it belongs to {user_name(foreign.pop())}", str(folder))
     if others:
-        fix = f"chmod {'o' if shared else 'go'}-w {folder}"
-        reason = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}); {fix}"
+        mode, close = stat.S_IMODE(found.st_mode), "chmod o-w" if shared else "chmod go-w"
+        reason = f"other users can write to it (mode {mode:04o}); close it with {close} {shlex.quote(str(folder))}"
         raise PermissionError(errno.EPERM, reason, str(folder))
+
+
+def who_can_replace(folder: Path) -> str:
+    """Return who, besides root and a group of this user, can put another folder in the place of ``folder``, or "".
+
+    That is whoever owns a folder above it, or can write to one without the sticky bit.
+    """
+    owners = {os.geteuid(), 0}
+    with suppress(OSError):
+        if UID_MAP.read_text().split() != ["0", "0", "4294967295"]:  # in a container root of the machine has another id
+            owners.add(int(OVERFLOW_UID.read_text()))
+    for above in Path(os.path.realpath(folder)).parents:
+        found = os.stat(above)
+        if found.st_uid not in owners and not _is_of_own_group(found):
+            return f"{above} belongs to {user_name(found.st_uid)}"
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            return f"everybody can write to {above} (mode {stat.S_IMODE(found.st_mode):04o}), without the sticky bit"
+    return ""
+
+
+UID_MAP, OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+
+
+def _is_of_own_group(found: os.stat_result) -> bool:
+    """Return True if a group of this user can write to a folder."""
+    return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in {os.getegid(), *os.getgroups()}
 
 
 def user_name(uid: int) -> str:
@@ -76,37 +108,53 @@ SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|JWT|AUTH|SPANK", re.
 
 REDACTED = "***"
 
-_RANDOM = r"(?=[\w/+=.~-]*\d)(?=[\w/+=.~-]*[A-Za-z])[\w/+=.~-]{16,}(?![\w(\[])"
-SECRETS = tuple(
+_NAME_END = r"[\"']?\s{0,9}[:=]\s{0,9}[\"']?"
+_RANDOM = r"(?=[\w/+=.~-]{0,256}\d)(?=[\w/+=.~-]{0,256}[A-Za-z])[\w/+=.~-]{16,4096}+(?![\w(\[])"
+
+CREDENTIALS = tuple(
     re.compile(pattern)
     for pattern in (
-        # user:password@ of a URI; a port is no password
-        r"(?P<keep>://)(?:[^\s/@:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s@\"'<>]+|[^\s/@:\"'<>]{20,})(?:@[^\s/@\"'<>]+(?=[^\s/\"'<>]*@))*(?=@)",
-        r"(?i)(?P<keep>[?&][\w-]*(?:key|token|secret|signature|sig|password|credential)=)[^\s&\"'<>]+",
-        # documented forms: AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, Google, W&B, JWT, private keys
+        # user:password@ of a URI, where a port is no password; a token in place of both; a parameter of a query
+        r"(?P<keep>://)[^\s/@:\"'<>]{0,256}:(?!\d+(?:[/?#]|$))[^\s@\"'<>]{1,256}(?:@[^\s/@\"'<>]{1,256}(?=@))*(?=@)",
+        r"(?P<keep>https?://)[^\s/@:\"'<>]{20,256}(?=@)",
+        r"(?i)(?P<keep>[?&][\w-]{0,64}(?:key|token|secret|signature|sig|password|credential)=)[^\s&\"'<>]+",
+        # documented forms: AWS; GitHub, GitLab, Docker, npm, PyPI; Hugging Face, W&B, NVIDIA, Google, Slack; OpenAI
         r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-        r"\b(?:gh[pousr]_|github_pat_|glpat-|wandb_v1_)[\w-]{16,}",
-        r"\bhf_[A-Za-z0-9]{30,}",
-        r"\bsk-[\w-]{20,}",
-        r"\bxox[abposr]-[\w-]{10,}",
-        r"\bAIza[\w-]{35}",
-        r"\beyJ[\w-]{5,}\.[\w-]+\.[\w-]+",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]*PRIVATE KEY-----|[^\"]*)",
-        # anything random under such a name
-        rf"(?i)(?P<keep>(?:api|access|secret|private|auth)[_-]?key[\"']?\s*[:=]\s*[\"']?){_RANDOM}",
-        rf"(?i)(?P<keep>(?:token|secret|passw(?:or)?d|credentials?)[\"']?\s*[:=]\s*[\"']?){_RANDOM}",
-        r"(?i)(?P<keep>passw(?:or)?d[\"']?(?:=|\s*[:=]\s*(?=[\"']))[\"']?)[^\s\"'()\[\]]{4,}(?=[\s\"']|$)",
-        rf"(?i)(?P<keep>\b(?:bearer|basic)\s+){_RANDOM}",
+        r"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{36}|glpat-[\w-]{20}|dckr_pat_[\w-]{20}|npm_\w{36}|pypi-[\w-]{40})[\w-]*",
+        r"\b(?:hf_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}|nvapi-[\w-]{40,}|AIza[\w-]{35}|xox[abposr]-\d[\w-]{10,})",
+        r"\bsk-(?:[A-Za-z0-9]{32,}|(?:proj|svcacct|ant)-[\w-]{32,})",
+        r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]+",
+        r"-----BEGIN [A-Z ]{0,64}PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]{0,64}PRIVATE KEY-----|[^\"]*)",
     )
 )
-"""What looks like a credential, from its beginning or after ``keep``."""
+"""What is a credential, from its beginning or after ``keep``."""
+
+NAMED_SECRETS = tuple(
+    re.compile(f"(?i)(?P<keep>{pattern}")
+    for pattern in (
+        rf"(?:api|access|secret|private|auth|account)[_-]?key{_NAME_END}){_RANDOM}",
+        rf"(?:token|secret|passw(?:or)?d|credentials?){_NAME_END}){_RANDOM}",
+        r"passw(?:or)?d[\"']?(?:=|\s{0,9}[:=]\s{0,9}(?=[\"']))[\"']?)[^\s\"'()\[\]]{4,256}(?=[\s\"']|$)",
+        rf"\bbearer\s+|authorization{_NAME_END}basic\s+){_RANDOM}",
+    )
+)
+"""What may be a credential, because of the name before it. A path may hold such a name too."""
 
 
-def redact(text: str) -> str:
-    """Replace what looks like a credential by ``***``."""
-    for pattern in SECRETS:
+def redact(text: str, certain: bool = False) -> str:
+    """Replace what looks like a credential by ``***``; if ``certain``, only what has the form of one."""
+    for pattern in CREDENTIALS if certain else CREDENTIALS + NAMED_SECRETS:
         text = pattern.sub(lambda match: match.groupdict().get("keep", "") + REDACTED, text)
     return text
+
+
+def redact_json(value: Any) -> Any:
+    """Redact all texts in a value of JSON, except names."""
+    if isinstance(value, dict):
+        return {name: redact_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(redact_json, value)]
+    return redact(value) if isinstance(value, str) else value
 
 
 def secret_variables(environ: Mapping[str, str]) -> set[str]:

@@ -123,10 +123,14 @@ def format_bytes(count: float) -> str:
     return f"{round(count)} byte{'' if round(count) == 1 else 's'}"
 
 
+LONGEST_ITEM = 500
+"""Characters of an item in a message; names in files may have any number."""
+
+
 def listed(items: Sequence[object], most: int = 4) -> str:
     """Return the first items: ``a, b, c, d and 5 more``."""
-    more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+    shown, more = map(str, items[:most]), f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(text if len(text) <= LONGEST_ITEM else f"{text[:LONGEST_ITEM]}..." for text in shown) + more
 
 
 def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:

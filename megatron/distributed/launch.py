@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
-from megatron.config.privacy import redact
+from megatron.config.privacy import redact_json
 from megatron.config.text import echo, listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
@@ -175,14 +175,10 @@ def enable_flight_recorder(run_dir: str | None) -> None:
 
 def write_error_file(error: BaseException) -> None:
     """Write torchelastic's error file, if this rank has one, for torchrun's report. Call in an ``except`` block."""
-    with suppress(OSError, KeyError):
+    with suppress(OSError, KeyError, ValueError):
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         get_error_handler().record_exception(error)
-        path.write_text(json.dumps(json.loads(path.read_text(), object_hook=_redact_texts)))
-
-
-def _redact_texts(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: redact(value) if isinstance(value, str) else value for name, value in fields.items()}
+        path.write_text(json.dumps(redact_json(json.loads(path.read_text()))))
 
 
 def is_distributed_initialized() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,12 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Keep compiled code, which torch unpickles and runs, where no other user can write; a folder that is set is kept.
+    """Keep compiled code, which torch unpickles and runs, where no other user can write.
 
-    PyTorch's default is used if it is this user's: it has a known name in ``/tmp``, where anybody can make it first.
-    Otherwise the cache is in the home folder. Triton's cache is a subfolder.
+    PyTorch's default has a known name in ``/tmp``, where anybody can make it first. So it, or the folder that is set,
+    is used if nobody else can write to it; otherwise one in the home folder, with a warning. PyTorch sets the variable
+    itself when parts of it are imported. Triton's cache is a subfolder.
     """
-    if CACHE_VARIABLE in environ:
-        return
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     def private(folder: Path) -> Path:
@@ -73,9 +73,10 @@ def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
         return folder
 
     try:
-        folder = private(Path(default_cache_dir()))
-    except OSError:
+        folder = private(Path(environ.get(CACHE_VARIABLE) or default_cache_dir()))
+    except OSError as error:
         folder = private(Path.home() / ".cache" / "megatron-pretrain" / "torchinductor")
+        warnings.warn(f"torch.compile uses {folder}, not {error.filename}: {error.strerror}", stacklevel=2)
     environ[CACHE_VARIABLE] = str(folder)
 
 

@@ -201,7 +201,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError) or not Path(run_dir).is_dir():
+    if run_dir is None or isinstance(error, SupersededError) or not os.path.isdir(run_dir):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")

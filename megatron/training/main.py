@@ -101,7 +101,8 @@ def build_and_train(
     with refuse_start_on_error(), PeerWatchdog(world):
         source = choose_resume_source(config.checkpoint, world, others)
         if source.hf is not None:  # before memory is allocated for sizes that the tensors in it do not have
-            HuggingFaceWeights(model_folder(source.hf), config.model)
+            folder = model_folder(source.hf)
+            run_on_rank0(lambda: bool(HuggingFaceWeights(folder, config.model)), world)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)

@@ -262,7 +262,7 @@ def asserts(modules: Sequence[Module]) -> list[str]:
 
 PRINTERS = (
     "megatron.config.text",
-    *("tools.acceptance", "tools.cluster_check", "tools.generate_docs", "tools.trace_step"),
+    *("tools.generate_docs", "tools.trace_step"),
 )
 """Modules that may call ``print``: that of `echo`, and programs that print no names from files."""
 

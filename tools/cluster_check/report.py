@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.durable_files import publish_file
-from megatron.config.privacy import redact
+from megatron.config.privacy import redact, redact_json
+from megatron.config.text import printable
 
 OK, WARNING, SKIPPED, FAILED = "ok", "warning", "skipped", "FAILED"
 SEVERITY = (SKIPPED, OK, WARNING, FAILED)
@@ -89,12 +90,12 @@ class ClusterReport:
         for part in self.parts:
             results = [{"what": check.what, "verdict": check.verdict, "told": check.detail} for check in part.checks]
             parts.append({"verdict": part.verdict} | asdict(part) | {"checks": results})
-        publish_file(folder / JSON, redact(json.dumps(values | {"parts": parts}, indent=1) + "\n").encode())
+        publish_file(folder / JSON, (json.dumps(redact_json(values | {"parts": parts}), indent=1) + "\n").encode())
         publish_file(folder / MARKDOWN, self.markdown().encode())
 
     def markdown(self) -> str:
         """Return the page: the verdict, a table of the parts, then each part's checks; without credentials."""
-        return redact("\n".join(self._lines()) + "\n")
+        return printable(redact("\n".join(self._lines()) + "\n"))
 
     def _lines(self) -> Iterator[str]:
         yield f"# Cluster acceptance: {self.verdict}"

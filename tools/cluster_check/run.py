@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.privacy import redact
+from megatron.config.text import echo
 from megatron.data.errors import pluralize
 from megatron.training.loggers.run_folder import read_history
 from tools.cluster_check import checks, filesystem
@@ -283,7 +284,7 @@ class ClusterCheck:
     def _run_part(self, name: str, run: Callable[[CheckSection], None]) -> None:
         part = CheckSection(name)
         self.parts.append(part)
-        print(f"{time.strftime('%H:%M:%S')} {name} ...", flush=True)
+        echo(f"{time.strftime('%H:%M:%S')} {name} ...", flush=True)
         start = time.monotonic()
         try:
             if name != "machine" and self.ranks == 0:
@@ -297,7 +298,7 @@ class ClusterCheck:
         part.seconds = time.monotonic() - start
         for check in part.checks:
             if check.verdict not in (OK, SKIPPED):
-                print(f"         {check.verdict} {check.what}: {check.detail}", flush=True)
+                echo(f"         {check.verdict} {check.what}: {check.detail}", flush=True)
 
     def machine(self, part: CheckSection) -> None:
         """Check installed versions, machines and the file system."""

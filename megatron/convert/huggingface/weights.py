@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Protocol
 
@@ -156,7 +157,9 @@ class HuggingFaceWeights:
         experts = model.num_experts or 1
         if len(self._files) < model.num_layers * experts:
             described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
-            raise CheckpointError(f"{folder / CONFIG_FILE} has {described}, but {folder} {len(self._files):,} tensors")
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} has {described}, but {folder} has {len(self._files):,} tensors"
+            )
         self.specs = gpt(model)  # of all tensors, by our names
         try:
             mappings = map_tensors(kind, self.specs)
@@ -255,12 +258,12 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
     if (folder / WEIGHTS_INDEX_FILE).exists():
         return _open_shards(folder)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        fix = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({0!r}).save_pretrained({1!r})"
-        command = fix.format(str(folder), f"{folder}-safetensors")
+        names = str(folder), f"{folder}-safetensors"
+        load = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r}).save_pretrained({!r})"
         raise CheckpointError(
             f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS_FILE} is "
             "read. The command loads them: use it only if you trust whoever made them",
-            f'python -c "{command}"',
+            f"python -c {quote(load.format(*names))}",
         )
     raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}")
 

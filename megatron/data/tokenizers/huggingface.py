@@ -8,10 +8,9 @@ give the ids of the text alone: no special tokens are added, and those spelled o
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -156,7 +155,7 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         ids = tokenizer.get_vocab(with_added_tokens=True)
         parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
-        growth = math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
+        growth = _growth([json.loads(part.__getstate__()) for part in parts if part is not None])
     largest = max(ids.values(), default=0)
     if largest >= MAX_TOKENS:
         raise ValueError(f"it has a token with the id {largest:,}; ids are below {MAX_TOKENS:,}")
@@ -165,18 +164,33 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
     return tokenizer, ids
 
 
-def _growth(step: Mapping[str, Any]) -> float:
-    """Return the largest factor by which a normalizer, pre-tokenizer or decoder in JSON lengthens a text."""
-    match step["type"]:
-        case "Sequence":
-            steps = next(value for value in step.values() if isinstance(value, list))
-            return math.prod(map(_growth, steps))
-        case "Replace":
-            matched = len(step["pattern"].get("String", ""))  # a regular expression may match between characters
-            return max(1.0, len(step["content"]) / matched if matched else 1.0 + len(step["content"]))
-        case "ByteLevel":
-            return 2.0
-    return 1.0
+def _growth(steps: Iterable[Mapping[str, Any]]) -> float:
+    """Return how many times as long normalizers, pre-tokenizers and decoders in JSON may make a text, at most.
+
+    The rules of a chain, each of which replaces what an earlier one has inserted, multiply.
+    """
+    largest, everywhere = 1.0, 1.0
+    by_character: dict[str, float] = {}  # the growth of what has been inserted with a character in it
+    for step in _flat_steps(steps):
+        pattern = step["pattern"].get("String", "") if step["type"] == "Replace" else ""
+        before = max((by_character.get(letter, everywhere) for letter in pattern), default=largest)
+        if step["type"] == "Replace":  # a regular expression may match anything, and between characters
+            content = step["content"]
+            growth = before * max(1.0, len(content) / len(pattern) if pattern else 1.0 + len(content))
+            by_character |= {letter: max(growth, by_character.get(letter, everywhere)) for letter in content}
+        else:
+            growth = everywhere = before * (2.0 if step["type"] == "ByteLevel" else 1.0)
+            by_character.clear()
+        largest = max(largest, growth)
+    return largest
+
+
+def _flat_steps(steps: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for step in steps:
+        if step["type"] == "Sequence":
+            yield from _flat_steps(next(value for value in step.values() if isinstance(value, list)))
+        else:
+            yield step
 
 
 def _without_defaults(value: Any) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from megatron.config.files import FOLLOW_LINKS, describe_outside_links, parse_json, read_small
+from megatron.config.files import FOLLOW_LINKS, describe_links_out, describe_outside_links, parse_json, read_small
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
@@ -106,7 +106,7 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
     if model is not None and model.default is model.empty and options.tokenizer_model is None:
         raise DataError(f"{name} needs --tokenizer-model", f"--tokenizer-model {_EXAMPLES.get(name, 'FILE.model')}")
     if options.tokenizer_model is not None and not options.follow_links:
-        refuse_outside_links(Path(options.tokenizer_model), FOLLOW_LINKS)
+        refuse_outside_links(Path(options.tokenizer_model), FOLLOW_LINKS, suffixes=(".json", ".model", ".tiktoken"))
     given = {field: value for field, value in vars(options).items() if field in parameters}
     tokenizer = _TYPES[name](**given)
     if type(tokenizer) is HuggingFaceTokenizer and not options.parse_special_tokens:
@@ -117,11 +117,17 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
     return tokenizer
 
 
-def refuse_outside_links(model: Path, *fixes: str) -> None:
-    """Raise DataError if links lead out of a tokenizer's folder, or among the files beside its file."""
-    folder, beside = (model, []) if model.is_dir() else (model.parent, [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP])
-    files = [folder / name for name in beside] or filter(Path.is_symlink, sorted(folder.iterdir()))
-    if links := describe_outside_links(files, folder):
+def refuse_outside_links(model: Path, *fixes: str, suffixes: Collection[str] = ()) -> None:
+    """Raise DataError if links lead out of a tokenizer's folder, or among the files beside its file.
+
+    In a folder, files without one of the ``suffixes``, if given, do not matter.
+    """
+    if model.is_dir():
+        links = describe_links_out(model, suffixes)
+    else:
+        beside = [model.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
+        links = describe_outside_links(beside, model.parent)
+    if links:
         raise DataError(links, *fixes)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import make_folder, publish_file
-from megatron.config.files import open_regular, parse_json
+from megatron.config.files import open_regular, parse_json, read_small
 from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
@@ -79,7 +79,7 @@ def write_run_folder(
     diff = redact(changes)
     if diff != changes:
         warn(f"the uncommitted changes hold what looks like credentials, which {folder / DIFF_FILE} has as ***")
-    git_facts = {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
+    git_facts = {"git_commit": commit, "git_uncommitted_changes": bool(diff) if commit else None}
     texts = {
         CONFIG_FILE: resolved_config,
         COMMAND_FILE: restart_command(os.environ, sys.argv, world_size),
@@ -91,7 +91,7 @@ def write_run_folder(
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
         number += 1
-    changed = [path for path, text in paths.items() if path.exists() and path.read_bytes() != text.encode()]
+    changed = [path for path, text in paths.items() if path.exists() and read_small(path) != text.encode()]
     renamed = [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
     for path, text in paths.items():
         if text:

@@ -84,8 +84,8 @@ def test_so_does_a_run_that_cannot_lock_its_folder(tmp_path: Path, older: bool) 
     with pytest.raises(StorageError) as caught, acquire_lease(tmp_path):
         pass
     load = f"--load {tmp_path} " if older else ""
-    assert str(caught.value).endswith(
-        f"no checkpoint can be written to {tmp_path}\n  fix: {load}--save A_FOLDER_ELSEWHERE"
+    assert re.fullmatch(
+        rf"no checkpoint can be written to {tmp_path}: .+\n  fix: {load}--save A_FOLDER_ELSEWHERE", str(caught.value)
     )
 
 

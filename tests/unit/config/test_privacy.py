@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,16 @@ def folder() -> Iterator[Path]:
     [
         (ME, ME, 0o700, "", ""),
         (ME, ME, 0o755, "", ""),
-        (ME, ME, 0o777, "other users can write to it (mode 0777); chmod go-w ", "(mode 0777); chmod o-w "),
+        (
+            ME,
+            ME,
+            0o777,
+            "other users can write to it (mode 0777); close it with chmod go-w ",
+            "(mode 0777); close it with chmod o-w ",
+        ),
         (ME, ME, 0o1777, "(mode 1777)", "(mode 1777)"),
         (ME, ME, 0o702, "(mode 0702)", "(mode 0702)"),
-        (ME, TEAM, 0o2770, "(mode 2770); chmod go-w ", ""),
+        (ME, TEAM, 0o2770, "(mode 2770); close it with chmod go-w ", ""),
         (ME, NOBODY, 0o770, "(mode 0770)", ""),
         (0, 0, 0o755, "it belongs to root", ""),
         (0, 0, 0o757, "it belongs to root", "(mode 0757)"),
@@ -62,6 +69,33 @@ def test_whose_files_a_folder_may_hold(
         assert problem in str(refused.value.strerror)
         assert refused.value.filename == str(folder)
     assert [*folder.iterdir()] == []
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "problem"),
+    [
+        (ME, ME, 0o777, "everybody can write to {above} (mode 0777), without the sticky bit"),
+        (ME, ME, 0o1777, ""),
+        (0, 0, 0o1777, ""),
+        (0, TEAM, 0o2770, ""),
+        (MATE, TEAM, 0o2770, ""),
+        (MATE, MATE, 0o755, f"{{above}} belongs to user {MATE}"),
+        (MATE, MATE, 0o1777, f"{{above}} belongs to user {MATE}"),
+    ],
+)
+def test_who_can_put_another_folder_in_its_place(folder: Path, owner: int, group: int, mode: int, problem: str) -> None:
+    give(folder, ME, 0o700)
+    os.chown(folder.parent, owner, group)
+    folder.parent.chmod(mode)
+    check = partial(check_access, folder)
+    as_user(ME, partial(check_access, folder, shared=True), [TEAM])
+    if problem:
+        with pytest.raises(PermissionError) as refused:
+            as_user(ME, check, [TEAM])
+        assert refused.value.strerror == "others can replace it: " + problem.format(above=folder.parent)
+    else:
+        as_user(ME, check, [TEAM])
 
 
 @needs_root
@@ -122,6 +156,9 @@ SECRET = {
     "https://host/x?b=1&access_token=LEAK&X-Amz-Signature=LEAK": "https://host/x?b=1&access_token=***&X-Amz-Signature=***",
     "AKIALEAK567890123456": "***",
     f"ghp_LEAK{'a1' * 16} x": "*** x",
+    f"sk-LEAK{'a1' * 20}": "***",
+    f"sk-proj-LEAK{'_a-1' * 12}": "***",
+    f"token={'a1' * 400}LEAK": "token=***",
     f"hf_LEAK{'aB' * 15}": "***",
     "eyJhbGciOiJIUzI1NiJ9.eyJMRUFLIjoxfQ.sig-LEAK": "***",
     "WANDB_API_KEY=LEAK0123456789abcdef": "WANDB_API_KEY=***",
@@ -161,11 +198,30 @@ def test_credentials_are_removed(text: str) -> None:
         "eos_token: <|endoftext|>",
         "hf_config_of_something_with_a_very_long_name",
         "the basic configuration of everything",
+        "cc100/sk-wikipedia-slovak-2024-cleaned-deduplicated_text_document",
+        "basic chinese_corpus_2024_v2",
+        "abfss://mycontainerforcheckpoints@account.dfs.core.windows.net/run1",
+        "ghp_benchmarks_of_2024_january_and_of_february",
+        "eyJ-dataset.v2.final",
         "0123456789abcdef0123456789abcdef01234567",
     ],
 )
 def test_other_texts_are_not_changed(text: str) -> None:
     assert redact(text) == text
+
+
+@pytest.mark.parametrize("text", ["/x/token=llama3-128k-vocab-v2/part", "/x/password=none/part", "password: word1234"])
+def test_a_name_alone_makes_nothing_a_credential(text: str) -> None:
+    assert redact(text, certain=True) == text
+
+
+@pytest.mark.parametrize(
+    "part", ["://", "token=", "token=a1", "password=a(", "-----BEGIN PRIVATE KEY-----", "a@", "?k"]
+)
+def test_the_time_for_a_long_text_is_bounded(part: str) -> None:
+    began = time.process_time()
+    redact(part * (60_000 // len(part)))
+    assert time.process_time() - began < 3
 
 
 def test_variables_that_may_hold_a_credential() -> None:

@@ -91,12 +91,12 @@ def test_a_local_checkpoint_that_another_user_has_made_is_not_loaded(scratch: Pa
     printed = start(tiny_run(scratch / "a", f"{flags} 6"))
     if planted:
         assert printed.status == 1
-        assert f"{scratch}/shm: it belongs to {HIM}; no checkpoint can be written to {scratch}/shm" in printed.err
+        assert f"no checkpoint can be written to {scratch}/shm: it belongs to {HIM}" in printed.err
         assert "fix: --local-save ANOTHER" in printed.err
         (scratch / "shm").chmod(0o777)
         os.chown(scratch / "shm", 0, 0)
         printed = start(tiny_run(scratch / "a", f"{flags} 6"))
-        assert f"other users can write to it (mode 0777); chmod go-w {scratch}/shm;" in printed.err
+        assert f"other users can write to it (mode 0777); close it with chmod go-w {scratch}/shm" in printed.err
     else:
         assert "resumed from" in printed.out
         assert printed.status == 0
@@ -171,7 +171,7 @@ def test_who_holds_the_lock_of_a_run_is_named_and_can_be_got_rid_of(scratch: Pat
         printed = start(tiny_run(scratch / "run", f"{flags} 2"))
         assert printed.status == 1
         assert f"is in use: process {holder.pid} of {HIM} has locked {claim}, which is of process 4 on" in printed.err
-        assert f"fix: --save ANOTHER | rm {claim}, once no start of this run is alive" in printed.err
+        assert f"fix: --save ANOTHER | rm {claim} # once no start of this run is alive" in printed.err
         claim.unlink()
         assert start(tiny_run(scratch / "run", f"{flags} 2")).status == 0
     finally:
@@ -211,7 +211,11 @@ def test_a_cache_that_others_could_fill_is_not_used(scratch: Path, owner: int, m
     cache = IndexCache(folder)
     assert cache.tables("order", {"x": 1}, lambda: ours) is ours
     (note,) = cache.notes
-    reason = f"it belongs to {HIM}" if owner else f"other users can write to it (mode 0777); chmod o-w {folder}"
+    reason = (
+        f"it belongs to {HIM}"
+        if owner
+        else f"other users can write to it (mode 0777); close it with chmod o-w {folder}"
+    )
     assert note == f"{folder} cannot be used ({reason}): tables are built in memory"
     assert sorted(folder.iterdir()) == before
 
