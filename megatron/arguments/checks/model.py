@@ -34,7 +34,7 @@ from megatron.pipeline.partition import AUTO, parse_layout
 from megatron.planner.memory import bucket_shapes, data_parallel_traffic
 
 MAX_ELEMENTS = 2**48
-"""Elements of a tensor: 300 times those of the largest published model."""
+"""Elements of a tensor: more than those of all tensors of the largest published models."""
 
 
 def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ import pytest
 from megatron.checkpoint import durable_files
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.lease import LEASE_FILE, acquire_lease, current_lease
+from megatron.checkpoint.lease import LEASE_FILE, Lease, acquire_lease, current_lease
 from megatron.config.launch import JobStart
 
 HOLDER = """
@@ -119,6 +119,16 @@ def test_where_the_system_does_not_know_the_holder_the_claim_is_quoted_with_caut
     claim = tmp_path / ".epoch-1" / LEASE_FILE
     assert f"is in use by process {os.getpid()} on " in str(caught.value)
     assert f"as {claim} has it; this machine does not know which process has locked that file" in str(caught.value)
+
+
+def test_a_lease_reaches_other_ranks_as_it_is(tmp_path: Path) -> None:
+    """Also that of a job whose number is none, as outside of Slurm."""
+    with acquire_lease(tmp_path, start=JobStart(job="abc", chain="x")) as lease:
+        sent = json.loads(json.dumps(lease.to_json()))
+        assert Lease.from_json(tmp_path, sent) == lease
+        assert current_lease(tmp_path) == lease
+        assert not JobStart(job="abd", chain="x").follows(lease.holder.start)
+        assert JobStart(job="7", chain="x").follows(lease.holder.start)
 
 
 @pytest.mark.parametrize(

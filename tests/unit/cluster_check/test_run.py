@@ -460,6 +460,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_report_holds_no_credentials(tmp_path: Path) -> None:
     part = CheckSection("machine", log="pulling docker://me:LEAK@host/image")
     part.add("container", False, "403 for https://me:LEAK@host")
+    part.add("names", False, 'open "https://x?token=LEAK", password="LEAKs": \x1b[2J refused')
     ClusterReport("about", "tools/acceptance.py --launch 'srun --container-image=docker://me:LEAK@host'", [part]).write(
         tmp_path
     )
@@ -467,3 +468,4 @@ def test_a_report_holds_no_credentials(tmp_path: Path) -> None:
     assert len(texts) == 2
     assert all("***@host" in text and "LEAK" not in text for text in texts)
     json.loads((tmp_path / "acceptance.json").read_text())
+    assert "\x1b" not in "".join(texts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
 import struct
 import time
 import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -310,8 +313,11 @@ def test_missing_pickled_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match="is damaged"):
         HuggingFaceWeights(folder, model)
     file.rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickled weights[\s\S]*fix: python -c .*save_pretrained"):
+    folder = folder.rename(tmp_path / "m'$(touch x)\"")
+    with pytest.raises(CheckpointError, match=r"pickled weights[\s\S]*fix: python -c .*save_pretrained") as refused:
         HuggingFaceWeights(folder, model)
+    *_, program = shlex.split(str(refused.value).rpartition("fix: ")[2])
+    assert repr(str(folder)) in program
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="holds neither"):
         HuggingFaceWeights(folder, model)
@@ -384,7 +390,11 @@ def test_a_header_of_very_many_tensors_is_refused_at_once(tmp_path: Path) -> Non
     assert time.process_time() - began < 0.3
 
 
-def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+def refuse_to_list(folder: Path) -> NoReturn:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they lead to would be converted, and published with the next export."""
     model = MODELS["llama"]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
@@ -406,4 +416,8 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
         open_pretrained(f"hf:{folder}")
     config = replace(RunConfig(), checkpoint=CheckpointConfig(load=f"hf:{folder}"))
     assert [problem.code for problem in check_links(config, 1)] == ["E853"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse_to_list)
+        (problem,) = check_links(config, 1)
+    assert "cannot be searched for links that lead out of it: Permission denied" in problem.sentence
     assert list(check_links(replace(config, data=DataConfig(follow_links=True)), 1)) == []

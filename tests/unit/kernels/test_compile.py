@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -249,14 +253,30 @@ def test_compiled_code_is_cached_where_nobody_else_can_write(
         default.mkdir()
         default.chmod(mode)
         os.chown(default, owner, owner)
-    environ: dict[str, str] = {}
-    use_private_cache(environ)
-    folder = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert folder == (default if is_used else tmp_path / "home/.cache/megatron-pretrain/torchinductor")
-    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (0, 0o700 if owner is None or not is_used else mode)
-    kept = {"TORCHINDUCTOR_CACHE_DIR": "mine"}
-    use_private_cache(kept)
-    assert kept == {"TORCHINDUCTOR_CACHE_DIR": "mine"}
+    for environ in ({}, {"TORCHINDUCTOR_CACHE_DIR": str(default)}):  # set by torch or by the user
+        with (
+            nullcontext() if is_used else pytest.warns(UserWarning, match=r"torch.compile uses .*, not .*torchinductor")
+        ):
+            use_private_cache(environ)
+        folder = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert folder == (default if is_used else tmp_path / "home/.cache/megatron-pretrain/torchinductor")
+        found = folder.stat()
+        assert (found.st_uid, found.st_mode & 0o777) == (0, 0o700 if owner is None or not is_used else mode)
+
+
+@needs_root
+def test_a_process_does_not_use_the_folder_that_another_user_has_made(tmp_path: Path) -> None:
+    """Importing torch's compiler sets the variable, so a new process is needed."""
+    planted = tmp_path / f"torchinductor_{getpass.getuser()}"
+    planted.mkdir()
+    planted.chmod(0o777)
+    code = "import os; from megatron.kernels.compile import compiled; compiled(abs)();"
+    code += "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"TMPDIR": str(tmp_path), "HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "home/.cache/megatron-pretrain/torchinductor")
+    assert f"not {planted}: other users can write to it" in done.stderr
 
 
 def test_the_cache_is_chosen_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

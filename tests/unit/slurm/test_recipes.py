@@ -157,6 +157,7 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
     ("environ", "sentence"),
     [
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be srun or torchrun"),
+        ({"CPU_BIND": "node"}, "CPU_BIND=node is one of torchrun's\nslurm: fix: CPU_BIND=ldoms"),
         ({"NETWORK": "ib"}, "NETWORK=ib: must be infiniband, roce, ethernet, efa or slingshot"),
         ({"RANK_ORDER": "topology", "LAUNCHER": "torchrun"}, "fix: LAUNCHER=srun RANK_ORDER=topology"),
         ({"RANK_ORDER": "rack"}, "RANK_ORDER=rack: must be topology"),

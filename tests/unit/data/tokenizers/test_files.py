@@ -281,7 +281,10 @@ def replacements(count: int, content: str, pattern: dict[str, str]) -> dict[str,
     return {"type": "Sequence", "normalizers": steps}
 
 
+NFC = {"type": "NFC"}
 SPARSE = {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 2**32 - 2}, "merges": []}
+CHAIN = {"type": "Sequence", "normalizers": [*replacements(1, "b" * 100, {"String": "a"})["normalizers"], NFC]}
+CHAIN["normalizers"] += replacements(1, "c" * 100, {"String": "b"})["normalizers"]
 DECODERS = {"type": "Sequence", "decoders": replacements(3, "a" * 9, {"String": "a"})["normalizers"]}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -294,6 +297,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
         (without(normalizer=replacements(20, "a", {"Regex": "(?=a)"})), r"a text up to 4\.19e\+06 times as long"),
         (without(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTES] * 9}), r"up to 1\.02e\+03 times as long"),
         (without(decoder=DECODERS), r"up to 1\.46e\+03 times as long"),
+        (without(normalizer=CHAIN), r"up to 4e\+04 times as long"),
         (without(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "Precompiled"),
         ([[]] * 5, "not a tokenizer.json that the library can read"),
     ],
@@ -306,15 +310,29 @@ def test_a_tokenizer_that_takes_any_amount_of_memory_is_refused(tmp_path: Path, 
         open_codec({TOKENIZER_JSON: (tmp_path / TOKENIZER_JSON).read_bytes()})
 
 
-def test_rules_of_ordinary_tokenizers_are_accepted(tmp_path: Path) -> None:
-    """Those of Llama's sentencepiece models, and of XLNet's."""
-    rules = [
-        {"type": "Prepend", "prepend": "\u2581"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-        *replacements(5, '"', {"String": "``"})["normalizers"],
-        *replacements(3, "\u2581", {"Regex": " {2,}"})["normalizers"],
-        {"type": "NFKC"},
-    ]
+def replace_all(pairs: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs.items()]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [
+            {"type": "Prepend", "prepend": "\u2581"},
+            *replace_all({" ": "\u2581"}),
+            *replacements(5, '"', {"String": "``"})["normalizers"],
+            *replacements(3, "\u2581", {"Regex": " {2,}"})["normalizers"],
+            {"type": "NFKC"},
+        ],
+        replace_all(
+            dict(zip("0123456789", ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]))
+        ),
+        replace_all({mark: f" {mark} " for mark in ".,;:!?"}),
+        replace_all({" " * n: f"<|space{n}|>" for n in range(16, 1, -1)}),
+    ],
+    ids=["sentencepiece", "digits", "punctuation", "spaces"],
+)
+def test_rules_of_ordinary_tokenizers_are_accepted(tmp_path: Path, rules: list[dict[str, Any]]) -> None:
     content = without(normalizer={"type": "Sequence", "normalizers": rules})
     (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
     assert build_tokenizer(TokenizerOptions(HF, str(tmp_path))).vocab_size == 257
@@ -376,6 +394,8 @@ def test_links_out_of_the_folder_of_a_tokenizer(tmp_path: Path) -> None:
         tokenizer = build_tokenizer(TokenizerOptions(HF, str(given), follow_links=True))
         assert b"password" in tokenizer.files[TOKENIZER_CONFIG]
     (folder / TOKENIZER_CONFIG).unlink()
+    (folder / "model.safetensors").symlink_to("../weights")  # which no tokenizer reads
+    build_tokenizer(TokenizerOptions(HF, str(folder)))
     (folder / TOKENIZER_JSON).rename(tmp_path / "named.json")
     (folder / TOKENIZER_JSON).symlink_to("../named.json")
     build_tokenizer(TokenizerOptions(HF, str(folder / TOKENIZER_JSON)))  # named by the user
