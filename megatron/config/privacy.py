@@ -111,32 +111,26 @@ REDACTED = "***"
 _NAME_END = r"[\"']?\s{0,9}[:=]\s{0,9}[\"']?"
 _RANDOM = r"(?=[\w/+=.~-]{0,256}\d)(?=[\w/+=.~-]{0,256}[A-Za-z])[\w/+=.~-]{16,4096}+(?![\w(\[])"
 
-CREDENTIALS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # user:password@ of a URI, where a port is no password; a token in place of both; a parameter of a query
-        r"(?P<keep>://)[^\s/@:\"'<>]{0,256}:(?!\d+(?:[/?#]|$))[^\s@\"'<>]{1,256}(?:@[^\s/@\"'<>]{1,256}(?=@))*(?=@)",
-        r"(?P<keep>https?://)[^\s/@:\"'<>]{20,256}(?=@)",
-        r"(?i)(?P<keep>[?&][\w-]{0,64}(?:key|token|secret|signature|sig|password|credential)=)[^\s&\"'<>]+",
-        # documented forms: AWS; GitHub, GitLab, Docker, npm, PyPI; Hugging Face, W&B, NVIDIA, Google, Slack; OpenAI
-        r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-        r"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{36}|glpat-[\w-]{20}|dckr_pat_[\w-]{20}|npm_\w{36}|pypi-[\w-]{40})[\w-]*",
-        r"\b(?:hf_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}|nvapi-[\w-]{40,}|AIza[\w-]{35}|xox[abposr]-\d[\w-]{10,})",
-        r"\bsk-(?:[A-Za-z0-9]{32,}|(?:proj|svcacct|ant)-[\w-]{32,})",
-        r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]+",
-        r"-----BEGIN [A-Z ]{0,64}PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]{0,64}PRIVATE KEY-----|[^\"]*)",
-    )
+CREDENTIALS = (
+    # user:password@ of a URI, where a port is no password; a token in place of both; a parameter of a query
+    r"(?P<keep>://)[^\s/@:\"'<>]{0,256}:(?!\d+(?:[/?#]|$))[^\s@\"'<>]{1,256}(?:@[^\s/@\"'<>]{1,256}(?=@))*(?=@)",
+    r"(?P<keep>https?://)[^\s/@:\"'<>]{20,256}(?=@)",
+    r"(?i)(?P<keep>[?&][\w-]{0,64}(?:key|token|secret|signature|sig|password|credential)=)[^\s&\"'<>]+",
+    # documented forms: AWS; GitHub, GitLab, Docker, npm, PyPI; Hugging Face, W&B, NVIDIA, Google, Slack; OpenAI
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    r"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{36}|glpat-[\w-]{20}|dckr_pat_[\w-]{20}|npm_\w{36}|pypi-[\w-]{40})[\w-]*",
+    r"\b(?:hf_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}|nvapi-[\w-]{40,}|AIza[\w-]{35}|xox[abposr]-\d[\w-]{10,})",
+    r"\bsk-(?:[A-Za-z0-9]{32,}|(?:proj|svcacct|ant)-[\w-]{32,})",
+    r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]+",
+    r"-----BEGIN [A-Z ]{0,64}PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]{0,64}PRIVATE KEY-----|[^\"]*)",
 )
 """What is a credential, from its beginning or after ``keep``."""
 
-NAMED_SECRETS = tuple(
-    re.compile(f"(?i)(?P<keep>{pattern}")
-    for pattern in (
-        rf"(?:api|access|secret|private|auth|account)[_-]?key{_NAME_END}){_RANDOM}",
-        rf"(?:token|secret|passw(?:or)?d|credentials?){_NAME_END}){_RANDOM}",
-        r"passw(?:or)?d[\"']?(?:=|\s{0,9}[:=]\s{0,9}(?=[\"']))[\"']?)[^\s\"'()\[\]]{4,256}(?=[\s\"']|$)",
-        rf"\bbearer\s+|authorization{_NAME_END}basic\s+){_RANDOM}",
-    )
+NAMED_SECRETS = (
+    rf"(?i)(?P<keep>(?:api|access|secret|private|auth|account)[_-]?key{_NAME_END}){_RANDOM}",
+    rf"(?i)(?P<keep>(?:token|secret|passw(?:or)?d|credentials?){_NAME_END}){_RANDOM}",
+    r"(?i)(?P<keep>passw(?:or)?d[\"']?(?:=|\s{0,9}[:=]\s{0,9}(?=[\"']))[\"']?)[^\s\"'()\[\]]{4,256}(?=[\s\"']|$)",
+    rf"(?i)(?P<keep>\bbearer\s+|authorization{_NAME_END}basic\s+){_RANDOM}",
 )
 """What may be a credential, because of the name before it. A path may hold such a name too."""
 
@@ -144,7 +138,7 @@ NAMED_SECRETS = tuple(
 def redact(text: str, certain: bool = False) -> str:
     """Replace what looks like a credential by ``***``; if ``certain``, only what has the form of one."""
     for pattern in CREDENTIALS if certain else CREDENTIALS + NAMED_SECRETS:
-        text = pattern.sub(lambda match: match.groupdict().get("keep", "") + REDACTED, text)
+        text = re.sub(pattern, lambda match: match.groupdict().get("keep", "") + REDACTED, text)
     return text
 
 
