@@ -246,7 +246,8 @@ fi
 
 # ---- Data: copies on a disk of each node, in a folder of this user's name.
 
-COPIES=$STAGE/$(id -un 2>/dev/null || echo "$UID")
+user=$(id -un 2>/dev/null) || user=$UID # a user without a name
+COPIES=$STAGE/$user
 
 # Set FLAGS, in which --data-path names the copies, and FILES, which are to be copied.
 plan_staging() { # FLAG...

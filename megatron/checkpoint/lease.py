@@ -148,9 +148,10 @@ class Lease:
     def ready(self) -> None:
         """As `check`, before a save: also recreate the staging folder if it was deleted."""
         self.check()
+        if isinstance(self.folder, Path):
+            check_access(self.folder, shared=True)
         if self.staging is not None and not self._owns_staging_folder():
             make_folder(self.folder, private=True)
-            check_access(local_path(self.folder), shared=True)
             create_staging_folder(self)  # the lock is kept until the process ends
             self.check()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -59,8 +60,10 @@ class JobStart:
         if self.cluster != other.cluster:
             return False
         if self.job != other.job:
-            numbers = [int(job) if job and job.isdecimal() else 0 for job in (self.job, other.job)]
-            return self.chain is not None and self.chain == other.chain and numbers[0] > numbers[1]
+            mine, theirs = (
+                int(job) if re.fullmatch(r"\d{1,18}", job) else 0 for job in (str(self.job), str(other.job))
+            )
+            return self.chain is not None and self.chain == other.chain and mine > theirs
         here = (self.restart, self.step)
         there = (other.restart, other.step)
         if here != there:

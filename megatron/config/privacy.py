@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,32 @@ def check_access(folder: Path, shared: bool = False) -> None:
 def who_can_replace(folder: Path) -> str:
     """Return who, besides root and a group of this user, can put another folder in the place of ``folder``, or "".
 
-    That is whoever owns a folder above it, or can write to one without the sticky bit.
+    That is whoever owns a folder or link above it, or can write to a folder above without the sticky bit.
     """
     owners = {os.geteuid(), 0}
     with suppress(OSError):
         if UID_MAP.read_text().split() != ["0", "0", "4294967295"]:  # in a container root of the machine has another id
             owners.add(int(OVERFLOW_UID.read_text()))
-    for above in Path(os.path.realpath(folder)).parents:
-        found = os.stat(above)
-        if found.st_uid not in owners and not _is_of_own_group(found):
+    for above in _folders_above(folder):
+        found = os.lstat(above)
+        is_shared = _is_of_own_group(found) and not stat.S_ISLNK(found.st_mode)
+        if found.st_uid not in owners and not is_shared:
             return f"{above} belongs to {user_name(found.st_uid)}"
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        if stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
+            continue
+        if found.st_mode & stat.S_IWOTH:
             return f"everybody can write to {above} (mode {stat.S_IMODE(found.st_mode):04o}), without the sticky bit"
+        if found.st_mode & stat.S_IWGRP and found.st_uid != os.geteuid() and found.st_gid and not is_shared:
+            return f"group {found.st_gid} can write to {above} (mode {stat.S_IMODE(found.st_mode):04o})"
     return ""
+
+
+def _folders_above(path: Path) -> Iterator[Path]:
+    """Yield the folders and links above a path, and those above what the links lead to."""
+    for above in Path(os.path.abspath(path)).parents:
+        yield above
+        if above.is_symlink():
+            yield from _folders_above(above.parent / os.readlink(above) / "x")
 
 
 UID_MAP, OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
@@ -113,14 +126,15 @@ _RANDOM = r"(?=[\w/+=.~-]{0,256}\d)(?=[\w/+=.~-]{0,256}[A-Za-z])[\w/+=.~-]{16,40
 
 CREDENTIALS = (
     # user:password@ of a URI, where a port is no password; a token in place of both; a parameter of a query
-    r"(?P<keep>://)[^\s/@:\"'<>]{0,256}:(?!\d+(?:[/?#]|$))[^\s@\"'<>]{1,256}(?:@[^\s/@\"'<>]{1,256}(?=@))*(?=@)",
+    r"(?P<keep>://)[^\s/@:\[\"'<>]{0,256}:(?!/|\d+(?:[/?#]|$))[^\s@\"'<>]{1,256}(?:@[^\s/@\"'<>]{1,256}(?=@))*(?=@)",
     r"(?P<keep>https?://)[^\s/@:\"'<>]{20,256}(?=@)",
-    r"(?i)(?P<keep>[?&][\w-]{0,64}(?:key|token|secret|signature|sig|password|credential)=)[^\s&\"'<>]+",
+    r"(?i)(?P<keep>[?&#](?:[\w-]{0,64}(?:api|access|secret|auth|account)[_-]?key|key|sig|auth)=)[^\s&#\"'<>]+",
+    r"(?i)(?P<keep>[?&#][\w-]{0,64}(?:token|secret|signature|passw(?:or)?d|pwd|credential|jwt)=)[^\s&#\"'<>]+",
     # documented forms: AWS; GitHub, GitLab, Docker, npm, PyPI; Hugging Face, W&B, NVIDIA, Google, Slack; OpenAI
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     r"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{36}|glpat-[\w-]{20}|dckr_pat_[\w-]{20}|npm_\w{36}|pypi-[\w-]{40})[\w-]*",
     r"\b(?:hf_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}|nvapi-[\w-]{40,}|AIza[\w-]{35}|xox[abposr]-\d[\w-]{10,})",
-    r"\bsk-(?:[A-Za-z0-9]{32,}|(?:proj|svcacct|ant)-[\w-]{32,})",
+    r"\bsk-(?:[A-Za-z0-9]{32,}|(?:proj|svcacct|ant|or)-[\w-]{32,})",
     r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]+",
     r"-----BEGIN [A-Z ]{0,64}PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]{0,64}PRIVATE KEY-----|[^\"]*)",
 )

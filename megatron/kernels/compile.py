@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -44,6 +45,8 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
             # Set on every call: torch's settings are per thread, and backward runs in another thread.
             if limits.recompile_limit < MAX_COMPILED_SHAPES:
                 limits.recompile_limit = MAX_COMPILED_SHAPES
+            if inductor.cpp_cache_precompile_headers:  # they lie in PyTorch's default folder, whatever is set
+                inductor.cpp_cache_precompile_headers = False
             # Otherwise the tiling of reductions would depend on autotuning. A change makes dynamo recompile.
             deterministic = torch.are_deterministic_algorithms_enabled()
             if inductor.deterministic != deterministic:
@@ -55,29 +58,35 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     return make
 
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+"""Variables that name a folder of compiled code, and the name of our own one."""
 
 
 def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Keep compiled code, which torch unpickles and runs, where no other user can write.
 
-    PyTorch's default has a known name in ``/tmp``, where anybody can make it first. So it, or the folder that is set,
-    is used if nobody else can write to it; otherwise one in the home folder, with a warning. PyTorch sets the variable
-    itself when parts of it are imported. Triton's cache is a subfolder.
+    PyTorch's default has a known name in ``/tmp``, where anybody can make it first. So it, or a folder that is set, is
+    used if nobody else can write to it; otherwise one in the home folder, with a warning. PyTorch sets the variable
+    itself when parts of it are imported. Without another setting, Triton's cache is a subfolder.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    def private(folder: Path) -> Path:
+    def private(folder: Path) -> str:
         folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         check_access(folder)
-        return folder
+        return str(folder)
 
-    try:
-        folder = private(Path(environ.get(CACHE_VARIABLE) or default_cache_dir()))
-    except OSError as error:
-        folder = private(Path.home() / ".cache" / "megatron-pretrain" / "torchinductor")
-        warnings.warn(f"torch.compile uses {folder}, not {error.filename}: {error.strerror}", stacklevel=2)
-    environ[CACHE_VARIABLE] = str(folder)
+    for variable, name in CACHE_VARIABLES.items():
+        if variable in environ or name == "torchinductor":
+            try:
+                environ[variable] = private(Path(environ.get(variable) or default_cache_dir()))
+            except OSError as error:
+                try:
+                    environ[variable] = private(Path.home() / ".cache" / "megatron-pretrain" / name)
+                except OSError:
+                    environ[variable] = tempfile.mkdtemp()
+                why = f"{error.filename}: {error.strerror}"
+                warnings.warn(f"torch.compile uses {environ[variable]}, not {why}", stacklevel=2)
 
 
 def _is_fixed_workspace(value: str) -> bool:

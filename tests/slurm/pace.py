@@ -1,7 +1,8 @@
-"""A plugin that makes steps last half a second without computing, so that a run can be disturbed before its end."""
+"""A plugin that makes steps last ``PACE`` seconds without computing, so that a run can be disturbed before its end."""
 
 from __future__ import annotations
 
+import os
 import time
 
 from megatron.config.plugins import register
@@ -17,4 +18,4 @@ class Pace(Callback):
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Sleep."""
-        time.sleep(0.5)
+        time.sleep(float(os.environ.get("PACE", "0.5")))

@@ -61,9 +61,13 @@ def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
 
 
+MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+"""Of the files that are read from a folder of Hugging Face."""
+
+
 def link_problems(folder: Path) -> Iterator[Problem]:
     """Yield a problem if links lead out of the folder of a Hugging Face model."""
-    if isdir(folder) and (links := describe_links_out(folder)):
+    if isdir(folder) and (links := describe_links_out(folder, MODEL_SUFFIXES)):
         yield Problem("E853", links, (FOLLOW_LINKS,))
 
 

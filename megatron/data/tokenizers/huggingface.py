@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -44,7 +45,7 @@ DEFAULT_EOD_TOKENS = (END_OF_DOCUMENT, "</s>")  # tried if the files name no eos
 MAX_TOKENS = 1 << 24
 """Limit of the ids in a tokenizer's files. The library saves a tokenizer through a list of all ids without a token."""
 
-MAX_GROWTH = 256
+MAX_GROWTH = 4096
 """How many times as long as the text the result of a tokenizer's rules may be."""
 
 
@@ -154,8 +155,11 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
     with convert_library_errors(ValueError, "not a tokenizer.json that the library can read"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         ids = tokenizer.get_vocab(with_added_tokens=True)
-        parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
-        growth = _growth([json.loads(part.__getstate__()) for part in parts if part is not None])
+        encoding, decoding = (tokenizer.normalizer, tokenizer.pre_tokenizer), (tokenizer.decoder,)
+        growth = max(
+            _growth(json.loads(part.__getstate__()) for part in parts if part is not None)
+            for parts in (encoding, decoding)
+        )
     largest = max(ids.values(), default=0)
     if largest >= MAX_TOKENS:
         raise ValueError(f"it has a token with the id {largest:,}; ids are below {MAX_TOKENS:,}")
@@ -164,25 +168,42 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
     return tokenizer, ids
 
 
-def _growth(steps: Iterable[Mapping[str, Any]]) -> float:
-    """Return how many times as long normalizers, pre-tokenizers and decoders in JSON may make a text, at most.
+STEP_GROWTH = {"NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 4, "ByteLevel": 5, "Metaspace": 2, "WordPiece": 2}
+"""Characters that a step makes of one, at most; other steps than these and those in `_step_growth` make one."""
 
-    The rules of a chain, each of which replaces what an earlier one has inserted, multiply.
+
+def _growth(steps: Iterable[Mapping[str, Any]]) -> float:
+    """Return how many times as long normalizers, pre-tokenizers or decoders in JSON may make a text, at most.
+
+    Steps multiply, except replacements of characters that no step before may have inserted.
     """
     largest, everywhere = 1.0, 1.0
     by_character: dict[str, float] = {}  # the growth of what has been inserted with a character in it
     for step in _flat_steps(steps):
         pattern = step["pattern"].get("String", "") if step["type"] == "Replace" else ""
         before = max((by_character.get(letter, everywhere) for letter in pattern), default=largest)
-        if step["type"] == "Replace":  # a regular expression may match anything, and between characters
-            content = step["content"]
-            growth = before * max(1.0, len(content) / len(pattern) if pattern else 1.0 + len(content))
-            by_character |= {letter: max(growth, by_character.get(letter, everywhere)) for letter in content}
+        growth = before * _step_growth(step)
+        if step["type"] == "Replace":
+            by_character |= {letter: max(growth, by_character.get(letter, everywhere)) for letter in step["content"]}
         else:
-            growth = everywhere = before * (2.0 if step["type"] == "ByteLevel" else 1.0)
+            everywhere = growth
             by_character.clear()
         largest = max(largest, growth)
     return largest
+
+
+def _step_growth(step: Mapping[str, Any]) -> float:
+    match step["type"]:
+        case "Replace":
+            content, pattern = step["content"], step["pattern"].get("String")
+            # a regular expression may match between characters
+            return max(1.0, len(content) / len(pattern)) if pattern else 1.0 + len(content)
+        case "Prepend":
+            return 1.0 + len(step["prepend"])
+        case "Precompiled":  # the size of a trie, the trie, and the replacements
+            table = b64decode(step["precompiled_charsmap"])
+            return max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
+    return STEP_GROWTH.get(step["type"], 1.0)
 
 
 def _flat_steps(steps: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

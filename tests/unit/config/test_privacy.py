@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.durable_files import make_folder
 from megatron.config import privacy
-from megatron.config.privacy import check_access, private_mode, redact, secret_variables, user_name
+from megatron.config.privacy import check_access, private_mode, redact, secret_variables, user_name, who_can_replace
 from tests.neighbours import NOBODY, as_user, give, needs_root, public_folder
 
 ME, MATE, TEAM = 1501, 1502, 4321
@@ -79,6 +79,8 @@ def test_whose_files_a_folder_may_hold(
         (ME, ME, 0o1777, ""),
         (0, 0, 0o1777, ""),
         (0, TEAM, 0o2770, ""),
+        (0, MATE, 0o2775, f"group {MATE} can write to {{above}} (mode 2775)"),
+        (ME, MATE, 0o2775, ""),
         (MATE, TEAM, 0o2770, ""),
         (MATE, MATE, 0o755, f"{{above}} belongs to user {MATE}"),
         (MATE, MATE, 0o1777, f"{{above}} belongs to user {MATE}"),
@@ -96,6 +98,18 @@ def test_who_can_put_another_folder_in_its_place(folder: Path, owner: int, group
         assert refused.value.strerror == "others can replace it: " + problem.format(above=folder.parent)
     else:
         as_user(ME, check, [TEAM])
+
+
+@needs_root
+def test_a_link_above_belongs_to_somebody_too(folder: Path) -> None:
+    give(folder, ME, 0o700)
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    inside = link / "inside"
+    as_user(ME, partial(make_folder, inside, private=True))
+    for owner, problem in ((ME, ""), (0, ""), (MATE, f"{link} belongs to user {MATE}")):
+        os.lchown(link, owner, owner)
+        assert as_user(ME, partial(who_can_replace, inside)) == problem
 
 
 @needs_root
@@ -159,6 +173,9 @@ SECRET = {
     f"sk-LEAK{'a1' * 20}": "***",
     f"sk-proj-LEAK{'_a-1' * 12}": "***",
     f"token={'a1' * 400}LEAK": "token=***",
+    "https://host/x?key=LEAK&my-api-key=LEAK&passwd=LEAK#access_token=LEAK": (
+        "https://host/x?key=***&my-api-key=***&passwd=***#access_token=***"
+    ),
     f"hf_LEAK{'aB' * 15}": "***",
     "eyJhbGciOiJIUzI1NiJ9.eyJMRUFLIjoxfQ.sig-LEAK": "***",
     "WANDB_API_KEY=LEAK0123456789abcdef": "WANDB_API_KEY=***",
@@ -203,6 +220,9 @@ def test_credentials_are_removed(text: str) -> None:
         "abfss://mycontainerforcheckpoints@account.dfs.core.windows.net/run1",
         "ghp_benchmarks_of_2024_january_and_of_february",
         "eyJ-dataset.v2.final",
+        "https://host/x?sortkey=name&primary_key=id&design=new",
+        "http://[::1]:8080/p@q",
+        "nfs://server:/export/alice@corp/x",
         "0123456789abcdef0123456789abcdef01234567",
     ],
 )

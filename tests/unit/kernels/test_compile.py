@@ -265,18 +265,20 @@ def test_compiled_code_is_cached_where_nobody_else_can_write(
 
 
 @needs_root
-def test_a_process_does_not_use_the_folder_that_another_user_has_made(tmp_path: Path) -> None:
-    """Importing torch's compiler sets the variable, so a new process is needed."""
+@pytest.mark.parametrize("call", ["", pytest.param("(torch.ones(3))", marks=pytest.mark.slow)])
+def test_a_process_does_not_use_the_folder_that_another_user_has_made(tmp_path: Path, call: str) -> None:
+    """Importing torch's compiler sets the variable, so a new process is needed. Headers have a folder of their own."""
     planted = tmp_path / f"torchinductor_{getpass.getuser()}"
     planted.mkdir()
     planted.chmod(0o777)
-    code = "import os; from megatron.kernels.compile import compiled; compiled(abs)();"
+    code = f"import os; import torch; from megatron.kernels.compile import compiled; compiled(torch.cos)(){call};"
     code += "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environment |= {"TMPDIR": str(tmp_path), "HOME": str(tmp_path / "home")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path / "home/.cache/megatron-pretrain/torchinductor")
     assert f"not {planted}: other users can write to it" in done.stderr
+    assert list(planted.iterdir()) == []
 
 
 def test_the_cache_is_chosen_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
