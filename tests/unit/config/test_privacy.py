@@ -173,9 +173,9 @@ SECRET = {
     f"sk-LEAK{'a1' * 20}": "***",
     f"sk-proj-LEAK{'_a-1' * 12}": "***",
     f"token={'a1' * 400}LEAK": "token=***",
-    "https://host/x?key=LEAK&my-api-key=LEAK&passwd=LEAK#access_token=LEAK": (
-        "https://host/x?key=***&my-api-key=***&passwd=***#access_token=***"
-    ),
+    "https://host/x?key=LEAK&my-api-key=LEAK&b=1": "https://host/x?key=***&my-api-key=***&b=1",
+    "https://host/x?jwt=LEAK#access_token=LEAK": "https://host/x?jwt=***#access_token=***",
+    "https://host/x?passwd=LEAK": "https://host/x?passwd=***",
     f"hf_LEAK{'aB' * 15}": "***",
     "eyJhbGciOiJIUzI1NiJ9.eyJMRUFLIjoxfQ.sig-LEAK": "***",
     "WANDB_API_KEY=LEAK0123456789abcdef": "WANDB_API_KEY=***",
