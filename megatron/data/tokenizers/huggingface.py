@@ -153,6 +153,8 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
         ValueError: if the library cannot read it, or it would take any amount of memory to save it or to encode a text.
     """
     with convert_library_errors(ValueError, "not a tokenizer.json that the library can read"):
+        if re.search(rb'"continuing_subword_prefix"\s*:\s*"', content):
+            _check_merges(json.loads(content)["model"])
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         ids = tokenizer.get_vocab(with_added_tokens=True)
         encoding, decoding = (tokenizer.normalizer, tokenizer.pre_tokenizer), (tokenizer.decoder,)
@@ -166,6 +168,15 @@ def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict[str, int
     if growth > MAX_GROWTH:
         raise ValueError(f"its rules make a text up to {growth:.3g} times as long; at most {MAX_GROWTH} is accepted")
     return tokenizer, ids
+
+
+def _check_merges(model: Mapping[str, Any]) -> None:
+    """Raise ValueError if the second part of a merge lacks the prefix, for which the library ends the process."""
+    prefix = model["continuing_subword_prefix"]
+    for merge in model.get("merges", ()):
+        _, second = merge.split(" ") if isinstance(merge, str) else merge
+        if not second.startswith(prefix):
+            raise ValueError(f"the second part of the merge {merge} does not begin with {prefix!r}")
 
 
 STEP_GROWTH = {"NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 4, "ByteLevel": 5, "Metaspace": 2, "WordPiece": 2}

@@ -285,6 +285,8 @@ NFC = {"type": "NFC"}
 SPARSE = {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 2**32 - 2}, "merges": []}
 CHAIN = {"type": "Sequence", "normalizers": [*replacements(1, "b" * 100, {"String": "a"})["normalizers"], NFC]}
 CHAIN["normalizers"] += replacements(1, "c" * 100, {"String": "b"})["normalizers"]
+PREFIXED = {"type": "BPE", "vocab": {"a": 0, "\u0120": 1, "a\u0120": 2}, "merges": [["a", "\u0120"]]}
+PREFIXED["continuing_subword_prefix"] = "##"
 LIGATURES = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "NFKD"}, {"type": "NFKC"}]}
 DECODERS = {"type": "Sequence", "decoders": replacements(3, "a" * 30, {"String": "a"})["normalizers"]}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -300,6 +302,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
         (without(decoder=DECODERS), r"up to 2\.7e\+04 times as long"),
         (without(normalizer=CHAIN), r"up to 5e\+04 times as long"),
         (without(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "Precompiled"),
+        (without(model=PREFIXED), "the second part of the merge .* does not begin with '##'"),
         (without(normalizer=LIGATURES), r"up to 2\.92e\+04 times as long"),
         (without(normalizer={"type": "Prepend", "prepend": "x" * 5000}), r"up to 2\.5e\+04 times as long"),
         ([[]] * 5, "not a tokenizer.json that the library can read"),
