@@ -19,8 +19,15 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = """
 import runpy, sys
 from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, PackageNotFoundError
 missing, find = sys.argv[1].split(","), PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in missing else find(name, *rest)
+from_name = Distribution.from_name
+def from_name_unless_missing(name):
+    if name.replace("-", "_") in missing:
+        raise PackageNotFoundError(name)
+    return from_name(name)
+Distribution.from_name = from_name_unless_missing
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -421,7 +422,7 @@ def _settings(
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("zstandard", "pyarrow"))
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("zstandard", "pyarrow") if find_spec(name))
     return {
         "--input": checksum(repr(files).encode()),
         "--json-keys": json.dumps(plan.keys),
