@@ -6,7 +6,7 @@ import os
 import secrets
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,23 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         first step, 1 after any other error. After an error the process should exit at once, because
         torch.distributed stays open.
     """
-    try:
-        status = join_and_train(config, notes, startup or StartupTimer())
-    except Exception as error:
-        report_failure(error, config.logging.run_dir)
-        return 2 if isinstance(error, StartRefusedError) else 1
+    with (
+        ExitStack() as signals
+    ):  # handled until the error is reported: launchers send SIGTERM as soon as a rank has exited
+        try:
+            status = join_and_train(config, notes, startup or StartupTimer(), signals)
+        except Exception as error:
+            report_failure(error, config.logging.run_dir)
+            return 2 if isinstance(error, StartRefusedError) else 1
     destroy_distributed()
     return status
 
 
-def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTimer) -> int:
-    """Join the other ranks, acquire the checkpoint folders, and train; return the exit status."""
+def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTimer, signals: ExitStack) -> int:
+    """Join the other ranks, acquire the checkpoint folders, and train; return the exit status.
+
+    Signals stop the run until ``signals`` is closed.
+    """
     training = config.training
     if training.skip_train:
         config = replace(config, checkpoint=read_only_options(config.checkpoint))
@@ -76,16 +82,14 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
         ProfileRequestListener(config.logging.run_dir, rank, print_warning),
         Path(training.stop_file) if training.stop_file and rank == 0 else None,
     )
+    signals.callback(stop.restore)
     others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
     if config.checkpoint.local_save is not None:
         from megatron.contrib.local_checkpoints import NodeCheckpoints  # optional
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
-    try:
-        with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
-            return build_and_train(config, notes, stop, startup, lease, nodes)
-    finally:
-        stop.restore()
+    with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
+        return build_and_train(config, notes, stop, startup, lease, nodes)
 
 
 def build_and_train(

@@ -53,7 +53,7 @@ PLANTED: list[tuple[Callable[[bytes], object], tuple[int, str]]] = [
     (lambda content: content, (1, "")),
     (lambda content: None, (0, "")),
     (refuse(DataError("a sentence", "a fix")), (0, "")),
-    (refuse(DataError("", "")), (0, "an error without a sentence")),
+    (refuse(DataError("")), (0, "an error without a sentence")),
     (refuse(DifferenceError("another value")), (0, "DifferenceError: another value at")),
     (refuse(KeyError("x")), (0, "KeyError: 'x' at")),
     (refuse(ValueError("a sentence")), (0, "")),
