@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.arguments.compatibility import role_of
 from megatron.arguments.sources import from_dict
 from megatron.config.errors import UserError
-from megatron.config.files import parse_json, parse_yaml, read_small
+from megatron.config.files import TABLE_FILE_BYTES, parse_json, parse_yaml, read_small
 from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
 from megatron.config.text import echo
@@ -79,7 +79,7 @@ def read_run(folder: Path) -> RunFolder:
         run.missing.append(f"{folder} has no {CONFIG_FILE}")
     run.facts = {name: value for file in FACT_FILES for name, value in _flat(_parsed(run, file, parse_json) or {})}
     if (folder / DIFF_FILE).is_file():
-        run.facts["uncommitted changes"] = read_small(folder / DIFF_FILE).decode(errors="replace")
+        run.facts["uncommitted changes"] = read_small(folder / DIFF_FILE, TABLE_FILE_BYTES).decode(errors="replace")
     try:
         history = read_history(folder / METRICS_FILE)
         run.lines = {point.iteration: point.line for point in history.train}

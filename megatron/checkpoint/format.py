@@ -16,12 +16,13 @@ from itertools import accumulate, product
 from math import prod
 from operator import mul
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
 from megatron.checkpoint.location import Location, local_path, parse_location
-from megatron.config.files import file_size, raise_if_deep, read_small
+from megatron.config.files import raise_if_deep, read_small
 from megatron.distributed.sharding import Box
 
 View = tuple[int, ...]
@@ -305,7 +306,13 @@ class Manifest:
         """Raise DamagedCheckpointError if a file is missing or has another size; ``sizes`` are those in a store."""
         path, expected = self.folder / name, self.files[name].bytes
         try:
-            seen = sizes[name] if sizes is not None else file_size(local_path(path))
+            if sizes is not None:
+                seen = sizes[name]
+            else:
+                found = local_path(path).stat()
+                seen = found.st_size
+                if not S_ISREG(found.st_mode):
+                    raise DamagedCheckpointError(f"{path} is not a regular file")
         except (OSError, KeyError) as error:
             why = f" ({error.strerror})" if isinstance(error, OSError) else ""
             raise DamagedCheckpointError(f"{path} is missing{why}") from error

@@ -51,14 +51,6 @@ def read_small(path: str | Path, limit: int = SMALL_FILE_BYTES) -> bytes:
     raise OSError(errno.EFBIG, f"Larger than {format_bytes(limit)}", str(path))
 
 
-def file_size(path: Path) -> int:
-    """Return the size of a regular file; raise OSError for any other."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    return found.st_size
-
-
 def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text; raise ValueError if it is invalid or nested more than `MAX_DEPTH` deep."""
     try:
@@ -105,29 +97,30 @@ def raise_if_deep(value: Any) -> Any:
     raise ValueError("it is nested too deeply")
 
 
-def describe_outside_links(paths: Iterable[Path], folder: Path) -> str:
-    """Return which paths links take out of ``folder``, and out of the blobs of the hub's cache if it is there.
+def describe_outside_links(folder: Path, files: Iterable[Path] | None = None, suffixes: Collection[str] = ()) -> str:
+    """Return which links lead out of ``folder``, and out of the blobs of the hub's cache if it is there; or "".
 
-    The text of the files would come into token files or checkpoints, which are passed on.
+    The content of their targets would come into token files or checkpoints, which are passed on.
+
+    Args:
+        folder: the folder.
+        files: files that are read. Default: those in the folder, or those of them with one of the ``suffixes``.
+        suffixes: of file names, with a dot. Default: all.
     """
+    if files is None:
+        try:
+            files = [file for file in sorted(folder.iterdir()) if not suffixes or file.suffix in suffixes]
+        except OSError as error:
+            return f"{folder} cannot be searched for links that lead out of it: {error.strerror}"
     root = Path(os.path.realpath(folder))
     caches = (above.parents[1] / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots")
     inside = (root, *caches)
     outside = []
-    for path in paths:
-        target = Path(os.path.realpath(path))
+    for file in files:
+        target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(place) for place in inside):
-            outside.append(f"{path} -> {os.readlink(path) if path.is_symlink() else target}")
+            outside.append(f"{file} -> {os.readlink(file) if file.is_symlink() else target}")
     return f"links lead out of {folder}: {listed(outside)}" if outside else ""
-
-
-def describe_links_out(folder: Path, suffixes: Collection[str] = ()) -> str:
-    """As `describe_outside_links`, of the files in a folder, or of those with one of the suffixes."""
-    try:
-        links = [path for path in sorted(folder.iterdir()) if path.is_symlink()]
-    except OSError as error:
-        return f"{folder} cannot be searched for links that lead out of it: {error.strerror}"
-    return describe_outside_links([path for path in links if not suffixes or path.suffix in suffixes], folder)
 
 
 FOLLOW_LINKS = "--follow-links"

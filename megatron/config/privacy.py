@@ -23,6 +23,8 @@ from typing import Any
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
+UID_MAP, OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+
 
 def private_mode(folder: Path, mode: int) -> int:
     """Return the mode of a new entry of ``folder``: ``mode``, and the same for a group that shares it.
@@ -36,9 +38,11 @@ def private_mode(folder: Path, mode: int) -> int:
 def check_access(folder: Path, shared: bool = False) -> None:
     """Raise PermissionError if files in ``folder`` may be another user's; a missing folder passes.
 
-    A private folder must belong to this user, who alone can write to it, and nobody else may be able to replace it
-    (`who_can_replace`). A ``shared`` one may also belong to root, or be writable by a group: by any group if this user
-    owns it, else by a group of this user.
+    A private folder must belong to this user. Nobody else may be able to write to it, or to replace it
+    (`who_can_replace`). A shared folder may also
+
+    * belong to this user or to root, and be writable by any group;
+    * belong to anybody, and be writable by a group of this user.
     """
     try:
         link, found = os.lstat(folder), os.stat(folder)
@@ -99,9 +103,6 @@ def _folders_above(path: Path) -> Iterator[Path]:
             yield from _folders_above(above.parent / os.readlink(above) / "x")
 
 
-UID_MAP, OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
-
-
 def _is_of_own_group(found: os.stat_result) -> bool:
     """Return True if a group of this user can write to a folder."""
     return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in {os.getegid(), *os.getgroups()}
@@ -138,7 +139,7 @@ CREDENTIALS = (
     r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]+",
     r"-----BEGIN [A-Z ]{0,64}PRIVATE KEY-----(?:[^\"]*?-----END [A-Z ]{0,64}PRIVATE KEY-----|[^\"]*)",
 )
-"""What is a credential, from its beginning or after ``keep``."""
+"""Patterns of credentials. The group ``keep``, if there is one, is not part of the credential."""
 
 NAMED_SECRETS = (
     rf"(?i)(?P<keep>(?:api|access|secret|private|auth|account)[_-]?key{_NAME_END}){_RANDOM}",
@@ -146,7 +147,7 @@ NAMED_SECRETS = (
     r"(?i)(?P<keep>passw(?:or)?d[\"']?(?:=|\s{0,9}[:=]\s{0,9}(?=[\"']))[\"']?)[^\s\"'()\[\]]{4,256}(?=[\s\"']|$)",
     rf"(?i)(?P<keep>\bbearer\s+|authorization{_NAME_END}basic\s+){_RANDOM}",
 )
-"""What may be a credential, because of the name before it. A path may hold such a name too."""
+"""Patterns of values that may be credentials because of their names, such as ``token=``; paths can match too."""
 
 
 def redact(text: str, certain: bool = False) -> str:

@@ -284,7 +284,7 @@ def _check_range(name: str, numbers: NDArray[Any], start: int, stop: int) -> Non
 
 
 TABLE_CHECKS = {"order": _check_order, "blend": _check_blend}
-"""What tables in the cache must be, by their kind."""
+"""Checks of the tables in the cache, by kind."""
 
 
 def _short_part(parts: Iterable[SourceSlice], source: SplitSource, seq_length: int) -> SourceSlice | None:

@@ -65,9 +65,10 @@ CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR
 def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Keep compiled code, which torch unpickles and runs, where no other user can write.
 
-    PyTorch's default has a known name in ``/tmp``, where anybody can make it first. So it, or a folder that is set, is
-    used if nobody else can write to it; otherwise one in the home folder, with a warning. PyTorch sets the variable
-    itself when parts of it are imported. Without another setting, Triton's cache is a subfolder.
+    PyTorch's default has a known name in ``/tmp``, where anybody can create it first. It is used only if nobody else
+    can write to it; so is a folder set in ``environ``. Otherwise a folder in the home folder is used, with a warning.
+    PyTorch sets the variable itself when parts of it are imported. Triton's cache is a subfolder, unless its variable
+    is set.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
-from megatron.config.files import FOLLOW_LINKS, describe_links_out
+from megatron.config.files import FOLLOW_LINKS, describe_outside_links
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import did_you_mean
 
@@ -67,7 +67,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 def link_problems(folder: Path) -> Iterator[Problem]:
     """Yield a problem if links lead out of the folder of a Hugging Face model."""
-    if isdir(folder) and (links := describe_links_out(folder, MODEL_SUFFIXES)):
+    if isdir(folder) and (links := describe_outside_links(folder, suffixes=MODEL_SUFFIXES)):
         yield Problem("E853", links, (FOLLOW_LINKS,))
 
 

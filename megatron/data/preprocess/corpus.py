@@ -576,14 +576,14 @@ def find_text_files(
         links = ""
         if os.path.isdir(name):
             found = _walk(Path(name), suffixes, exclude)
-            links = describe_outside_links(filter(Path.is_symlink, found), Path(name))
+            links = describe_outside_links(Path(name), filter(Path.is_symlink, found))
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
-            links = describe_outside_links(found, Path(re.split(r"[^/]*[*?[]", name)[0]))
+            links = describe_outside_links(Path(re.split(r"[^/]*[*?[]", name)[0]), found)
             _refuse_copies(found)
         if not found:
             raise _no_files(name, suffixes)

@@ -15,7 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from megatron.config.files import FOLLOW_LINKS, describe_links_out, describe_outside_links, parse_json, read_small
+from megatron.config.files import FOLLOW_LINKS, describe_outside_links, parse_json, read_small
 from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
@@ -123,10 +123,10 @@ def refuse_outside_links(model: Path, *fixes: str, suffixes: Collection[str] = (
     In a folder, files without one of the ``suffixes``, if given, do not matter.
     """
     if model.is_dir():
-        links = describe_links_out(model, suffixes)
+        links = describe_outside_links(model, suffixes=suffixes)
     else:
         beside = [model.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
-        links = describe_outside_links(beside, model.parent)
+        links = describe_outside_links(model.parent, beside)
     if links:
         raise DataError(links, *fixes)
 

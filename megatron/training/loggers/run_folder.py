@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import make_folder, publish_file
-from megatron.config.files import open_regular, parse_json, read_small
+from megatron.config.files import open_regular, parse_json
 from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
@@ -91,7 +91,7 @@ def write_run_folder(
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
         number += 1
-    changed = [path for path, text in paths.items() if path.exists() and read_small(path) != text.encode()]
+    changed = [path for path, text in paths.items() if path.exists() and path.read_bytes() != text.encode()]
     renamed = [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
     for path, text in paths.items():
         if text:
@@ -269,11 +269,6 @@ NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-
 """Beginnings of the names of other numbers, which may be missing, and infinite or NaN in a diverged run."""
 
 
-def is_drawable(value: object) -> bool:
-    """Return True for a number that fits on an axis."""
-    return isinstance(value, int | float) and abs(value) < 1e100
-
-
 class HistoryPoint(NamedTuple):
     """One line of metrics."""
 
@@ -287,7 +282,7 @@ class HistoryPoint(NamedTuple):
         counts += [self.line[name] for name in (() if self.name == "health" else COUNTS[self.name == "training"])]
         metrics = [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
         finite = [x for x in metrics if not isinstance(x, float) or math.isfinite(x)]
-        if not all(map(is_drawable, counts + finite)):
+        if not all(isinstance(x, int | float) and abs(x) < 1e100 for x in counts + finite):
             raise ValueError("a metric is not a number")
         if self.name == "training" and not self.line["consumed-samples"]:
             raise ValueError("no samples are consumed")

@@ -118,7 +118,7 @@ def pipe(name: str) -> Callable[[Path], object]:
         (lambda folder: (folder / "tokenizer" / "t.json").unlink(), "t.json is missing"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"1"), "t.json is truncated: 1 bytes, not 2"),
         (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"123"), "t.json is too long"),
-        (pipe("tensors_00000.safetensors"), "tensors_00000.safetensors is missing .Not a regular file"),
+        (pipe("tensors_00000.safetensors"), "tensors_00000.safetensors is not a regular file"),
         (pipe(MANIFEST), "manifest.json cannot be read: Not a regular file"),
         (pipe(MARKER), "COMPLETE cannot be read: Not a regular file"),
         (lambda folder: os.truncate(folder / MANIFEST, 2**33), "manifest.json cannot be read: Larger than 512.00 MiB"),

@@ -215,7 +215,7 @@ def test_links_that_stay_inside_are_followed(tmp_path: Path) -> None:
     (folder / "sub" / "up").symlink_to("../a")
     (tmp_path / "other name").symlink_to("model")
     inside = [folder / "a", folder / "link", folder / "sub" / "up", tmp_path / "other name" / "link"]
-    assert describe_outside_links(inside, folder) == describe_outside_links(inside, tmp_path / "other name") == ""
+    assert describe_outside_links(folder, inside) == describe_outside_links(tmp_path / "other name", inside) == ""
 
 
 def test_links_that_lead_outside_are_named(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_links_that_lead_outside_are_named(tmp_path: Path) -> None:
     (tmp_path / "model2").touch()  # its name begins as the folder's
     for name, target in (("a", "../model2"), ("b", "/etc/passwd"), ("c", "../missing"), ("d", "..")):
         (folder / name).symlink_to(target)
-        assert describe_outside_links([folder / name], folder) == (
+        assert describe_outside_links(folder, [folder / name]) == (
             f"links lead out of {folder}: {folder / name} -> {target}"
         )
 
@@ -234,10 +234,10 @@ def test_blobs_of_the_hub_are_inside(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (snapshot / "config.json").symlink_to("../../blobs/ab")
-    assert describe_outside_links([snapshot / "config.json"], snapshot) == ""
+    assert describe_outside_links(snapshot, [snapshot / "config.json"]) == ""
     (snapshot / "x").symlink_to("../../refs/main")
-    assert "x -> ../../refs/main" in describe_outside_links([snapshot / "x"], snapshot)
+    assert "x -> ../../refs/main" in describe_outside_links(snapshot, [snapshot / "x"])
     elsewhere = tmp_path / "folder" / "sub"  # no cache: the same names do not make one
     elsewhere.mkdir(parents=True)
     (elsewhere / "y").symlink_to("../../models--o--n/blobs/ab")
-    assert describe_outside_links([elsewhere / "y"], elsewhere)
+    assert describe_outside_links(elsewhere, [elsewhere / "y"])

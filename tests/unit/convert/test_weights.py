@@ -395,7 +395,7 @@ def refuse_to_list(folder: Path) -> NoReturn:
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they lead to would be converted, and published with the next export."""
+    """Their targets would be converted, and published with the next export."""
     model = MODELS["llama"]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
     (tmp_path / "secret").write_text("password")
