@@ -510,7 +510,7 @@ class RunConfig:
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "norm": ("apex", "compiled", "torch"),
     "add_norm": ("compiled", "torch"),
-    "rotary": ("compiled", "torch"),
+    "split_qkv": ("compiled", "torch"),
     "activation": ("compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
@@ -520,7 +520,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 
-KERNEL_ALIASES = {"weight_gradient": "linear"}
+KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}
 """Earlier names of operations."""
 
 GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")

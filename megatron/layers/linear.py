@@ -8,6 +8,9 @@ layer        weight                      sequence parallel off    sequence paral
 column       ``[O/tp, I]``               copy, matmul             gather rows, matmul
 row          ``[O, I/tp]``               matmul, all-reduce       matmul, reduce-scatter rows
 ===========  ==========================  =======================  ============================
+
+The gradient of a bias, the sum of ``dy`` over its rows, is computed by the kernel that consumes ``y``
+(:mod:`megatron.kernels.bias`): its backward has ``dy`` in registers.
 """
 
 from __future__ import annotations
@@ -33,16 +36,13 @@ class _LinearSpec:
     kernel: LinearKernel
     grad_accumulator: GradAccumulator
     weight: str
-    bias: str
     tp: Group
     sequence_parallel: bool
 
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
-        weight, bias = context.name("weight"), context.name("bias")
-        return cls(
-            context.kernels.linear, context.grad_accumulator, weight, bias, context.tp, context.sequence_parallel
-        )
+        weight = context.name("weight")
+        return cls(context.kernels.linear, context.grad_accumulator, weight, context.tp, context.sequence_parallel)
 
     @property
     def sequence_group(self) -> Group | None:
@@ -60,7 +60,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.layer = layer
         return layer.kernel.forward(comm.all_gather(x, layer.tp) if layer.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -75,8 +75,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
         else:
             pending = comm.start_all_reduce(dx, layer.tp)
         dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, wgrad_input, WgradOperand(dy))
-        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        return pending.wait(), dw, db, None
+        return pending.wait(), dw, None, None
 
 
 class _RowParallelFunction(torch.autograd.Function):
@@ -84,19 +83,20 @@ class _RowParallelFunction(torch.autograd.Function):
 
     Backward: ``dY = gather(dy)`` (or ``dy``), ``dx_i = dY W_i``, ``dW_i = dY^T x_i``.
 
-    The bias is added once, after the reduction; with sequence parallelism ``db`` covers this rank's rows only.
+    The bias is added once, after the reduction.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
-        y = layer.kernel.forward(x, weight, None)
+        ctx.layer = layer
+        in_product = x.is_cuda and layer.tp.size == 1  # cuBLASLt adds the bias without another pass
+        y = layer.kernel.forward(x, weight, bias if in_product else None)
         if layer.sequence_parallel:
             y = comm.reduce_scatter(y, layer.tp)
         else:
             y = comm.all_reduce(y, layer.tp)
-        return y if bias is None else y.add_(bias)
+        return y if bias is None or in_product else y.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -104,9 +104,8 @@ class _RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
         full_dy = WgradOperand(dy, layer.sequence_group).start()
-        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, layer.grad_accumulator.wgrad_input(x, None), full_dy)
-        return layer.kernel.input_gradient(full_dy.wait(), weight), dw, db, None
+        return layer.kernel.input_gradient(full_dy.wait(), weight), dw, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -114,7 +113,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight, self.bias = context.parameter("weight"), context.bias()
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
@@ -128,15 +127,10 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight, self.bias = context.parameter("weight"), context.bias()
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
         y: Tensor = _RowParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
         return y
-
-
-def _bias_gradient(dy: Tensor) -> Tensor:
-    """``[..., O] -> [O]``, summed in at least fp32."""
-    return dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
