@@ -508,10 +508,10 @@ class RunConfig:
 
 
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
-    "norm": ("apex", "compiled", "torch"),
-    "add_norm": ("compiled", "torch"),
-    "split_qkv": ("compiled", "torch"),
-    "activation": ("compiled", "torch"),
+    "norm": ("triton", "apex", "compiled", "torch"),
+    "add_norm": ("triton", "compiled", "torch"),
+    "split_qkv": ("triton", "compiled", "torch"),
+    "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
     "attention": ("flash_attn", "cudnn", "torch"),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.bias import with_bias_gradient
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 ActivationKernel = Callable[[Tensor, Tensor | None, str], Tensor]
@@ -37,7 +37,7 @@ def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
 
 
 def _checks() -> Sequence[KernelCheck]:
-    x = 2.0 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = 2.0 * torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     # One of each kind, because each takes time to compile.
     return [
@@ -47,5 +47,10 @@ def _checks() -> Sequence[KernelCheck]:
 
 
 ACTIVATION = Operation(
-    {"compiled": Candidate(compiled(activation), compiler_missing), "torch": Candidate(lambda: activation)}, _checks
+    {
+        "triton": Candidate(triton_region("activation"), triton_missing),
+        "compiled": Candidate(compiled(activation), compiler_missing),
+        "torch": Candidate(lambda: activation),
+    },
+    _checks,
 )

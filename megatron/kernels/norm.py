@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.bias import with_bias_gradient
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -89,7 +89,8 @@ def _apex() -> NormKernel:
 
 def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 6, 3, 64, generator=generator, dtype=torch.float64)
+    # More rows than the programs of a kernel, so that some work on several.
+    x, y = torch.randn(2, 300, 2, 64, generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
@@ -108,11 +109,17 @@ def _sum_checks() -> Sequence[KernelCheck]:
 NORM = Operation(
     {
         "apex": Candidate(_apex, _apex_missing, deterministic=False),
+        "triton": Candidate(triton_region("norm"), triton_missing),
         "compiled": Candidate(compiled(norm), compiler_missing),
         "torch": Candidate(lambda: norm),
     },
     _checks,
 )
 ADD_NORM = Operation(
-    {"compiled": Candidate(compiled(add_norm), compiler_missing), "torch": Candidate(lambda: add_norm)}, _sum_checks
+    {
+        "triton": Candidate(triton_region("add_norm"), triton_missing),
+        "compiled": Candidate(compiled(add_norm), compiler_missing),
+        "torch": Candidate(lambda: add_norm),
+    },
+    _sum_checks,
 )

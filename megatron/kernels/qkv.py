@@ -7,13 +7,14 @@ O = G (X + 2) D: of each key/value head its queries, then its key, then its valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.bias import with_bias_gradient
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.norm import norm
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 from megatron.kernels.rotary import RotaryCosSin, rotate
@@ -63,10 +64,13 @@ def split_qkv(
     return q_SBND, k_SBGD, v_SBGD
 
 
+compiled_split_qkv = cache(compiled(split_qkv))
+
+
 def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
-    half = 6.0 * torch.rand(5, 1, 1, 4, generator=generator, dtype=torch.float64)
-    qkv = torch.randn(5, 2, 2 * 4 * 12, generator=generator, dtype=torch.float64)
+    half = 6.0 * torch.rand(300, 1, 1, 4, generator=generator, dtype=torch.float64)
+    qkv = torch.randn(300, 2, 2 * 4 * 12, generator=generator, dtype=torch.float64)
     bias, weights = qkv[0, 0], torch.randn(4, 12, generator=generator, dtype=torch.float64)
 
     def rotary(interleaved: bool, like: Tensor) -> RotaryCosSin:
@@ -85,5 +89,10 @@ def _checks() -> Sequence[KernelCheck]:
 
 
 SPLIT_QKV = Operation(
-    {"compiled": Candidate(compiled(split_qkv), compiler_missing), "torch": Candidate(lambda: split_qkv)}, _checks
+    {
+        "triton": Candidate(triton_region("split_qkv"), triton_missing),
+        "compiled": Candidate(compiled_split_qkv, compiler_missing),
+        "torch": Candidate(lambda: split_qkv),
+    },
+    _checks,
 )
