@@ -514,7 +514,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "activation": ("compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
-    "attention": ("flash_attn", "cudnn", "torch"),
+    "attention": ("cudnn", "flash_attn", "varlen", "torch"),
     "linear": ("apex", "addmm", "torch"),
     "adam": ("apex", "torch"),
 }
