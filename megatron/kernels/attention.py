@@ -173,10 +173,10 @@ def _cudnn_fast(device: torch.device) -> bool:
 
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int], Tensor]
-"""``flash(q, k, v, boundaries, longest, window) -> y``.
+"""``flash(q, k, v, boundaries, longest, window) -> y`` for tensors ``[batch, sequence, heads, channels]``.
 
-Tensors are ``[batch, sequence, heads, channels]``, or with the boundaries of documents ``[tokens, heads, channels]``.
-``longest`` are the largest numbers of queries and keys, ``window`` the visible tokens before a query, -1 for all.
+With the boundaries of documents they are ``[tokens, heads, channels]``. ``longest`` are the largest numbers of queries
+and of keys, ``window`` is the number of visible tokens before a query, or -1 for all.
 """
 
 
@@ -225,7 +225,8 @@ def _varlen(
 ) -> Tensor:
     """Call PyTorch's FlashAttention 2 by the operator behind SDPA and :func:`torch.nn.attention.varlen.varlen_attn`.
 
-    The former takes no window, the latter neither samples without copies nor, in each release, the same arguments.
+    The former takes no window. The latter takes ten times as long on the host, needs copies of samples, and its
+    arguments differ between releases.
     """
     y: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, boundaries, boundaries, *longest, 0.0, True, False, window_size_left=window
