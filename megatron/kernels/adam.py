@@ -40,10 +40,11 @@ class AdamSettings:
 
 
 AdamKernel = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor, Tensor | None], None]
-"""``adam(state, grads, settings, lr, weight_decay, skip, grad_scale)``: AdamW with bias correction.
+"""``adam(state, grads, settings, lr, weight_decay, skip, grad_scale)``: AdamW, bias-corrected.
 
-See Loshchilov & Hutter 2019. ``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is 1 nothing changes, including
-the step counts. ``grad_scale`` is None or such a tensor: fp32 gradients are first divided by it, in place.
+By Loshchilov & Hutter 2019. ``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is
+1 nothing changes, including the step counts. ``grad_scale`` is None or such a tensor: fp32 gradients are first divided
+by it, in place.
 """
 
 

@@ -51,8 +51,8 @@ class VocabularyShard:
     def tokens_per_chunk(self, x_TH: Tensor, rows: int) -> int:
         """Return the tokens whose logits, ``rows`` each, exist at a time.
 
-        On a GPU the default is a multiple of :data:`CHUNK_TOKENS` that fits into :data:`CHUNK_BYTES`, in chunks of about
-        equal size: fewer chunks are larger matrix products, and fewer passes over the weight's gradient.
+        On a GPU the default is a multiple of :data:`CHUNK_TOKENS` that fits into :data:`CHUNK_BYTES`, so that chunks
+        are about equal: fewer chunks are larger matrix products, and fewer passes over the weight's gradient.
         """
         if self.chunk_tokens is not None or not x_TH.is_cuda:
             return self.chunk_tokens or CHUNK_TOKENS

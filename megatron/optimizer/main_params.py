@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.optimizer.grad_buffer import adjacent_runs, flat_runs
 
 LARGE_RUN = 1 << 24
-"""Elements from which a tensor has a kernel of its own: one of torch's kernels for lists of tensors does about as many."""
+"""Elements from which a tensor has a kernel of its own. A kernel for lists of tensors processes about as many."""
 
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
