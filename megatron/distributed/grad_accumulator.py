@@ -47,9 +47,6 @@ class WgradOperand:
         return pending.wait() if pending is not None else self.shard
 
 
-SMALL_GRADIENT = 1 << 16
-"""Elements up to which a gradient on a GPU waits in a queue, so that few kernels add many of them."""
-
 DeferredWgrad = tuple[str, WgradOperand, WgradOperand, Sequence[int] | None]
 """A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
 
@@ -62,16 +59,23 @@ class GradAccumulator:
     sharded ones).
     """
 
-    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad) -> None:
-        # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
-        self.multiply = multiply
+    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad, queue_vectors: bool = False) -> None:
+        """Create an accumulator, which is to be bound to buffers.
+
+        Args:
+            multiply: the kernel that multiplies the operands of a linear's weight gradient into a buffer.
+            queue_vectors: let gradients of norms and biases wait until their bucket is complete. A few kernels then add
+                all of them, instead of a launch for each on a GPU.
+
+        """
+        self.multiply, self._queue_vectors = multiply, queue_vectors
         # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
         # it, the layer that computes the loss can accumulate its weight gradient during forward.
         self.loss_grad: Tensor | None = None
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
         self._is_first: Callable[[str], bool] = lambda name: False
-        self._small: dict[str, Tensor] = {}  # gradients that wait for flush()
+        self._queued_vectors: dict[str, Tensor] = {}  # they wait for flush()
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self._deferred_to: tuple[int, int] | None = None
 
@@ -161,11 +165,11 @@ class GradAccumulator:
         return None
 
     def accumulate(self, name: str, grad: Tensor) -> Tensor | None:
-        """Add ``grad`` (local stored shape) to the gradient of ``name``. A small one on a GPU is queued."""
-        if grad.is_cuda and grad.numel() <= SMALL_GRADIENT:
-            if name in self._small:
+        """Add ``grad`` (local stored shape) to the gradient of ``name``."""
+        if self._queue_vectors and grad.dim() == 1:
+            if name in self._queued_vectors:
                 self.flush()
-            self._small[name] = grad
+            self._queued_vectors[name] = grad
         else:
             target = self._target(name)
             target.copy_(grad) if self._is_first(name) else target.add_(grad)
@@ -174,7 +178,7 @@ class GradAccumulator:
 
     def flush(self) -> None:
         """Add the queued gradients to their targets, with few kernels."""
-        queued, self._small = self._small, {}
+        queued, self._queued_vectors = self._queued_vectors, {}
         groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, grad in queued.items():
             target = self._target(name)
@@ -192,7 +196,7 @@ class GradAccumulator:
 
     def discard_pending(self) -> None:
         """Discard what an aborted step left in the queues."""
-        self._small.clear()
+        self._queued_vectors.clear()
         self._queues.clear()
 
     @contextmanager

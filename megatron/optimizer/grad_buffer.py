@@ -462,7 +462,7 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group the indices of contiguous tensors that follow one another in memory without a gap."""
     runs: list[list[int]] = []
     ends: tuple[int, int] | None = None
-    places = [(x.untyped_storage()._cdata, x.storage_offset()) for x in tensors]
+    places = [(x.untyped_storage()._cdata, int(x.storage_offset())) for x in tensors]
     for index in sorted(range(len(tensors)), key=places.__getitem__):
         x, (storage, offset) = tensors[index], places[index]
         if x.is_contiguous() and ends == (storage, offset):

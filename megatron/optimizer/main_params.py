@@ -97,9 +97,12 @@ class MainParams(Mapping[str, Tensor]):
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round main parameters to the weights; weights with remainders are up to date already."""
-        large = [pair for pair in self._copies if pair[0].numel() >= LARGE_RUN]
-        small = [pair for pair in self._copies if pair[0].numel() < LARGE_RUN]
-        for weights, main in large:
-            weights.copy_(main)
+        small = []
+        for weights, main in self._copies:
+            if weights.numel() >= LARGE_RUN:
+                weights.copy_(main)
+            else:
+                small.append((weights, main))
         if small:
-            torch._foreach_copy_(*map(list, zip(*small)))
+            weight_runs, main_runs = zip(*small)
+            torch._foreach_copy_(weight_runs, main_runs)
