@@ -115,7 +115,7 @@ def build_trainer(
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
         kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
         check_same_kernels(notes[0], mesh.world)
-    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
+    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     context = BuildContext(
         mesh,
         grad_accumulator,
