@@ -179,18 +179,7 @@ def build_trainer(
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
-        config,
-        mesh,
-        device,
-        chunks,
-        pipeline,
-        specs,
-        params,
-        buckets,
-        optimizer,
-        scaler,
-        timers,
-        notes=(*notes, *overlap_notes),
+        config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
     )
     if fresh:
         with clock("data"):
