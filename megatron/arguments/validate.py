@@ -158,6 +158,18 @@ def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
 
 
+def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that symmetric memory, where it is requested, has GPUs and is not captured."""
+    method, fixes = config.parallel.tp_comm_overlap_method, ("--tp-comm-overlap-method pipelined",)
+    if method != "symmetric_memory":
+        return
+    if config.training.device == "cpu":
+        yield Problem("E930", f"--tp-comm-overlap-method {method} needs GPUs, and this run uses CPUs", fixes)
+    if config.compute.cuda_graph == "step":
+        sentence = f"--tp-comm-overlap-method {method} is untested with --cuda-graph step"
+        yield Problem("E931", sentence, (*fixes, *OPTIMIZER_ONLY))
+
+
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject empty names of folders and projects."""
     for setting in SETTINGS.values():

@@ -221,6 +221,11 @@ class GradAccumulator:
             self.accumulate_wgrad(name, x, dy, rows)
 
     @property
+    def defers_wgrad(self) -> bool:
+        """True inside :meth:`deferring_wgrad`."""
+        return self._deferred_to is not None
+
+    @property
     def queued(self) -> int:
         """Number of weight gradients that are deferred."""
         return sum(map(len, self._queues.values()))
