@@ -27,7 +27,7 @@ from megatron.pipeline.plan import (
     stage_layers,
     virtual_stages,
 )
-from megatron.planner.memory import checkpoint_bytes, max_rank_parameters, max_state_bytes
+from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_bytes, max_rank_parameters
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
@@ -128,10 +128,11 @@ def _parameters(config: RunConfig) -> str:
 def _memory(config: RunConfig, world_size: int) -> str:
     if config.model.vocab_size is None:
         return ""
-    parts = max_state_bytes(config, world_size)
-    by_part = ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10)
-    holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
-    return f"{format_bytes(sum(parts.values()))} on {holder}, without activations: {by_part}"
+    parts = max_peak_bytes(config, world_size)
+    shown = {name: f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10}
+    kept = ", ".join(text for name, text in shown.items() if name in STATE_KINDS)
+    added = ", ".join(text for name, text in shown.items() if name not in STATE_KINDS)
+    return f"{format_bytes(sum(parts.values()))} at the peak of the fullest rank: {kept}; in a step {added}"
 
 
 def _holder(config: RunConfig) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.config.batch import loss_chunk_tokens
 from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
@@ -23,12 +24,6 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
-
-CHUNK_TOKENS = 1024
-"""Default tokens per chunk on a CPU, and what the number is a multiple of on a GPU."""
-
-CHUNK_BYTES = 1 << 30
-"""Bytes of a rank's logits in a chunk on a GPU, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +40,14 @@ class VocabularyShard:
     grad_accumulator: GradAccumulator
     weight: str
     kernels: Kernels = Kernels()
-    # Tokens whose logits exist at a time; None for the default, see :meth:`tokens_per_chunk`.
+    # Tokens whose logits exist at a time; None for the default of :func:`megatron.config.batch.loss_chunk_tokens`.
     chunk_tokens: int | None = None
 
     def tokens_per_chunk(self, x_TH: Tensor, rows: int) -> int:
-        """Return the tokens whose logits, ``rows`` each, exist at a time.
-
-        On a GPU the default is a multiple of :data:`CHUNK_TOKENS` that fits into :data:`CHUNK_BYTES`, so that chunks
-        are about equal: fewer chunks are larger matrix products, and fewer passes over the weight's gradient.
-        """
-        if self.chunk_tokens is not None or not x_TH.is_cuda:
-            return self.chunk_tokens or CHUNK_TOKENS
+        """Return the tokens whose logits, ``rows`` each, exist at a time."""
         # The eager kernel copies the logits to fp32, a compiled one leaves them as the matrix product made them.
         size = x_TH.element_size() if self.kernels.cross_entropy is not EAGER_CROSS_ENTROPY else torch.float32.itemsize
-        most = max(1, CHUNK_BYTES // (rows * size * CHUNK_TOKENS))
-        units = -(-x_TH.shape[0] // CHUNK_TOKENS)
-        return CHUNK_TOKENS * -(-units // -(-units // most))
+        return self.chunk_tokens or loss_chunk_tokens(x_TH.shape[0], rows * size, x_TH.is_cuda)
 
 
 class OutputLayer(nn.Module):
