@@ -11,7 +11,7 @@ schedule determines their number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.config.batch import get_num_microbatches, loss_chunk_tokens
@@ -70,6 +70,8 @@ class ActivationShape:
     # Modules recomputed within blocks.
     recomputed: frozenset[str]
     loss_chunk: int | None
+    # A plugin's loss may be scaled before backward, so the weight gradient of the output layer waits for it.
+    keeps_loss_wgrad: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> ActivationShape:
@@ -95,6 +97,7 @@ class ActivationShape:
             eager=frozenset(eager),
             recomputed=frozenset(training.recompute_modules if selective else ()),
             loss_chunk=training.cross_entropy_chunk_size,
+            keeps_loss_wgrad=training.objective != "next_token",
         )
 
     @property
@@ -183,7 +186,8 @@ def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
         yield kept._replace(recomputed_by=("layernorm", "mlp"))
     has_linear = shape.mlps[-1][0] != "experts"  # the experts take copies of the rows
     if has_linear or width == shape.wide:
-        yield KeptTensor("norm", shape.residual // width, width, ("layernorm", "mlp"), has_linear)
+        again = ("mlp",) if model.num_experts is not None and width == shape.wide else ("layernorm", "mlp")
+        yield KeptTensor("norm", shape.residual // width, width, again, has_linear)  # a router keeps a wide one
     if model.num_experts is not None:
         for kept in _routing(shape, model.num_experts):
             yield kept._replace(recomputed_by=("mlp",))
@@ -240,6 +244,8 @@ class StageMemory:
             kept += 2 * shape.length * shape.model.rotary_dim * shape.width  # cosines and sines
         kept += _embedding(shape) if stage.first else 0
         loss, forward = _loss(shape) if stage.last else (0, 0)
+        if stage.count:  # the last block's attention, before its MLP
+            forward = max(forward, _dropout_hashes(shape) - loss - sum(t.size for t in mlp))
         wgrad = stage.count * _wgrad_operands(shape, [*attention, *mlp])
         return cls(kept, loss, wgrad, forward, again + _block_backward(shape) if stage.count else 0)
 
@@ -251,6 +257,9 @@ def _kept_by_blocks(config: RunConfig, shape: ActivationShape, count: int) -> tu
         halves_kept = [[t.size for t in half if not shape.recomputed & {*t.recomputed_by}] for half in halves]
         kept = [sum(sizes) for sizes in halves_kept]
         again = [sum(t.size for t in half) - held for half, held in zip(halves, kept)]
+        if "core_attn" in shape.recomputed:
+            unfused = _attention_half(replace(shape, recomputed=frozenset()))
+            again[0] = sum(t.size for t in unfused) - kept[0] + _dropout_hashes(shape)
         return count * sum(kept), max(again[1], again[0] - kept[1])
     block = sum(t.size for half in halves for t in half)
     if training.recompute_method == "block":
@@ -290,6 +299,13 @@ def _block_backward(shape: ActivationShape) -> int:
     return shape.residual + max((1 + shape.model.gated) * wide, wide + shape.gathered)
 
 
+def _dropout_hashes(shape: ActivationShape) -> int:
+    """Return the bytes of the hashes that attention dropout compares with its probability: four steps of int64."""
+    if not shape.model.attention_dropout:
+        return 0
+    return 4 * INDEX_BYTES * shape.tokens * shape.length * shape.model.num_attention_heads // shape.tp
+
+
 def _loss(shape: ActivationShape) -> tuple[int, int]:
     """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
     model, hidden = shape.model, shape.model.hidden_size * shape.width
@@ -301,7 +317,8 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
     chunk = min(shape.tokens, shape.loss_chunk or default)
     logits = chunk * (rows * (shape.width + copied) + hidden)
-    return norm + shape.tokens * hidden, shape.residual + shape.gathered + logits
+    wgrad = rows * model.hidden_size * shape.wide if shape.keeps_loss_wgrad else 0
+    return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered + logits
 
 
 class ActionMemory(NamedTuple):

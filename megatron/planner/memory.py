@@ -2,8 +2,8 @@
 
 The parameters are those that the layers declare (:mod:`megatron.layers.parameters`), in the buckets that a run lays
 them out in (:func:`megatron.distributed.param_layout.plan_buckets`), so alignment and uneven shards are counted
-exactly. Left out are scalars (a few bytes each). :func:`max_peak_bytes` adds what exists only within a step: activations
-(:mod:`megatron.planner.activations`) and gradients that are being reduced.
+exactly. Left out are scalars (a few bytes each). :func:`max_peak_bytes` adds what exists only within a step:
+activations (:mod:`megatron.planner.activations`) and gradients that are being reduced.
 
 All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
 distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.

@@ -126,11 +126,8 @@ def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
     for number, flags in enumerate(TWO_RANKS):
         config = config_of(flags, 2)
         by_stage = activation_memory(config, config.parallel.data_parallel_size(2))
-        residual = ActivationShape.of(config).residual
+        # Tensors that are sent or received; gloo keeps those that are sent upstream until the end of a step.
+        messages = 5 * ActivationShape.of(config).residual if len(by_stage) > 1 else 100
         for rank in range(2):
-            live = found[rank][number][0]
-            memory = by_stage[rank % len(by_stage)]
-            print(flags, rank, [(str(at.action), x, at.after) for x, at in zip(live, memory)][:20])
-            for bytes_live, at in zip(live, memory, strict=True):
-                messages = 3 * residual if len(by_stage) > 1 else 0
-                assert at.after * 0.98 <= bytes_live <= at.after * 1.02 + messages + 100, (flags, str(at.action))
+            for live, at in zip(found[rank][number][0], by_stage[rank % len(by_stage)], strict=True):
+                assert at.after * 0.98 <= live <= at.after * 1.02 + messages, (flags, str(at.action))
