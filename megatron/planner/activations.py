@@ -253,25 +253,24 @@ class StageMemory:
 def _kept_by_blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int, int]:
     """Return what ``count`` blocks keep, and the most that is recomputed at a time, beyond what is freed by then."""
     training, halves = config.training, block_tensors(shape)
+    attention, mlp = (sum(t.size for t in half) for half in halves)
     if training.recompute_granularity != "full":
-        halves_kept = [[t.size for t in half if not shape.recomputed & {*t.recomputed_by}] for half in halves]
-        kept = [sum(sizes) for sizes in halves_kept]
-        again = [sum(t.size for t in half) - held for half, held in zip(halves, kept)]
+        kept = [sum(t.size for t in half if not shape.recomputed & {*t.recomputed_by}) for half in halves]
         if "core_attn" in shape.recomputed:
             unfused = _attention_half(replace(shape, recomputed=frozenset()))
-            again[0] = sum(t.size for t in unfused) - kept[0] + _dropout_hashes(shape)
-        return count * sum(kept), max(again[1], again[0] - kept[1])
-    block = sum(t.size for half in halves for t in half)
+            attention = sum(t.size for t in unfused) + _dropout_hashes(shape)
+        # The MLP is freed before attention is recomputed.
+        return count * sum(kept), max(mlp - kept[1], attention - sum(kept))
     if training.recompute_method == "block":
         done = min(training.recompute_num_layers or count, count)
         groups, rest = [1] * done, count - done
     else:
         size = training.recompute_num_layers or 1
         groups, rest = [min(size, count - start) for start in range(0, count, size)], 0
-    kept = len(groups) * shape.residual + rest * block
+    held = len(groups) * shape.residual + rest * (attention + mlp)
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
-    peaks = [number * shape.residual + group * block for number, group in enumerate(groups)]
-    return kept, max([0, *(peak - kept for peak in peaks)])
+    peaks = [number * shape.residual + group * (attention + mlp) for number, group in enumerate(groups)]
+    return held, max([0, *(peak + max(0, _dropout_hashes(shape) - mlp) - held for peak in peaks)])
 
 
 def _embedding(shape: ActivationShape) -> int:
@@ -300,10 +299,10 @@ def _block_backward(shape: ActivationShape) -> int:
 
 
 def _dropout_hashes(shape: ActivationShape) -> int:
-    """Return the bytes of the hashes that attention dropout compares with its probability: four steps of int64."""
+    """Return the bytes of the hashes that attention dropout compares with its probability: three steps of int64."""
     if not shape.model.attention_dropout:
         return 0
-    return 4 * INDEX_BYTES * shape.tokens * shape.length * shape.model.num_attention_heads // shape.tp
+    return 3 * INDEX_BYTES * shape.tokens * shape.length * shape.model.num_attention_heads // shape.tp
 
 
 def _loss(shape: ActivationShape) -> tuple[int, int]:

@@ -27,6 +27,7 @@ SMALL = (
     "--global-batch-size 16"
 )
 PP = f"{SMALL} --pipeline-model-parallel-size 2"
+COMMON = "--mock-data --bf16 --train-iters 9 --eval-iters 0 --clip-grad 1 --device cuda --cuda-graph none"
 CASES = {
     "GPT-2 124M, micro-batch 8": (1, f"{GPT2} --micro-batch-size 8 --global-batch-size 8"),
     "GPT-2 124M, micro-batch 32": (1, f"{GPT2} --micro-batch-size 32 --global-batch-size 32"),
@@ -79,11 +80,7 @@ def measure(argv: list[str]) -> tuple[int, int]:
     from megatron.training.build import build_trainer
     from megatron.training.step import train_step
 
-    flags = [
-        *argv,
-        *["--mock-data", "--bf16", "--train-iters", "9", "--eval-iters", "0", "--clip-grad", "1", "--device", "cuda"],
-    ]
-    config = parse(flags, os.environ).config
+    config = parse([*argv, *COMMON.split()], os.environ).config
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     torch.backends.cuda.enable_cudnn_sdp(False)  # its kernels are built by the driver
@@ -100,7 +97,10 @@ def measure(argv: list[str]) -> tuple[int, int]:
     layout = Layout.from_config(config.parallel, ranks)
     activations = peak_activations(config, layout.sizes["dp"])[layout.coordinate(rank)["pp"]]
     foretold = sum(rank_state_bytes(config, ranks, rank).values()) + sum(activations.values())
-    return torch.cuda.max_memory_allocated(), foretold
+    peak = torch.cuda.max_memory_allocated()
+    if ranks > 1:
+        dist.barrier(dist.new_group(backend="gloo"))  # the first rank keeps the store
+    return peak, foretold
 
 
 if __name__ == "__main__":
