@@ -1,0 +1,609 @@
+"""Count launches, matrix products, bytes, host time and synchronisations of a training step on the null GPU.
+
+    source DIR/env.sh                               # the null GPU, see tests/nullgpu/README.md
+    python -m benchmarks.launches                   # the table
+    python -m benchmarks.launches --write           # keep it in benchmarks/results
+    python -m benchmarks.launches --cases gpt2-124m-mb32 --implementations ours
+
+The null GPU runs the CUDA build of PyTorch and records every call, but computes nothing. Counts and host times are
+real; GPU times are predicted from the counts by a roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.record import RESULTS, keep, versions
+from benchmarks.roofline import (
+    GAP,
+    GEMM_RATES,
+    GRAPH_GAP,
+    H100,
+    H200,
+    PEAK_FLOPS,
+    Gpu,
+    gpu_seconds,
+    step_seconds,
+)
+from megatron.planner.flops import FlopsPerToken
+
+ROOT = Path(__file__).parents[1]
+TIMED_STEPS = 9
+DEPTHS = 2, 4
+"""Numbers of layers whose difference gives the figures of one layer."""
+
+COMMON = "--mock-data --bf16 --train-iters 1000 --eval-iters 0 --clip-grad 1 --device cuda"
+LLAMA = "--preset llama3-8b --max-position-embeddings 8192"
+LLAMA_1B = (
+    f"{LLAMA} --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 "
+    "--no-untie-embeddings-and-output-weights"
+)
+MIXTRAL = f"{LLAMA} --vocab-size 32000 --num-experts 8 --moe-router-topk 2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch; ``layers`` and ``micro_batches`` are those of the whole step."""
+
+    flags: str
+    micro_batch: int
+    layers: int
+    micro_batches: int = 1
+    # Further flags of ours.
+    more: str = ""
+
+
+CASES = {
+    "gpt2-124m-mb4": Case("--preset gpt2-124m --seq-length 1024", 4, 12),
+    "gpt2-124m-mb32": Case("--preset gpt2-124m --seq-length 1024", 32, 12),
+    "llama3-8b-s2048": Case(f"{LLAMA} --seq-length 2048", 1, 8, 4),
+    "llama3-8b-s8192": Case(f"{LLAMA} --seq-length 8192", 1, 8, 4),
+    "mixtral-s4096": Case(f"{MIXTRAL} --seq-length 4096", 1, 4, 4),
+}
+"""Eight layers of Llama-3-8B and four of Mixtral-8x7B, as more do not fit on one GPU with their optimizer state."""
+
+MEASURED = {
+    "h100-124m-s1024": Case(
+        "--preset gpt2-124m --seq-length 1024", 64, 12, 1, "--cuda-graph step --cross-entropy-chunk-size 4096"
+    ),
+    "h100-1b-s2048": Case(f"{LLAMA_1B} --seq-length 2048", 4, 16, 4),
+    "h100-1b-s4096": Case(f"{LLAMA_1B} --seq-length 4096", 4, 16, 2),
+    "h100-8b-s8192": CASES["llama3-8b-s8192"],
+}
+"""The fastest settings of ours in `gpu.md`, against which the roofline is checked."""
+
+MILLISECONDS = {
+    "h100-124m-s1024": (134.6, 122.5),
+    "h100-1b-s2048": (523.5, 494.6),
+    "h100-1b-s4096": (541.2, 517.6),
+    "h100-8b-s8192": (921.2, 870.7),
+}
+"""What they and compiled `transformers` took for a step."""
+
+IMPLEMENTATIONS = {
+    "ours": "",
+    "ours, --cuda-graph none": "--cuda-graph none",
+    "ours, --kernels torch": "--cuda-graph none --kernels torch",
+    "transformers, eager": None,
+    "transformers, compiled": None,
+    "torchtitan, eager": None,
+    "torchtitan, compiled": None,
+}
+"""Names of rows, and flags of ours."""
+
+NO_KERNEL = {"_unsafe_view", "detach", "lift_fresh", "record_stream", "set_", "resize_", "_local_scalar_dense"}
+"""Operations, beside views and allocations, that launch nothing or only copy to the host."""
+
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_", "masked_fill_"}
+"""In-place operations that do not read what they write."""
+
+INDEXED = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
+INDEXED_WRITES = {"index_add_", "index_add", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"}
+"""Operations that touch only the chosen rows of their first tensor."""
+
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
+MATMULS |= {"_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
+"""Matrix products, and the position of their first factor."""
+
+
+def num_bytes(t: Tensor) -> int:
+    """Return the bytes of the memory that a tensor covers; expanded dimensions count once."""
+    elements = t.element_size()
+    for size, stride in zip(t.shape, t.stride()):
+        elements *= size if stride else 1
+    return elements
+
+
+class Traffic(TorchDispatchMode):
+    """Count the bytes that kernels read and write, the matrix products and the attention calls.
+
+    An operation moves its distinct inputs and outputs once. Views and allocations move nothing. Matrix products and
+    attention are kept apart, by shape, since their arithmetic limits them. Inductor's Triton kernels do not pass
+    through dispatch: their arguments are counted.
+    """
+
+    def __init__(self, tables: set[torch.Size]) -> None:
+        """Count; ``tables`` are shapes of embedding tables, of which a Triton kernel touches only the chosen rows."""
+        super().__init__()
+        self.tables = tables
+        self.bytes = 0
+        self.by_op: Counter[str] = Counter()
+        self.matmuls: Counter[tuple[int, int, str]] = Counter()
+        self.attention: Counter[tuple[str, int, int, int]] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep compiled code compiled while this mode is active."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        if func.is_view or name in NO_KERNEL or "empty" in name:
+            return out
+        reads, writes = self.operands(func._schema, name, args, kwargs, out)
+        moved = sum(reads.values()) + sum(writes.values())
+        if not moved:
+            return out
+        if name in MATMULS:
+            a, b = args[MATMULS[name] : MATMULS[name] + 2]
+            self.matmuls[2 * a.numel() * b.shape[-1], moved, str(a.dtype).removeprefix("torch.")] += 1
+        elif "attention" in name or "attn" in name:
+            backward = "backward" in name
+            q = args[1 if backward else 0]
+            self.attention["backward" if backward else "forward", *self.attention_shape(name, args, q)] += 1
+        else:
+            self.count(f"aten {name}", moved)
+        return out
+
+    def operands(
+        self, schema: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> tuple[dict[Any, int], dict[Any, int]]:
+        """Return the bytes of the distinct tensors that an operation reads and writes."""
+        reads: dict[Any, int] = {}
+        writes: dict[Any, int] = {}
+        given = {argument.name: (argument, value) for argument, value in zip(schema.arguments, args)}
+        given |= {a.name: (a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs}
+        for argument, value in given.values():
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if name.startswith("_fused_adam") and argument.name == "grads":
+                written = kwargs.get("grad_scale") is not None
+            for t in tensors(value):
+                if written:
+                    writes[key(t)] = num_bytes(t)
+                if not (written and (argument.kwarg_only or name in OVERWRITES)):
+                    reads[key(t)] = num_bytes(t)
+        for t in tensors(out):
+            writes[key(t)] = num_bytes(t)
+        if name in INDEXED:
+            reads[key(args[0])] = sum(num_bytes(t) for t in tensors(out)[:1])
+        if name in INDEXED_WRITES:
+            rows = num_bytes(args[3] if "add" in name else args[2])
+            reads[key(args[0])], writes[key(args[0])] = rows, rows
+        return reads, writes
+
+    def attention_shape(self, name: str, args: Sequence[Any], q: Tensor) -> tuple[int, int, int]:
+        """Return batch x heads, sequence length and head dimension."""
+        batch, heads, length, width = q.shape
+        if "scaled_dot" not in name:
+            length, heads = heads, length
+        return batch * heads, length, width
+
+    def count(self, name: str, moved: int) -> None:
+        """Add bytes of an operation."""
+        self.bytes += moved
+        self.by_op[name] += moved
+
+    def triton(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Count a launch of a Triton kernel."""
+        named = {n: t for n, t in zip(kernel.triton_meta["signature"], args) if isinstance(t, Tensor)}
+        indexed = any(t.dtype == torch.int64 for t in named.values())
+        moved = 0
+        for argument, t in named.items():
+            size = num_bytes(t)
+            if indexed and t.shape in self.tables:
+                others = [num_bytes(o) for n, o in named.items() if o.shape not in self.tables]
+                size = min(size, max(others, default=size))
+            moved += size * (2 if argument.startswith("in_out_ptr") else 1)
+        self.count(f"triton {kernel.fn.__name__}", moved)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count everything inside."""
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        run = CachingAutotuner.run
+
+        def counted(kernel: Any, *args: Any, **options: Any) -> Any:
+            self.triton(kernel, args)
+            return run(kernel, *args, **options)
+
+        with patch.object(CachingAutotuner, "run", counted), self:
+            yield
+
+
+def key(t: Tensor) -> tuple[Any, ...]:
+    """Return what tells apart the memory of two tensors."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the GPU tensors in nested lists."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
+
+
+StepAndTables = tuple[Callable[[], object], set[torch.Size]]
+"""A training step, and the shapes of embedding tables."""
+
+Build = Callable[[Case, int, int], StepAndTables]
+"""Takes a case, layers and micro-batches."""
+
+
+def config_of(case: Case, layers: int, micro_batches: int, flags: str = "") -> Any:
+    """Return the configuration of ours."""
+    from megatron.arguments.cli import parse
+
+    batch = f"--micro-batch-size {case.micro_batch} --global-batch-size {case.micro_batch * micro_batches}"
+    return parse(f"{case.flags} {COMMON} --num-layers {layers} {batch} {flags}".split(), {}).config
+
+
+def ours(flags: str) -> Build:
+    """Return a step of this repository, with weights as they come: the null GPU computes nothing."""
+
+    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
+        import megatron.kernels.registry
+        from benchmarks.gpu_contestants import RATES
+        from megatron.layers import moe
+        from megatron.training.build import build_trainer
+        from megatron.training.cuda_graphs import StepRunner
+
+        megatron.kernels.registry.check_kernel = lambda *_, **__: None  # zeros fail every check
+        moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
+        config = config_of(case, layers, micro_batches, f"{flags} {case.more}")
+        trainer = build_trainer(config, 0, 1, fresh=False)
+        trainer.start_at(0, 0)
+        run, batches = StepRunner(trainer), trainer.next_batches()
+        tables = {p.shape for name, p in trainer.params.items() if "embedding" in name}
+        return lambda: run(batches, RATES), tables
+
+    return build
+
+
+def evenly(plan: Any) -> Any:
+    """Return a dispatch plan that gives every expert as many tokens; a router of zeros gives none."""
+
+    def planned(experts_TK: Tensor, experts: int, *rest: Any) -> Any:
+        rows, tolist = experts_TK.numel(), Tensor.tolist
+
+        def even(t: Tensor) -> list[int]:
+            tolist(t)  # waits for the GPU, as it does with real counts
+            return [rows, rows, *[rows // experts] * experts]
+
+        with patch.object(Tensor, "tolist", even):
+            return plan(experts_TK, experts, *rest)
+
+    return planned
+
+
+def transformers(compiled: bool) -> Build:
+    """Return a step of `transformers` with bf16 weights."""
+
+    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
+        from benchmarks import gpu_contestants as contestants
+
+        flags = f"{case.flags} --num-layers {layers}"
+        samples = case.micro_batch * micro_batches
+        described = contestants.Case(flags, samples, (case.micro_batch,), 0.0)
+        step = contestants.Theirs(case.micro_batch, compiled=compiled).make(described, torch.device("cuda", 0))
+        return step, {m.weight.shape for m in gc.get_objects() if isinstance(m, nn.Embedding)}
+
+    return build
+
+
+def torchtitan(compiled: bool) -> Build:
+    """Return a step of torchtitan's Llama with bf16 weights: its model, loss and compiled blocks."""
+
+    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
+        from torchtitan.components.loss import cross_entropy_loss
+        from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+        from torchtitan.models.llama3 import Transformer, llama3_args
+
+        from benchmarks import gpu_contestants as contestants
+
+        ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+        config = config_of(case, layers, micro_batches)
+        length, vocabulary = config.training.seq_length, config.model.vocab
+        with torch.device("cuda"):
+            torch.set_default_dtype(torch.bfloat16)
+            model = Transformer(replace(llama3_args["8B"], n_layers=layers, max_seq_len=length))
+            torch.set_default_dtype(torch.float32)
+            ids = torch.randint(0, vocabulary, (micro_batches, case.micro_batch, length + 1))
+        loss = cross_entropy_loss
+        if compiled:
+            loss = torch.compile(loss)
+            for block in model.layers.values():
+                block.compile(fullgraph=True)
+        options = {"lr": 1e-4, "betas": contestants.BETAS, "eps": contestants.EPS, "weight_decay": 0.1}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
+        inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+        tokens = labels.numel()
+
+        def step() -> None:
+            for x, y in zip(inputs, labels):
+                (loss(model(x), y) / tokens).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), contestants.CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step, {model.tok_embeddings.weight.shape}
+
+    return build
+
+
+def step_of(name: str) -> Build:
+    """Return how a step of an implementation is built."""
+    who, _, how = name.partition(", ")
+    if who == "ours":
+        return ours(IMPLEMENTATIONS[name])
+    return {"transformers": transformers, "torchtitan": torchtitan}[who](how == "compiled")
+
+
+def measure(build: Build, case: Case, layers: int, micro_batches: int) -> dict[str, Any]:
+    """Return the counts and the host time of a step."""
+    from tests.nullgpu.trace import record
+
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
+    step, tables = build(case, layers, micro_batches)
+    for _ in range(2):
+        step()
+    traffic = Traffic(tables)
+    with record() as eager, traffic.counting():  # still eager where CUDA graphs are used
+        step()
+    for _ in range(3):
+        step()
+    milliseconds = []
+    for _ in range(TIMED_STEPS):
+        start = time.process_time()
+        step()
+        milliseconds.append(1e3 * (time.process_time() - start))
+    with record() as trace:
+        step()
+    return {
+        "launches": len(trace.launches()),
+        "gemms": sum(traffic.matmuls.values()),
+        "bytes": traffic.bytes,
+        "host_ms": statistics.median(milliseconds),
+        "syncs": len(trace.syncs()),
+        "kernels": len(eager.launches()),
+        "matmuls": [[*shape, count] for shape, count in sorted(traffic.matmuls.items())],
+        "attention": [[*shape, count] for shape, count in sorted(traffic.attention.items())],
+        "traffic": dict(traffic.by_op.most_common(12)),
+    }
+
+
+def applies(name: str, implementation: str) -> bool:
+    """Return False for models that an implementation does not have."""
+    return name.startswith("llama") or not implementation.startswith("torchtitan")
+
+
+def row_of(name: str, implementation: str) -> dict[str, Any]:
+    """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
+    build, case = step_of(implementation), (CASES | MEASURED)[name]
+    whole = {"whole": measure(build, case, case.layers, case.micro_batches)}
+    if name in MEASURED:
+        return whole
+    return whole | {f"{layers} layers": measure(build, case, layers, 1) for layers in DEPTHS}
+
+
+def commit() -> str:
+    """Return the short hash of the checked-out commit."""
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+
+
+def in_own_process(*arguments: str) -> dict[str, Any]:
+    """Return the figures of one row, or why there are none; compiled code and memory end with the process."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.launches", "--row", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if ended.returncode:
+        return {"error": ended.stderr.strip().splitlines()[-1]}
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def per_layer(row: Mapping[str, Any], figure: str) -> float:
+    """Return a figure of one layer and micro-batch, with the layer's share of the optimizer."""
+    shallow, deep = (row[f"{layers} layers"][figure] for layers in DEPTHS)
+    return float((deep - shallow) / (DEPTHS[1] - DEPTHS[0]))
+
+
+def rest(row: Mapping[str, Any], figure: str) -> float:
+    """Return a figure of what is not in layers, in a step of one micro-batch."""
+    return float(row[f"{DEPTHS[0]} layers"][figure] - DEPTHS[0] * per_layer(row, figure))
+
+
+def prediction(case: Case, counts: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
+    """Return milliseconds and MFU of a step."""
+    config = config_of(case, case.layers, case.micro_batches)
+    flops = FlopsPerToken.from_config(config)
+    tokens = case.micro_batch * case.micro_batches * config.training.seq_length
+    seconds = step_seconds(counts, gpu)
+    rate = tokens / seconds / PEAK_FLOPS
+    return {
+        "ms": 1e3 * seconds,
+        "gpu_ms": 1e3 * gpu_seconds(counts, gpu),
+        "mfu": rate * flops.full,
+        "mfu_causal": rate * flops.causal,
+    }
+
+
+def table(name: str, rows: Mapping[str, Any]) -> list[str]:
+    """Return the rows of a case as Markdown."""
+    case = CASES[name]
+    lines = [
+        "",
+        f"## {name}: {case.layers} layers, {case.micro_batches} micro-batches of {case.micro_batch} a step",
+        "",
+    ]
+    lines += ["| | launches a layer (GEMMs) | MB a layer | host ms a layer | rest: launches, MB, host ms | "]
+    lines[-1] += "step: launches, syncs, host ms | predicted GPU ms | predicted MFU (causal) |"
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for title, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {title} | not measured: {row['error']} | | | | | | |")
+            continue
+        whole, predicted = row["whole"], prediction(case, row["whole"], H200)
+        cells = [
+            f"{per_layer(row, 'launches'):.1f} ({per_layer(row, 'gemms'):.0f})",
+            f"{per_layer(row, 'bytes') / 1e6:,.0f}",
+            f"{per_layer(row, 'host_ms'):.2f}",
+            f"{rest(row, 'launches'):,.0f}, {rest(row, 'bytes') / 1e6:,.0f}, {rest(row, 'host_ms'):.1f}",
+            f"{whole['launches']:,}, {whole['syncs']}, {whole['host_ms']:.1f}",
+            f"{predicted['gpu_ms']:.1f}",
+            f"{predicted['mfu']:.1%} ({predicted['mfu_causal']:.1%})",
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the goals beside what was reached."""
+
+    def reached(text: str, met: bool) -> str:
+        return f"* {text}: {'met' if met else 'not met'}"
+
+    gpt2, llama = rows["gpt2-124m-mb32"], rows["llama3-8b-s8192"]
+    eager, launches = "ours, --cuda-graph none", gpt2["ours"]["whole"]["launches"]
+    layers = [per_layer(case[eager], "launches") for case in (gpt2, llama)]
+    mfus = [
+        prediction(CASES[name], rows[name]["ours"]["whole"], H200)["mfu"]
+        for name in ("gpt2-124m-mb32", "llama3-8b-s8192")
+    ]
+    lines = [
+        reached(f"124M, micro-batch 32, launches a step, at most 12: {launches}", launches <= 12),
+        reached(f"124M, launches a layer without graphs, at most 30: {layers[0]:.1f}", layers[0] <= 30),
+        reached(f"Llama-8B, launches a layer without graphs, at most 45: {layers[1]:.1f}", layers[1] <= 45),
+        reached(f"124M, predicted MFU, at least 48%: {mfus[0]:.1%}", mfus[0] >= 0.48),
+        reached(f"Llama-8B, predicted MFU, at least 62%: {mfus[1]:.1%}", mfus[1] >= 0.62),
+    ]
+    for name, case in rows.items():
+        counts = case["ours"]["whole"]
+        share = counts["host_ms"] / 1e3 / gpu_seconds(counts, H200)
+        lines.append(reached(f"{name}, host time below half of the predicted GPU time: {share:.0%}", share < 0.5))
+        ratio = step_seconds(case["transformers, compiled"]["whole"], H200) / step_seconds(counts, H200)
+        lines.append(
+            reached(f"{name}, predicted to be faster than compiled `transformers`: {ratio:.2f} times", ratio > 1)
+        )
+    return lines
+
+
+def checks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what the roofline predicts for an H100 beside what was measured on one."""
+    lines = ["", "## The roofline on an H100, beside measurements", ""]
+    lines += ["| case | | predicted ms | measured ms | predicted / measured |", "|---|---|--:|--:|--:|"]
+    for name, rows in found.items():
+        for (title, row), ms in zip(rows.items(), MILLISECONDS[name]):
+            seconds = step_seconds(row["whole"], H100)
+            lines.append(f"| {name} | {title} | {1e3 * seconds:.1f} | {ms:.1f} | {1e3 * seconds / ms:.2f} |")
+    return lines
+
+
+NOTES = f"""
+Counted on the null GPU (`tests/nullgpu`), where PyTorch for CUDA runs on stand-ins that record every call.
+Launches are kernels, matrix products, copies, memsets and graph launches. *A layer* is half the difference of steps
+with {DEPTHS[1]} and {DEPTHS[0]} layers and one micro-batch: forward, backward and update. *Rest* is what else such a
+step has: embedding, loss, optimizer.
+
+*Host ms* is CPU time of the process, without the driver's own: median of {TIMED_STEPS} steps, on a busy machine.
+
+*MB* (10^6 bytes) are outside matrix products and attention: the distinct inputs and outputs of every operation but
+views, and the tensor arguments of Inductor's Triton kernels. What is updated in place counts twice; of tables that are
+read or written by index, only the chosen rows count. A separate step counts them, and the same calls are made in it.
+
+All take the same number of tokens, in bf16, with fused AdamW and clipping. Attention is PyTorch's flash kernel, as
+cuDNN's cannot run on the null GPU. `transformers` and torchtitan have bf16 weights, gradients and moments; ours has
+fp32 main parameters, gradients and moments. torchtitan is its Llama and its loss, compiled per block, as it does.
+Mixtral's tokens are spread evenly over its experts.
+
+**Predictions, not measurements** (`benchmarks/roofline.py`), for an H200: matrix products run at
+{GEMM_RATES[0] / 1e12:.0f} to {GEMM_RATES[1] / 1e12:.0f} TFLOP/s by size, attention at cuDNN's published rates
+(arXiv:2407.08608), and other bytes move at 4.0 TB/s. A launch adds {1e6 * GAP:.1f} us, {1e6 * GRAPH_GAP:.1f} us in a
+graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLOP/s, with the host's time if it is longer.
+"""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Return the page of results."""
+    lines = ["# Launches, bytes and host time of a training step, and what they predict"]
+    lines += [NOTES.rstrip()]
+    for name in CASES:
+        if name in result["rows"]:
+            before = {
+                f"{title}, at {result['before at']}": row for title, row in result["before"].get(name, {}).items()
+            }
+            lines += table(name, before | result["rows"][name])
+    lines += checks(result["checks"])
+    if set(CASES) <= set(result["rows"]):
+        lines += ["", "## Goals", "", *goals(result["rows"])]
+    versions_of = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*lines, "", f"{versions_of}; commit {result['rows at']}."])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Count, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES])
+    parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
+    parser.add_argument("--write", action="store_true", help="add the rows to benchmarks/results/launches.json")
+    parser.add_argument(
+        "--before", action="store_true", help="as rows of an earlier commit, with the checks of MEASURED"
+    )
+    parser.add_argument("--row", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help="print one row as JSON")
+    args = parser.parse_args(argv)
+    if args.row:
+        name, implementation = args.row
+        print(json.dumps(row_of(name, implementation)))
+        return 0
+    kept = RESULTS / "launches.json"
+    result: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"before": {}, "rows": {}, "checks": {}}
+    pairs = [(name, i) for name in args.cases for i in args.implementations if applies(name, i)]
+    where = "before" if args.before else "rows"
+    for name, implementation in pairs:
+        row = in_own_process(name, implementation)
+        print(f"{name} {implementation}: {row.get('error', 'counted')}", flush=True)
+        result[where].setdefault(name, {})[implementation] = row
+    for name in MEASURED if args.before else ():
+        for implementation in ("ours", "transformers, compiled"):
+            result["checks"].setdefault(name, {})[implementation] = in_own_process(name, implementation)
+    result[f"{where} at"] = commit()
+    result["versions"] = versions("torch", "triton", "transformers", "torchtitan")
+    print(page(result))
+    if args.write:
+        keep("launches", result, page(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
