@@ -550,7 +550,7 @@ Mixtral's tokens are spread evenly over its experts.
 **Predictions, not measurements** (`benchmarks/roofline.py`), for an H200: matrix products run at
 {GEMM_RATES[0] / 1e12:.0f} to {GEMM_RATES[1] / 1e12:.0f} TFLOP/s by size, attention at cuDNN's published rates
 (arXiv:2407.08608), and other bytes move at 4.0 TB/s. A launch adds {1e6 * GAP:.1f} us, {1e6 * GRAPH_GAP:.1f} us in a
-graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLOP/s, with the host's time if it is longer.
+graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLOP/s; the host counts where it is slower.
 """
 
 
