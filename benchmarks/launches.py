@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import gpu_contestants
+from benchmarks.gpu_contestants import BETAS, CLIP, EPS, Ours, Theirs
 from benchmarks.record import RESULTS, keep, versions
 from benchmarks.roofline import (
     GAP,
@@ -43,6 +45,7 @@ from benchmarks.roofline import (
     gpu_seconds,
     step_seconds,
 )
+from megatron.config.run import RunConfig
 from megatron.planner.flops import FlopsPerToken
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +53,6 @@ TIMED_STEPS = 9
 DEPTHS = 2, 4
 """Numbers of layers whose difference gives the figures of one layer."""
 
-COMMON = "--mock-data --bf16 --train-iters 1000 --eval-iters 0 --clip-grad 1 --device cuda"
 LLAMA = "--preset llama3-8b --max-position-embeddings 8192"
 LLAMA_1B = (
     f"{LLAMA} --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 "
@@ -69,6 +71,15 @@ class Case:
     micro_batches: int = 1
     # Further flags of ours.
     more: str = ""
+
+    def model(self, layers: int, micro_batches: int) -> gpu_contestants.Case:
+        """Return the case for `benchmarks.gpu_contestants`."""
+        flags, samples = f"{self.flags} --num-layers {layers}", self.micro_batch * micro_batches
+        return gpu_contestants.Case(flags, samples, (self.micro_batch,), 0.0)
+
+    def config(self, layers: int, micro_batches: int) -> RunConfig:
+        """Return the configuration of ours."""
+        return Ours(self.micro_batch).config(self.model(layers, micro_batches), torch.device("cuda"))
 
 
 CASES = {
@@ -251,41 +262,20 @@ def tensors(value: Any) -> list[Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
 
 
-StepAndTables = tuple[Callable[[], object], set[torch.Size]]
-"""A training step, and the shapes of embedding tables."""
+def step_of(implementation: str, case: Case, layers: int, micro_batches: int) -> Callable[[], object]:
+    """Build the training step of an implementation."""
+    who, _, how = implementation.partition(", ")
+    model, device = case.model(layers, micro_batches), torch.device("cuda", 0)
+    if who == "torchtitan":
+        return torchtitan(case, layers, micro_batches, how == "compiled")
+    if who == "transformers":
+        return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
+    from megatron.kernels import registry
+    from megatron.layers import moe
 
-Build = Callable[[Case, int, int], StepAndTables]
-"""Takes a case, layers and micro-batches."""
-
-
-def config_of(case: Case, layers: int, micro_batches: int, flags: str = "") -> Any:
-    """Return the configuration of ours."""
-    from megatron.arguments.cli import parse
-
-    batch = f"--micro-batch-size {case.micro_batch} --global-batch-size {case.micro_batch * micro_batches}"
-    return parse(f"{case.flags} {COMMON} --num-layers {layers} {batch} {flags}".split(), {}).config
-
-
-def ours(flags: str) -> Build:
-    """Return a step of this repository, with weights as they come: the null GPU computes nothing."""
-
-    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
-        import megatron.kernels.registry
-        from benchmarks.gpu_contestants import RATES
-        from megatron.layers import moe
-        from megatron.training.build import build_trainer
-        from megatron.training.cuda_graphs import StepRunner
-
-        megatron.kernels.registry.check_kernel = lambda *_, **__: None  # zeros fail every check
-        moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
-        config = config_of(case, layers, micro_batches, f"{flags} {case.more}")
-        trainer = build_trainer(config, 0, 1, fresh=False)
-        trainer.start_at(0, 0)
-        run, batches = StepRunner(trainer), trainer.next_batches()
-        tables = {p.shape for name, p in trainer.params.items() if "embedding" in name}
-        return lambda: run(batches, RATES), tables
-
-    return build
+    registry.check_kernel = lambda *_, **__: None  # zeros fail every check
+    moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
+    return Ours(case.micro_batch, f"{IMPLEMENTATIONS[implementation]} {case.more}").make(model, device)
 
 
 def evenly(plan: Any) -> Any:
@@ -304,70 +294,45 @@ def evenly(plan: Any) -> Any:
     return planned
 
 
-def transformers(compiled: bool) -> Build:
-    """Return a step of `transformers` with bf16 weights."""
+def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
+    """Build a step of torchtitan's Llama with bf16 weights: its model, its loss, and its way of compiling."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+    from torchtitan.models.llama3 import Transformer, llama3_args
 
-    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
-        from benchmarks import gpu_contestants as contestants
+    ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    config = case.config(layers, micro_batches)
+    length = config.training.seq_length
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Transformer(replace(llama3_args["8B"], n_layers=layers, max_seq_len=length))
+        torch.set_default_dtype(torch.float32)
+        ids = torch.randint(0, config.model.vocab, (micro_batches, case.micro_batch, length + 1))
+    loss = cross_entropy_loss
+    if compiled:
+        loss = torch.compile(loss)
+        for block in model.layers.values():
+            block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, BETAS, EPS, weight_decay=0.1, fused=True)
+    inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
 
-        flags = f"{case.flags} --num-layers {layers}"
-        samples = case.micro_batch * micro_batches
-        described = contestants.Case(flags, samples, (case.micro_batch,), 0.0)
-        step = contestants.Theirs(case.micro_batch, compiled=compiled).make(described, torch.device("cuda", 0))
-        return step, {m.weight.shape for m in gc.get_objects() if isinstance(m, nn.Embedding)}
+    def step() -> None:
+        for x, y in zip(inputs, labels):
+            (loss(model(x), y) / labels.numel()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-    return build
-
-
-def torchtitan(compiled: bool) -> Build:
-    """Return a step of torchtitan's Llama with bf16 weights: its model, loss and compiled blocks."""
-
-    def build(case: Case, layers: int, micro_batches: int) -> StepAndTables:
-        from torchtitan.components.loss import cross_entropy_loss
-        from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-        from torchtitan.models.llama3 import Transformer, llama3_args
-
-        from benchmarks import gpu_contestants as contestants
-
-        ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
-        config = config_of(case, layers, micro_batches)
-        length, vocabulary = config.training.seq_length, config.model.vocab
-        with torch.device("cuda"):
-            torch.set_default_dtype(torch.bfloat16)
-            model = Transformer(replace(llama3_args["8B"], n_layers=layers, max_seq_len=length))
-            torch.set_default_dtype(torch.float32)
-            ids = torch.randint(0, vocabulary, (micro_batches, case.micro_batch, length + 1))
-        loss = cross_entropy_loss
-        if compiled:
-            loss = torch.compile(loss)
-            for block in model.layers.values():
-                block.compile(fullgraph=True)
-        options = {"lr": 1e-4, "betas": contestants.BETAS, "eps": contestants.EPS, "weight_decay": 0.1}
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
-        inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
-        tokens = labels.numel()
-
-        def step() -> None:
-            for x, y in zip(inputs, labels):
-                (loss(model(x), y) / tokens).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), contestants.CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return step, {model.tok_embeddings.weight.shape}
-
-    return build
+    return step
 
 
-def step_of(name: str) -> Build:
-    """Return how a step of an implementation is built."""
-    who, _, how = name.partition(", ")
-    if who == "ours":
-        return ours(IMPLEMENTATIONS[name])
-    return {"transformers": transformers, "torchtitan": torchtitan}[who](how == "compiled")
+def embedding_shapes() -> set[torch.Size]:
+    """Return the shapes of the weights of all living embeddings."""
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and "Embedding" in type(m).__name__]
+    return {m.weight.shape for m in modules if isinstance(getattr(m, "weight", None), Tensor)}
 
 
-def measure(build: Build, case: Case, layers: int, micro_batches: int) -> dict[str, Any]:
+def measure(implementation: str, case: Case, layers: int, micro_batches: int) -> dict[str, Any]:
     """Return the counts and the host time of a step."""
     from tests.nullgpu.trace import record
 
@@ -375,10 +340,10 @@ def measure(build: Build, case: Case, layers: int, micro_batches: int) -> dict[s
     gc.collect()
     torch.cuda.empty_cache()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
-    step, tables = build(case, layers, micro_batches)
+    step = step_of(implementation, case, layers, micro_batches)
     for _ in range(2):
         step()
-    traffic = Traffic(tables)
+    traffic = Traffic(embedding_shapes())
     with record() as eager, traffic.counting():  # still eager where CUDA graphs are used
         step()
     for _ in range(3):
@@ -410,11 +375,11 @@ def applies(name: str, implementation: str) -> bool:
 
 def row_of(name: str, implementation: str) -> dict[str, Any]:
     """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
-    build, case = step_of(implementation), (CASES | MEASURED)[name]
-    whole = {"whole": measure(build, case, case.layers, case.micro_batches)}
-    if name in MEASURED:
-        return whole
-    return whole | {f"{layers} layers": measure(build, case, layers, 1) for layers in DEPTHS}
+    case = (CASES | MEASURED)[name]
+    row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
+    for layers in DEPTHS if name in CASES else ():
+        row[f"{layers} layers"] = measure(implementation, case, layers, 1)
+    return row
 
 
 def commit() -> str:
@@ -446,7 +411,7 @@ def rest(row: Mapping[str, Any], figure: str) -> float:
 
 def prediction(case: Case, counts: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
     """Return milliseconds and MFU of a step."""
-    config = config_of(case, case.layers, case.micro_batches)
+    config = case.config(case.layers, case.micro_batches)
     flops = FlopsPerToken.from_config(config)
     tokens = case.micro_batch * case.micro_batches * config.training.seq_length
     seconds = step_seconds(counts, gpu)
@@ -565,7 +530,7 @@ def page(result: Mapping[str, Any]) -> str:
             }
             lines += table(name, before | result["rows"][name])
     lines += checks(result["checks"])
-    if set(CASES) <= set(result["rows"]):
+    if all("ours" in result["rows"].get(name, {}) for name in CASES):
         lines += ["", "## Goals", "", *goals(result["rows"])]
     versions_of = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, "", f"{versions_of}; commit {result['rows at']}."])
