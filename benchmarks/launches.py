@@ -18,9 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_contestants
 from benchmarks.gpu_contestants import BETAS, CLIP, EPS, Ours, Theirs
@@ -45,11 +41,13 @@ from benchmarks.roofline import (
     gpu_seconds,
     step_seconds,
 )
+from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
 from megatron.planner.flops import FlopsPerToken
 
 ROOT = Path(__file__).parents[1]
 TIMED_STEPS = 9
+FIGURES = "launches", "gemms", "bytes", "host_ms", "syncs"
 DEPTHS = 2, 4
 """Numbers of layers whose difference gives the figures of one layer."""
 
@@ -107,7 +105,7 @@ MILLISECONDS = {
     "h100-1b-s4096": (541.2, 517.6),
     "h100-8b-s8192": (921.2, 870.7),
 }
-"""What they and compiled `transformers` took for a step."""
+"""Measured for a step of ours and of compiled `transformers`."""
 
 IMPLEMENTATIONS = {
     "ours": "",
@@ -119,147 +117,6 @@ IMPLEMENTATIONS = {
     "torchtitan, compiled": None,
 }
 """Names of rows, and flags of ours."""
-
-NO_KERNEL = {"_unsafe_view", "detach", "lift_fresh", "record_stream", "set_", "resize_", "_local_scalar_dense"}
-"""Operations, beside views and allocations, that launch nothing or only copy to the host."""
-
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_", "masked_fill_"}
-"""In-place operations that do not read what they write."""
-
-INDEXED = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
-INDEXED_WRITES = {"index_add_", "index_add", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"}
-"""Operations that touch only the chosen rows of their first tensor."""
-
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
-MATMULS |= {"_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
-"""Matrix products, and the position of their first factor."""
-
-
-def num_bytes(t: Tensor) -> int:
-    """Return the bytes of the memory that a tensor covers; expanded dimensions count once."""
-    elements = t.element_size()
-    for size, stride in zip(t.shape, t.stride()):
-        elements *= size if stride else 1
-    return elements
-
-
-class Traffic(TorchDispatchMode):
-    """Count the bytes that kernels read and write, the matrix products and the attention calls.
-
-    An operation moves its distinct inputs and outputs once. Views and allocations move nothing. Matrix products and
-    attention are kept apart, by shape, since their arithmetic limits them. Inductor's Triton kernels do not pass
-    through dispatch: their arguments are counted.
-    """
-
-    def __init__(self, tables: set[torch.Size]) -> None:
-        """Count; ``tables`` are shapes of embedding tables, of which a Triton kernel touches only the chosen rows."""
-        super().__init__()
-        self.tables = tables
-        self.bytes = 0
-        self.by_op: Counter[str] = Counter()
-        self.matmuls: Counter[tuple[int, int, str]] = Counter()
-        self.attention: Counter[tuple[str, int, int, int]] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep compiled code compiled while this mode is active."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name.split("::")[1]
-        if func.is_view or name in NO_KERNEL or "empty" in name:
-            return out
-        reads, writes = self.operands(func._schema, name, args, kwargs, out)
-        moved = sum(reads.values()) + sum(writes.values())
-        if not moved:
-            return out
-        if name in MATMULS:
-            a, b = args[MATMULS[name] : MATMULS[name] + 2]
-            self.matmuls[2 * a.numel() * b.shape[-1], moved, str(a.dtype).removeprefix("torch.")] += 1
-        elif "attention" in name or "attn" in name:
-            backward = "backward" in name
-            q = args[1 if backward else 0]
-            self.attention["backward" if backward else "forward", *self.attention_shape(name, args, q)] += 1
-        else:
-            self.count(f"aten {name}", moved)
-        return out
-
-    def operands(
-        self, schema: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> tuple[dict[Any, int], dict[Any, int]]:
-        """Return the bytes of the distinct tensors that an operation reads and writes."""
-        reads: dict[Any, int] = {}
-        writes: dict[Any, int] = {}
-        given = {argument.name: (argument, value) for argument, value in zip(schema.arguments, args)}
-        given |= {a.name: (a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs}
-        for argument, value in given.values():
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if name.startswith("_fused_adam") and argument.name == "grads":
-                written = kwargs.get("grad_scale") is not None
-            for t in tensors(value):
-                if written:
-                    writes[key(t)] = num_bytes(t)
-                if not (written and (argument.kwarg_only or name in OVERWRITES)):
-                    reads[key(t)] = num_bytes(t)
-        for t in tensors(out):
-            writes[key(t)] = num_bytes(t)
-        if name in INDEXED:
-            reads[key(args[0])] = sum(num_bytes(t) for t in tensors(out)[:1])
-        if name in INDEXED_WRITES:
-            rows = num_bytes(args[3] if "add" in name else args[2])
-            reads[key(args[0])], writes[key(args[0])] = rows, rows
-        return reads, writes
-
-    def attention_shape(self, name: str, args: Sequence[Any], q: Tensor) -> tuple[int, int, int]:
-        """Return batch x heads, sequence length and head dimension."""
-        batch, heads, length, width = q.shape
-        if "scaled_dot" not in name:
-            length, heads = heads, length
-        return batch * heads, length, width
-
-    def count(self, name: str, moved: int) -> None:
-        """Add bytes of an operation."""
-        self.bytes += moved
-        self.by_op[name] += moved
-
-    def triton(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Count a launch of a Triton kernel."""
-        named = {n: t for n, t in zip(kernel.triton_meta["signature"], args) if isinstance(t, Tensor)}
-        indexed = any(t.dtype == torch.int64 for t in named.values())
-        moved = 0
-        for argument, t in named.items():
-            size = num_bytes(t)
-            if indexed and t.shape in self.tables:
-                others = [num_bytes(o) for n, o in named.items() if o.shape not in self.tables]
-                size = min(size, max(others, default=size))
-            moved += size * (2 if argument.startswith("in_out_ptr") else 1)
-        self.count(f"triton {kernel.fn.__name__}", moved)
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count everything inside."""
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-        run = CachingAutotuner.run
-
-        def counted(kernel: Any, *args: Any, **options: Any) -> Any:
-            self.triton(kernel, args)
-            return run(kernel, *args, **options)
-
-        with patch.object(CachingAutotuner, "run", counted), self:
-            yield
-
-
-def key(t: Tensor) -> tuple[Any, ...]:
-    """Return what tells apart the memory of two tensors."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Return the GPU tensors in nested lists."""
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
 
 
 def step_of(implementation: str, case: Case, layers: int, micro_batches: int) -> Callable[[], object]:
@@ -364,7 +221,7 @@ def measure(implementation: str, case: Case, layers: int, micro_batches: int) ->
         "kernels": len(eager.launches()),
         "matmuls": [[*shape, count] for shape, count in sorted(traffic.matmuls.items())],
         "attention": [[*shape, count] for shape, count in sorted(traffic.attention.items())],
-        "traffic": dict(traffic.by_op.most_common(12)),
+        "traffic": dict(traffic.by_op.most_common(8)),
     }
 
 
@@ -378,7 +235,8 @@ def row_of(name: str, implementation: str) -> dict[str, Any]:
     case = (CASES | MEASURED)[name]
     row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
     for layers in DEPTHS if name in CASES else ():
-        row[f"{layers} layers"] = measure(implementation, case, layers, 1)
+        counts = measure(implementation, case, layers, 1)
+        row[f"{layers} layers"] = {figure: counts[figure] for figure in FIGURES}
     return row
 
 
@@ -429,7 +287,7 @@ def table(name: str, rows: Mapping[str, Any]) -> list[str]:
     case = CASES[name]
     lines = [
         "",
-        f"## {name}: {case.layers} layers, {case.micro_batches} micro-batches of {case.micro_batch} a step",
+        f"## {name}: {case.layers} layers, {case.micro_batches} x {case.micro_batch} samples a step",
         "",
     ]
     lines += ["| | launches a layer (GEMMs) | MB a layer | host ms a layer | rest: launches, MB, host ms | "]
