@@ -7,12 +7,16 @@
 
 The null GPU runs the CUDA build of PyTorch and records every call, but computes nothing. Counts and host times are
 real; GPU times are predicted from the counts by a roofline.
+
+Rows of torchtitan need version 0.2.2 with datasets, tensorboard, torchdata and tyro, in a folder in PYTHONPATH (from `pip
+install --no-deps --target`, so that PyTorch stays as it is). Rows that cannot be measured show why.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -43,6 +47,8 @@ from benchmarks.roofline import (
 )
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
+from megatron.kernels import registry
+from megatron.layers import moe
 from megatron.planner.flops import FlopsPerToken
 
 ROOT = Path(__file__).parents[1]
@@ -107,12 +113,13 @@ MILLISECONDS = {
 }
 """Measured for a step of ours and of compiled `transformers`."""
 
+NO_GRAPH, RIVAL = "ours, --cuda-graph none", "transformers, compiled"
 IMPLEMENTATIONS = {
     "ours": "",
-    "ours, --cuda-graph none": "--cuda-graph none",
+    NO_GRAPH: "--cuda-graph none",
     "ours, --kernels torch": "--cuda-graph none --kernels torch",
     "transformers, eager": None,
-    "transformers, compiled": None,
+    RIVAL: None,
     "torchtitan, eager": None,
     "torchtitan, compiled": None,
 }
@@ -127,11 +134,6 @@ def step_of(implementation: str, case: Case, layers: int, micro_batches: int) ->
         return torchtitan(case, layers, micro_batches, how == "compiled")
     if who == "transformers":
         return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
-    from megatron.kernels import registry
-    from megatron.layers import moe
-
-    registry.check_kernel = lambda *_, **__: None  # zeros fail every check
-    moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
     return Ours(case.micro_batch, f"{IMPLEMENTATIONS[implementation]} {case.more}").make(model, device)
 
 
@@ -196,7 +198,6 @@ def measure(implementation: str, case: Case, layers: int, micro_batches: int) ->
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
     step = step_of(implementation, case, layers, micro_batches)
     for _ in range(2):
         step()
@@ -232,6 +233,9 @@ def applies(name: str, implementation: str) -> bool:
 
 def row_of(name: str, implementation: str) -> dict[str, Any]:
     """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
+    registry.check_kernel = lambda *_, **__: None  # zeros fail every check
+    moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
     case = (CASES | MEASURED)[name]
     row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
     for layers in DEPTHS if name in CASES else ():
@@ -318,8 +322,8 @@ def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return f"* {text}: {'met' if met else 'not met'}"
 
     gpt2, llama = rows["gpt2-124m-mb32"], rows["llama3-8b-s8192"]
-    eager, launches = "ours, --cuda-graph none", gpt2["ours"]["whole"]["launches"]
-    layers = [per_layer(case[eager], "launches") for case in (gpt2, llama)]
+    launches = gpt2["ours"]["whole"]["launches"]
+    layers = [per_layer(case[NO_GRAPH], "launches") for case in (gpt2, llama)]
     mfus = [
         prediction(CASES[name], rows[name]["ours"]["whole"], H200)["mfu"]
         for name in ("gpt2-124m-mb32", "llama3-8b-s8192")
@@ -335,7 +339,7 @@ def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         counts = case["ours"]["whole"]
         share = counts["host_ms"] / 1e3 / gpu_seconds(counts, H200)
         lines.append(reached(f"{name}, host time below half of the predicted GPU time: {share:.0%}", share < 0.5))
-        ratio = step_seconds(case["transformers, compiled"]["whole"], H200) / step_seconds(counts, H200)
+        ratio = step_seconds(case[RIVAL]["whole"], H200) / step_seconds(counts, H200)
         lines.append(
             reached(f"{name}, predicted to be faster than compiled `transformers`: {ratio:.2f} times", ratio > 1)
         )
@@ -388,7 +392,7 @@ def page(result: Mapping[str, Any]) -> str:
             }
             lines += table(name, before | result["rows"][name])
     lines += checks(result["checks"])
-    if all("ours" in result["rows"].get(name, {}) for name in CASES):
+    if all({"ours", NO_GRAPH, RIVAL} <= set(result["rows"].get(name, {})) for name in CASES):
         lines += ["", "## Goals", "", *goals(result["rows"])]
     versions_of = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, "", f"{versions_of}; commit {result['rows at']}."])
@@ -418,10 +422,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name} {implementation}: {row.get('error', 'counted')}", flush=True)
         result[where].setdefault(name, {})[implementation] = row
     for name in MEASURED if args.before else ():
-        for implementation in ("ours", "transformers, compiled"):
+        for implementation in ("ours", RIVAL):
             result["checks"].setdefault(name, {})[implementation] = in_own_process(name, implementation)
     result[f"{where} at"] = commit()
-    result["versions"] = versions("torch", "triton", "transformers", "torchtitan")
+    installed = [name for name in ("torch", "triton", "transformers", "torchtitan") if importlib.util.find_spec(name)]
+    result["versions"] = versions(*installed)
     print(page(result))
     if args.write:
         keep("launches", result, page(result))
