@@ -146,13 +146,14 @@ def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject flash-attn on documents: their number is an argument of its call and differs in every step."""
+    """Reject FlashAttention on documents: their number is an argument of its call and differs in every step."""
     words = config.compute.kernels
     if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
         return
-    if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
-        selection = f"which --kernels {' '.join(words)} selects where it is installed"
-        sentence = f"--cuda-graph step cannot capture flash-attn on documents, {selection}"
+    name = kernel_choices(words)["attention"].name
+    if name in ("auto", "flash_attn", "varlen"):
+        kernel = "flash_attn or varlen, which --kernels auto selects" if name == "auto" else name
+        sentence = f"--cuda-graph step cannot capture attention to documents with {kernel}"
         others = [word for word in words if not word.startswith("attention=")]
         yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
 

@@ -73,8 +73,8 @@ class ParallelConfig:
     """Timeout of every collective. A collective that takes longer ends the run."""
     overlap_grad_reduce: bool = option(True, role="free")
     """Overlap the reduction of gradient buckets with the backward pass."""
-    ddp_bucket_size: int = option(40_000_000, role="free", at_least=1)
-    """Elements per gradient bucket."""
+    ddp_bucket_size: int | None = option(None, role="free", at_least=1)
+    """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
     use_distributed_optimizer: bool = option(False, role="free")
@@ -86,6 +86,10 @@ class ParallelConfig:
     """Groups of data-parallel ranks that each hold a complete copy of the sharded state."""
     overlap_param_gather: bool = option(False, role="free")
     """Overlap the all-gather of updated weights with the next forward pass."""
+
+    def bucket_size(self, data_parallel_ranks: int) -> int:
+        """Return the elements per gradient bucket; by default they grow with the ranks that a bucket is cut for."""
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_ranks)
 
     @property
     def zero_stage(self) -> int:

@@ -146,7 +146,7 @@ def build_trainer(
         check_same_kernels(notes[0], mesh.world)
         tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device)
         notes += overlap_notes
-    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
+    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     context = BuildContext(
         mesh,
         grad_accumulator,

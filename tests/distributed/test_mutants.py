@@ -152,7 +152,9 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
     "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),
     "a micro-batch dropped where gradients are cut": ("zero2", faults_of_shares.one_microbatch_dropped),
-    "a spare buffer not zeroed": ("zero2", faults_of_shares.lent_buffers_not_zeroed),
+    "gradients of the last step added to": ("dp2", faults_of_shares.stale_gradients_added_to),
+    "gradients of another micro-batch added to": ("zero2", faults_of_shares.stale_gradients_added_to),
+    "shards of the last step added to": ("zero2", faults_of_shares.shards_of_the_last_step_added_to),
 }
 """The detector that must notice it, and the fault."""
 
