@@ -8,8 +8,8 @@
 The null GPU runs the CUDA build of PyTorch and records every call, but computes nothing. Counts and host times are
 real; GPU times are predicted from the counts by a roofline.
 
-Rows of torchtitan need version 0.2.2 with datasets, tensorboard, torchdata and tyro, in a folder in PYTHONPATH (from `pip
-install --no-deps --target`, so that PyTorch stays as it is). Rows that cannot be measured show why.
+Rows of torchtitan need version 0.2.2, datasets, tensorboard, torchdata and tyro in a folder in PYTHONPATH, installed by
+`pip install --no-deps --target`, so that PyTorch stays as it is. Rows that cannot be measured show why.
 """
 
 from __future__ import annotations
