@@ -13,7 +13,6 @@ them: what it does not measure again stays.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -38,11 +37,6 @@ CASE_SECONDS = 90.0
 GRACE = 20.0
 """Seconds after its time until a case is killed."""
 
-TESTS = ["tests/gpu/test_timers.py"], ["tests/gpu", "--ignore=tests/gpu/test_timers.py"]
-"""Arguments of two pytest runs. Tests of timers need the GPU for themselves; the others share it."""
-
-TEST_PROCESSES = 6
-
 PUBLISHED = {
     "8B-shape-s8192": "torchtitan publishes 6,667 tokens/s per GPU for all 32 layers (33% to 39% MFU): bf16, FSDP and "
     "torch.compile on 8 H100 (96 GB, 2.4 TB/s, 500 W), local batch 2, selective activation checkpointing, 2024-12 "
@@ -54,46 +48,18 @@ Values = dict[str, Any]
 
 
 def test(seconds: float, rehearse: bool, log: Path) -> str:
-    """Run the tests for one GPU; return their summary. ``log`` receives all output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "minversion=8",
-        "-m",
-        "gpu",
-        "-v",
-        "--tb=short",
-        "--show-capture=no",
-    ]
+    """Run the tests for one GPU; return pytest's last line. ``log`` receives all output."""
+    command = [sys.executable, "-m", "pytest", "-o", "minversion=8", "-m", "gpu", "-v", "--tb=short", "tests/gpu"]
     environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
-    end, summaries = time.monotonic() + seconds, []
-    log.write_text("")
-    alone, shared = TESTS
-    summaries.append(_tested([*command, *alone], environment, end, log))
-    if importlib.util.find_spec("xdist") is not None:
-        cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))
-        environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
-        shared = [*shared, "-n", str(TEST_PROCESSES)]
-    summaries.append(_tested([*command, *shared], environment, end, log))
-    return "timers: {}; others: {}".format(*summaries)
-
-
-def _tested(command: Sequence[str], environment: Mapping[str, str], end: float, log: Path) -> str:
-    """Return the summary of a pytest run."""
-    before, seconds = log.stat().st_size, max(end - time.monotonic(), 0.0)
-    with log.open("a") as out:
+    with log.open("w") as out:
         tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
             tests.wait(seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(tests.pid, signal.SIGKILL)  # with the processes that tests have started
+            tests.wait()
             return f"stopped after {seconds:.0f} s: see {log.name}"
-        finally:
-            if tests.poll() is None:  # with its workers, which would share the GPU with what follows
-                os.killpg(tests.pid, signal.SIGKILL)
-                tests.wait()
-    lines = log.read_text()[before:].strip().splitlines()
+    lines = log.read_text().strip().splitlines()
     return lines[-1].strip("= ") if lines else "no output"
 
 
@@ -127,24 +93,25 @@ def machine() -> dict[str, str]:
     return found
 
 
-def speed(case: Mapping[str, Any], measured: Mapping[str, Any]) -> Values:
-    """Return tokens per second, MFU by 6N + 12Lhs and without masked scores, seconds of a step and GiB."""
-    step = statistics.median(measured["seconds"])
-    rate, peak = case["tokens"] / step, case["peak_flops"]
-    mfu, causal = (rate * case[f"flops_per_token{which}"] / peak if peak else None for which in ("", "_causal"))
-    return {"tokens/s": rate, "MFU": mfu, "causal": causal, "seconds": step, "GiB": measured["peak_bytes"] / 2**30}
-
-
 def standings(case: Mapping[str, Any]) -> dict[str, Values]:
-    """Return the speed of each line of the table: from the alternating rounds if it took part, else from its trial."""
+    """Return the figures of each line of the table: of the alternating rounds if it took part, else of its trial."""
     trials = {trial["name"]: trial for trial in case.get("trials", ()) if trial["seconds"]}
     found = {}
     for line, setting in case.get("fastest", {}).items():
-        alternated = line in case.get("final", {})
-        if alternated or setting in trials:
-            how = "alternating" if alternated else "alone"
-            found[line] = speed(case, case["final"][line] if alternated else trials[setting])
-            found[line] |= {"setting": setting, "how": how}
+        measured = case.get("final", {}).get(line) or trials.get(setting)
+        if measured is None:
+            continue
+        seconds = statistics.median(measured["seconds"])
+        rate, peak = case["tokens"] / seconds, case["peak_flops"]
+        found[line] = {
+            "tokens/s": rate,
+            "MFU": rate * case["flops_per_token"] / peak if peak else None,
+            "causal": rate * case["flops_per_token_causal"] / peak if peak else None,
+            "seconds": seconds,
+            "GiB": measured["peak_bytes"] / 2**30,
+            "setting": setting,
+            "how": "alternating" if line in case.get("final", {}) else "alone",
+        }
     return found
 
 
