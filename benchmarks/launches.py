@@ -366,7 +366,7 @@ step has: embedding, loss, optimizer.
 *Host ms* is CPU time of the process, without the driver's own: median of {TIMED_STEPS} steps, on a busy machine.
 
 *MB* (10^6 bytes) are outside matrix products and attention: the distinct inputs and outputs of every operation but
-views, and the tensor arguments of Inductor's Triton kernels. What is updated in place counts twice; of tables that are
+views, and the tensor arguments of Triton kernels. What is updated in place counts twice; of tables that are
 read or written by index, only the chosen rows count. A separate step counts them, and the same calls are made in it.
 
 All take the same number of tokens, in bf16, with fused AdamW and clipping. Attention is PyTorch's flash kernel, as

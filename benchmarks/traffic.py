@@ -41,8 +41,8 @@ class Traffic(TorchDispatchMode):
     """Count the bytes that kernels read and write, the matrix products and the attention calls.
 
     An operation moves its distinct inputs and outputs once. Views and allocations move nothing. Matrix products and
-    attention are kept apart, by shape, since their arithmetic limits them. Inductor's Triton kernels do not pass
-    through dispatch: their arguments are counted.
+    attention are kept apart, by shape, since their arithmetic limits them. Triton kernels do not pass through dispatch:
+    their arguments are counted.
     """
 
     def __init__(self, tables: set[torch.Size], device_type: str = "cuda") -> None:
@@ -119,31 +119,38 @@ class Traffic(TorchDispatchMode):
         """Return the tensors on the device in nested lists."""
         return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.device.type == self.device_type]
 
-    def triton(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Count a launch of a Triton kernel."""
+    def inductor_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Count a launch of a Triton kernel of Inductor, whose arguments are named by what they are for."""
         named = {n: t for n, t in zip(kernel.triton_meta["signature"], args) if isinstance(t, Tensor)}
         indexed = any(t.dtype == torch.int64 for t in named.values())
         moved = 0
         for argument, t in named.items():
             size = num_bytes(t)
             if indexed and t.shape in self.tables:
-                others = [num_bytes(o) for n, o in named.items() if o.shape not in self.tables]
+                others = [num_bytes(o) for o in named.values() if o.shape not in self.tables]
                 size = min(size, max(others, default=size))
             moved += size * (2 if argument.startswith("in_out_ptr") else 1)
         self.by_op[f"triton {kernel.fn.__name__}"] += moved
+
+    def triton_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Count a launch of another Triton kernel: each of its distinct tensors once."""
+        self.by_op[f"triton {kernel.__name__}"] += sum({key(t): num_bytes(t) for t in self.tensors(args)}.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count everything inside."""
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+        from triton.runtime.jit import JITFunction
 
-        run = CachingAutotuner.run
+        def counted(run: Any, count: Any) -> Any:
+            def launch(kernel: Any, *args: Any, **options: Any) -> Any:
+                count(kernel, args)
+                return run(kernel, *args, **options)
 
-        def counted(kernel: Any, *args: Any, **options: Any) -> Any:
-            self.triton(kernel, args)
-            return run(kernel, *args, **options)
+            return launch
 
-        with patch.object(CachingAutotuner, "run", counted), self:
+        inductor = patch.object(CachingAutotuner, "run", counted(CachingAutotuner.run, self.inductor_kernel))
+        with inductor, patch.object(JITFunction, "run", counted(JITFunction.run, self.triton_kernel)), self:
             yield
 
 

@@ -70,10 +70,12 @@ def test_arguments_of_triton_kernels() -> None:
     names = {"in_ptr0": "*fp32", "in_out_ptr0": "*fp32", "out_ptr0": "*fp32", "xnumel": "i32"}
     kernel = SimpleNamespace(triton_meta={"signature": names}, fn=SimpleNamespace(__name__="fused"))
     traffic = Traffic({TABLE.shape}, "cpu")
-    traffic.triton(kernel, [A, B, torch.ones(16), 256])
+    traffic.inductor_kernel(kernel, [A, B, torch.ones(16), 256])
     assert traffic.by_op == {"triton fused": 3 * KB + 64}
-    traffic.triton(kernel, [TABLE, torch.ones(3, 32), IDS, 96])
+    traffic.inductor_kernel(kernel, [TABLE, torch.ones(3, 32), IDS, 96])
     assert traffic.bytes == 3 * KB + 64 + 3 * 384 + 24  # of the table three rows
+    traffic.triton_kernel(SimpleNamespace(__name__="other"), [A, A, B, 16])
+    assert traffic.by_op["triton other"] == 2 * KB
 
 
 def test_a_step_takes_the_time_of_its_parts() -> None:
