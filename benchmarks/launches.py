@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.util
 import json
 import statistics
@@ -155,19 +156,19 @@ def evenly(plan: Any) -> Any:
 
 def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
     """Build a step of torchtitan's Llama with bf16 weights: its model, its loss, and its way of compiling."""
-    from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-    from torchtitan.models.llama3 import Transformer, llama3_args
-
-    ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    llama3, attention, losses = (
+        importlib.import_module(f"torchtitan.{name}")
+        for name in ("models.llama3", "models.attention", "components.loss")
+    )
+    attention.ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
     config = case.config(layers, micro_batches)
     length = config.training.seq_length
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
-        model = Transformer(replace(llama3_args["8B"], n_layers=layers, max_seq_len=length))
+        model = llama3.Transformer(replace(llama3.llama3_args["8B"], n_layers=layers, max_seq_len=length))
         torch.set_default_dtype(torch.float32)
         ids = torch.randint(0, config.model.vocab, (micro_batches, case.micro_batch, length + 1))
-    loss = cross_entropy_loss
+    loss = losses.cross_entropy_loss
     if compiled:
         loss = torch.compile(loss)
         for block in model.layers.values():
