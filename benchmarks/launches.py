@@ -19,6 +19,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -252,9 +253,9 @@ def commit() -> str:
 
 def in_own_process(*arguments: str) -> dict[str, Any]:
     """Return the figures of one row, or why there are none; compiled code and memory end with the process."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.launches", "--row", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.launches", "--row", *arguments]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # workers do not end on the null GPU
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode:
         return {"error": ended.stderr.strip().splitlines()[-1]}
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
