@@ -137,6 +137,7 @@ CHANGED = {
     "lion_beta2": "0.1",
     "muon_momentum": "0.5",
     "muon_num_ns_steps": "2",
+    "muon_fp32_matmul_prec": "high",
     "muon_scale_mode": "unit_rms_norm",
     "muon_extra_scale_factor": "0.5",
     "moe_router_topk": "1",
