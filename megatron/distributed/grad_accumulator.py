@@ -105,6 +105,7 @@ class GradAccumulator:
             if grad is not None:
                 self.accumulate(name, grad)
 
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # gradients are not rounded
         parameter.register_post_accumulate_grad_hook(collect)
 
     def wgrad_input(self, x: Tensor, group: Group | None) -> WgradOperand:
@@ -219,6 +220,11 @@ class GradAccumulator:
             for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
                 operand.start()
             self.accumulate_wgrad(name, x, dy, rows)
+
+    @property
+    def defers_wgrad(self) -> bool:
+        """True inside :meth:`deferring_wgrad`."""
+        return self._deferred_to is not None
 
     @property
     def queued(self) -> int:

@@ -36,7 +36,11 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
 }
 """By file, function, reduction and mutation."""
 
-GPU_ONLY = {("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured"}
+GPU_ONLY = {
+    ("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured",
+    ("megatron/distributed/tensor_parallel.py", "_fused_gather_matmul"): "symmetric memory",
+    ("megatron/distributed/tensor_parallel.py", "_fused_matmul_scatter"): "symmetric memory",
+}
 """By file and function: what no run on CPUs gets to."""
 
 CALLS = [call for call in calls() if (call.site.file, call.function) not in GPU_ONLY]
@@ -110,6 +114,9 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "bias added tp times, sequence parallel": ("tp2-sp", faults.bias_added_by_every_rank),
     "replicated weight counted twice in the norm": ("tp2", faults.replicas_counted_in_the_norm),
     "local token count": ("dp2", faults.tokens_counted_locally),
+    "parts of a product in another order": ("tp2-overlap", faults.parts_in_another_order),
+    "a part of a product lost": ("tp2-overlap", faults.part_lost),
+    "rows of the part before": ("tp2-overlap", faults.rows_of_the_part_before),
     "local row in dropout": ("tp2-sp", faults.dropout_by_local_row),
     "local head in dropout": ("tp2", faults.dropout_by_local_head),
     "local sample in dropout": ("dp2", faults.dropout_by_local_sample),
