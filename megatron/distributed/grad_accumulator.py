@@ -159,6 +159,10 @@ class GradAccumulator:
                 operand.start()
             self.accumulate_wgrad(name, x, dy, rows)
 
+    def discard(self) -> None:
+        """Forget the deferred weight gradients."""
+        self._queues.clear()
+
     @property
     def queued(self) -> int:
         """Number of weight gradients that are deferred."""

@@ -110,6 +110,10 @@ class GradBucket:
         self._buffer.zero_()
         self._started = False
 
+    def discard(self) -> None:
+        """Forget a reduction that was captured, and so never ran."""
+        self._sum = None
+
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
         return self._views[name]
@@ -168,6 +172,11 @@ class BufferPool:
             own.add_(total.wait())
             self._free[buffer.numel(), buffer.dtype].append(buffer)
 
+    def discard(self) -> None:
+        """Forget all buffers and reductions."""
+        self._free.clear()
+        self._in_flight.clear()
+
 
 class ShardedBucket:
     """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
@@ -191,6 +200,11 @@ class ShardedBucket:
         """Zero the gradients."""
         self._pool.wait(0)  # a step that was aborted may have left reductions in flight
         self.shard.zero_()
+        self._reset()
+
+    def discard(self) -> None:
+        """Forget reductions that were captured, and so never ran, and buffers that belong to the graph."""
+        self._pool.discard()
         self._reset()
 
     def target(self, name: str) -> Tensor:
@@ -339,6 +353,11 @@ class GradBuffer:
         self._bf16_in_flight.clear()
         for bucket in self.buckets:
             bucket.start_step()
+
+    def discard(self) -> None:
+        """Forget the reductions of a step that was captured, and so never ran."""
+        for bucket in self.buckets:
+            bucket.discard()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import time
 from datetime import timedelta
 from functools import partial
 from socket import gethostname
@@ -19,6 +21,7 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -27,6 +30,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.timing import Clock, Timers, no_clock
+from megatron.kernels.compile import set_matmul_precision
 from megatron.kernels.registry import select_kernels
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
@@ -113,6 +117,8 @@ def build_trainer(
     dtype = DTYPES[config.precision.params_dtype]
     with clock("kernels"):
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
+        if device.type == "cuda":
+            set_matmul_precision(compute.reduced_precision_reduction)
         kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
         check_same_kernels(notes[0], mesh.world)
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
@@ -164,7 +170,11 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         check_same_schedule(program, world_group(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     tp_ranks_per_kv_head = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    return Mesh(
+    opens = rank == 0 and world_group(rank, world_size).uses_nccl
+    began = time.monotonic()
+    if opens:
+        echo(f"opening the communicators of {world_size} ranks", file=sys.stderr, flush=True)
+    mesh = Mesh(
         layout,
         rank,
         timeout,
@@ -174,6 +184,10 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         parallel.optimizer_instances,
         separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
     )
+    if opens:
+        names = ", ".join(group.name for group in mesh.created)
+        echo(f"opened in {time.monotonic() - began:.1f}s, in this order: {names}", file=sys.stderr, flush=True)
+    return mesh
 
 
 def allocate_hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

@@ -45,10 +45,12 @@ class Tape:
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.recordings += 1
         before = [t.detach().clone() for t in self.state()]
-        result = work()
-        with torch.no_grad():
-            for tensor, value in zip(self.state(), before):
-                tensor.copy_(value)
+        try:
+            result = work()
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self.state(), before):
+                    tensor.copy_(value)
 
         def replay() -> None:
             self.repetitions += 1
@@ -215,22 +217,60 @@ def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == [*aside * WARM_UP_STEPS, "capture begins", "capture ends", "replayed", "replayed"]
 
 
-def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class TornTape(Tape):
+    """Fake recorder whose captures fail in the middle: right after a method of the trainer's parts has returned."""
+
+    owner: Any = None
+    method: str = ""
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        def torn(*arguments: Any, **options: Any) -> None:
+            real(*arguments, **options)
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
+
+        real = getattr(self.owner, self.method)
+        with patch.object(self.owner, self.method, torn):
+            return super().record(work)
+
+
+TEARS: dict[str, Callable[[Trainer], tuple[Any, str]]] = {
+    "in forward": lambda t: (t.pipeline._stages[0], "forward"),
+    "in backward": lambda t: (t.pipeline._stages[0], "backward"),
+    "in the reduction": lambda t: (t.buckets, "finish"),
+    "in the gather": lambda t: (t.optimizer.weights, "start_gather"),
+}
+
+
+def torn(folder: Path, where: str, flags: str, mode: str) -> tuple[Trainer, StepRunner]:
+    trainer = trainer_of(folder, f"--hidden-dropout 0 --attention-dropout 0 --cuda-graph {mode} --device auto {flags}")
+    tape = TornTape(lambda: state_of(trainer), owner=TEARS[where](trainer)[0], method=TEARS[where](trainer)[1])
+    return trainer, StepRunner(trainer, tape)
+
+
+@pytest.mark.parametrize("where", TEARS)
+@pytest.mark.parametrize("flags", ["--fp16 --initial-loss-scale 16", "--data-parallel-sharding-strategy optim_grads"])
+def test_a_step_whose_capture_fails_is_taken_eagerly(
+    where: str, flags: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer, run = torn(tmp_path, where, flags, "auto")
+    eager = trainer_of(tmp_path, f"--hidden-dropout 0 --attention-dropout 0 {flags}")
+    counts = [2] * (WARM_UP_STEPS + 3)
+    assert run.mode == "step"
+    for each in (trainer, eager):  # traffic is counted, too, once
+        each.mesh.meter.sends("dp", "sum", 1.0)
+    assert take_steps(trainer, run, counts) == take_steps(eager, StepRunner(eager), counts)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(eager), strict=True))
+    assert trainer.mesh.meter.pop_bytes_sent() == eager.mesh.meter.pop_bytes_sent()
+    assert run.mode == "none"
+    assert capfd.readouterr().err.count("warning: --cuda-graph step could not capture it: ") == 1
+
+
+def test_a_failed_capture_that_was_asked_for_is_reported(tmp_path: Path) -> None:
     """A multi-line CUDA error becomes one sentence with a fix."""
-
-    @contextmanager
-    def capture(graph: object, **options: Any) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", []))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-
-    def work() -> Product:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
-
+    trainer, run = torn(tmp_path, "in backward", "", "step")
     with pytest.raises(UserError) as printed:
-        CudaGraphRecorder(torch.device("cuda", 0)).record(work)
+        take_steps(trainer, run, [1] * (WARM_UP_STEPS + 1))
     (problem,) = printed.value.problems
     assert problem.code == "E911"
     assert problem.sentence.endswith("RuntimeError: CUDA error: operation not permitted when stream is capturing")
