@@ -10,7 +10,7 @@ A capture computes nothing. So if it fails, a step that is taken again eagerly s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -62,15 +62,26 @@ class CudaGraphRecorder:
         Raises:
             RuntimeError: if part of it cannot be captured, or memory runs out.
         """
-        graph = torch.cuda.CUDAGraph()
-        # thread-local, because NCCL's watchdog thread queries events at any time
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            # thread-local, because NCCL's watchdog thread queries events at any time
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError:
+            with suppress(RuntimeError):  # if PyTorch has ended the capture in order, there is nothing to end here
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
+                torch._C._cuda_releasePool(self._stream.device_index, pool)
+            raise
         return result, graph.replay
 
 
 class CaptureError(RuntimeError):
-    """A step could not be captured on this rank, or on another one."""
+    """A step could not be captured on all ranks."""
+
+    def __init__(self, rank: int, reason: str | None) -> None:
+        """Keep the highest rank that failed, and why this one has, if it has."""
+        super().__init__(reason or f"rank {rank} failed")
+        self.rank = rank
 
 
 class GraphedCallable(Generic[T]):
@@ -192,7 +203,7 @@ class StepRunner:
             sentence = f"--cuda-graph {self.mode} could not capture it: {error}"
             if not self._is_optional:
                 raise UserError([Problem("E911", sentence, (NO_CUDA_GRAPH,))]) from error
-            if self.trainer.mesh.world.rank == 0:
+            if self.trainer.mesh.world.rank == error.rank:  # it knows why
                 print_warning(f"{sentence}; all steps are taken eagerly")
             self.mode, self.recording = "none", None
         self.trainer.discard_step()
@@ -210,9 +221,10 @@ class StepRunner:
                 captured = record()
             except RuntimeError as error:
                 failure = error
-            failed = torch.tensor(float(failure is not None), device=self.trainer.device)
-            if comm.all_reduce(failed, world, op="max"):
-                raise CaptureError(error_summary(failure) if failure else "another rank failed") from failure
+            number = 0.0 if failure is None else float(world.rank + 1)
+            highest = int(comm.all_reduce(torch.tensor(number, device=self.trainer.device), world, op="max"))
+        if highest:
+            raise CaptureError(highest - 1, None if failure is None else error_summary(failure)) from failure
         return captured
 
     def _replay_step(

@@ -21,7 +21,13 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Variables with the options of PyTorch's GPU allocator: the name since torch 2.9, and the earlier one."""
 
 
-def default_variables(config: RunConfig, world_size: int, environ: Mapping[str, str], cores: int) -> Mapping[str, str]:
+MAX_FULL_MESH = 64
+"""Largest number of ranks between which gloo connects every pair when a group is created."""
+
+
+def default_variables(
+    config: RunConfig, world_size: int, environ: Mapping[str, str], cores: int, cuda: bool
+) -> Mapping[str, str]:
     """Return the variables to set for a run, without those that ``environ`` sets.
 
     Args:
@@ -29,10 +35,12 @@ def default_variables(config: RunConfig, world_size: int, environ: Mapping[str, 
         world_size: number of ranks.
         environ: environment of this rank.
         cores: that this rank may use.
+        cuda: True if the run may use a GPU.
     """
-    # gloo would connect every pair of ranks when a group is created, and fail at hundreds of them
-    found = {"TORCH_GLOO_LAZY_INIT": "1"} if world_size > 1 else {}
-    if config.training.device != "cpu":
+    # gloo would connect every pair of ranks when a group is created, and fail with hundreds of them
+    # (Megatron-LM#877). Connecting at the first message has no timeout if the peer has died before (gloo#520).
+    found = {"TORCH_GLOO_LAZY_INIT": "1"} if world_size > MAX_FULL_MESH else {}
+    if cuda:
         parallel = config.parallel
         # With one queue kernels start in launch order: a transfer before the matrix product that hides it. In a
         # pipeline, a transfer that waits for its peer would hold up all kernels behind it.
@@ -49,8 +57,13 @@ def default_variables(config: RunConfig, world_size: int, environ: Mapping[str, 
     return {name: value for name, value in found.items() if name not in environ}
 
 
-def set_variables(config: RunConfig, environ: MutableMapping[str, str] = os.environ) -> str:
+def set_variables(config: RunConfig, cuda: bool, environ: MutableMapping[str, str] = os.environ) -> str:
     """Set the variables that are not set. Call before anything of CUDA starts.
+
+    Args:
+        config: validated and resolved.
+        cuda: True if the run may use a GPU.
+        environ: environment of this rank, changed in place.
 
     Returns:
         A line for the start of the log.
@@ -60,13 +73,13 @@ def set_variables(config: RunConfig, environ: MutableMapping[str, str] = os.envi
     """
     parallel, launch = config.parallel, Launch.read(environ)
     stages = parallel.pipeline_model_parallel_size
-    if config.training.device != "cpu" and stages > 1 and environ.get(CONNECTIONS) == "1":
+    if cuda and stages > 1 and environ.get(CONNECTIONS) == "1":
         sentence = (
             f"{CONNECTIONS}=1 with {stages} pipeline ranks: a transfer that waits for its peer holds up all others"
         )
         raise UserError([Problem("E916", sentence, (f"unset {CONNECTIONS}", f"export {CONNECTIONS}=32"))])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ.update(default_variables(config, launch.world_size, environ, cores))
+    environ.update(default_variables(config, launch.world_size, environ, cores, cuda))
     shown = (CONNECTIONS, *ALLOCATOR, "NCCL_GRAPH_REGISTER", "TORCHINDUCTOR_COMPILE_THREADS")
     return "environment: " + " ".join(f"{name}={environ[name]}" for name in shown if name in environ)
 

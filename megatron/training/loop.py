@@ -406,7 +406,7 @@ class StopRequest:
         """
         requests = [self._local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
         if self.world.size > 1:  # a single rank needs no tensor
-            sent = torch.tensor(requests, pin_memory=self._late).to(self.device, non_blocking=True)
+            sent = torch.tensor(requests, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
             self._unread.append(HostCopy(comm.all_reduce(sent, self.world, op="max")))
             read, self._unread = (self._unread, []) if now or not self._late else (self._unread[:-1], self._unread[-1:])
             requests = [max(values) for values in zip([0, *NO_REQUEST], *(copy.read() for copy in read))]

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
@@ -69,7 +71,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
     if training.skip_train:
         config = replace(config, checkpoint=read_only_options(config.checkpoint))
     with refuse_start_on_error(), startup("joining"):
-        environment = set_variables(config)
+        environment = set_variables(config, training.device != "cpu" and torch.version.cuda is not None)
         device = choose_device(training.device)
         if device.type == "cuda":
             notes = [*notes, environment]
