@@ -16,22 +16,7 @@ import torch.distributed as dist
 
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Channel, CommMeter, Group
-from megatron.distributed.layout import DENSE_AXES, Layout
-
-AXES_IN_USE: tuple[tuple[str, ...], ...] = (
-    ("tp",),
-    ("dp", "cp"),
-    ("pp",),
-    ("pp", "tp"),
-    ("pp", "dp", "cp", "tp"),
-    ("edp",),
-    ("ep", "etp"),
-    ("etp",),
-)
-"""Axes of every group that training uses, in the order of creation."""
-
-REDUCTION_GROUPS: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
-"""Groups over which gradients are summed: of dense parameters, and of experts."""
+from megatron.distributed.layout import AXES_IN_USE, DENSE_AXES, REDUCTION_GROUPS, Layout
 
 CHANNEL_USES = "up", "down"
 """Uses of the groups whose pairs of ranks are channels."""

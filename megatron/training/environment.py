@@ -74,9 +74,8 @@ def set_variables(config: RunConfig, cuda: bool, environ: MutableMapping[str, st
     parallel, launch = config.parallel, Launch.read(environ)
     stages = parallel.pipeline_model_parallel_size
     if cuda and stages > 1 and environ.get(CONNECTIONS) == "1":
-        sentence = (
-            f"{CONNECTIONS}=1 with {stages} pipeline ranks: a transfer that waits for its peer holds up all others"
-        )
+        reason = "a transfer that waits for its peer would hold up all kernels behind it"
+        sentence = f"{CONNECTIONS}=1 cannot be used with {stages} pipeline ranks: {reason}"
         raise UserError([Problem("E916", sentence, (f"unset {CONNECTIONS}", f"export {CONNECTIONS}=32"))])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environ.update(default_variables(config, launch.world_size, environ, cores, cuda))

@@ -16,7 +16,7 @@ from megatron.arguments.cli import parse
 from megatron.arguments.compatibility import CHANGE_ERRORS
 from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import find_problems
+from megatron.arguments.validate import choose_cuda_graph, find_problems
 from megatron.config.batch import schedule_lengths
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
