@@ -178,7 +178,6 @@ class Pipeline:
         for stage in self._stages.values():
             stage.discard()
         self._received, self._to_send, self._sends = {}, {}, defaultdict(dict)
-        self._grad_accumulator.discard()
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
