@@ -65,7 +65,7 @@ class CudaGraphRecorder:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # thread-local, because NCCL's watchdog thread queries events at any time
-            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         except RuntimeError:
             with suppress(RuntimeError):  # if PyTorch has ended the capture in order, there is nothing to end here
