@@ -112,6 +112,10 @@ class Bucket(ABC):
         """Forget the gradients of the previous step."""
 
     @abstractmethod
+    def discard(self) -> None:
+        """Forget reductions that were captured, and so never ran, and buffers that belong to the graph."""
+
+    @abstractmethod
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
 
