@@ -221,8 +221,9 @@ class StepRunner:
                 captured = record()
             except RuntimeError as error:
                 failure = error
-            number = 0.0 if failure is None else float(world.rank + 1)
-            highest = int(comm.all_reduce(torch.tensor(number, device=self.trainer.device), world, op="max"))
+            highest = 0 if failure is None else world.rank + 1
+            if world.size > 1:
+                highest = int(comm.all_reduce(torch.tensor(highest, device=self.trainer.device), world, op="max"))
         if highest:
             raise CaptureError(highest - 1, None if failure is None else error_summary(failure)) from failure
         return captured

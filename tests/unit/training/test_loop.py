@@ -165,7 +165,7 @@ def test_an_overflow_stops_the_run_only_if_no_smaller_loss_scale_can_cure_it(tmp
 
 @pytest.mark.parametrize(
     ("flags", "ends"),
-    [("", True), ("--fp16 --loss-scale 16", True), ("--fp16 --initial-loss-scale 16 --min-loss-scale 16", True)]
+    [("", True), ("--fp16 --initial-loss-scale 16 --min-loss-scale 16", True)]
     + [("--fp16 --initial-loss-scale 16 --hysteresis 1", False), ("--skip-spikes 3 --ema-decay 0.9", True)],
 )
 def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_words(
