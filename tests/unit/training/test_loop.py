@@ -178,12 +178,12 @@ def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_
         taken = []
 
         def check(trainer: Trainer, late: bool = late, trainers: list[Trainer] = trainers) -> Any:
-            def spoil(chunk: torch.nn.Module, inputs: Any, output: Any) -> Any:
-                batch = inputs[1]
-                taken.append(batch.step)  # noqa: B023
-                return (output[0] * torch.nan, output[1]) if batch.step == 2 else None
+            def spoil(block: torch.nn.Module, inputs: Any, output: Any) -> Any:
+                step, (residual, losses) = inputs[1].batch.step, output
+                taken.append(step)  # noqa: B023
+                return (residual._replace(x=residual.x * torch.nan), losses) if step == 2 else None
 
-            trainer.chunks[0].register_forward_hook(spoil)
+            next(iter(trainer.chunks[0].layers.values())).register_forward_hook(spoil)
             trainers.append(trainer)
             return NonFiniteCheck(trainer, late)
 
