@@ -1,0 +1,1 @@
+"""Faults that a rehearsal must notice: each function returns a context in which the library has it."""

@@ -1,0 +1,144 @@
+"""Rehearse runs on the null GPU: ``bash tests/nullgpu/run.sh``.
+
+Each case is a run of ``pretrain_gpt.py`` with 1 to 4 ranks. Its traces are checked; numbers are not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.nullgpu import checks
+from tests.nullgpu.trace import Trace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("nullcuda" not in os.environ.get("LD_PRELOAD", ""), reason="run bash tests/nullgpu/run.sh"),
+]
+
+MODEL = (
+    "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --bf16 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--clip-grad 1 --train-iters 6 --eval-iters 0 --log-interval 3 --distributed-timeout-minutes 1"
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and what is allowed in its steps."""
+
+    ranks: int
+    flags: str
+    # Host waits per step.
+    waits: int = 0
+    # Streams beside the compute streams that run kernels.
+    streams: int = 0
+    # Part of the collectives on their own streams that computation must hide.
+    hidden: float = 0.0
+
+
+MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+CASES = {
+    "gpt": Case(1, ""),
+    "llama": Case(1, LLAMA),
+    "graph of the step": Case(1, f"{LLAMA} --cuda-graph step"),
+    "graph of the optimizer": Case(1, f"{LLAMA} --cuda-graph optimizer"),
+    "deterministic": Case(1, f"{LLAMA} --deterministic --hidden-dropout 0.1"),
+    "health and profiler": Case(
+        1,
+        f"{LLAMA} --run-dir {{folder}}/run --log-health-interval 2 --profile --profile-step-start 2 --profile-step-end 4",
+    ),
+    "async save": Case(1, f"{LLAMA} --save {{folder}}/checkpoints --save-interval 2 --async-save"),
+    "muon": Case(1, f"{LLAMA} --optimizer muon"),
+    "lion": Case(1, f"{LLAMA} --optimizer lion"),
+    "sgd": Case(1, f"{LLAMA} --optimizer sgd"),
+    "low-precision moments": Case(1, f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --store-param-remainders"),
+    "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
+    "documents": Case(1, f"{LLAMA} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "window": Case(1, f"{LLAMA} --window-size 32"),
+    "fp16": Case(1, f"{LLAMA} --fp16"),
+    "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
+    "experts": Case(1, MOE, waits=64),
+    "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
+    "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5),
+    "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
+    "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --zero-stage 2", hidden=0.5),
+    "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
+    "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
+    "tensor-parallel": Case(2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "graph over tensor-parallel": Case(
+        2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph step"
+    ),
+    **{
+        f"pipeline {schedule}": Case(
+            2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {more}"
+        )
+        for schedule, more in {
+            "1f1b": "",
+            "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+            "zb-h1": "",
+            "zb-v": "",
+            "dualpipe-v": "",
+        }.items()
+    },
+    "everything": Case(
+        4, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {ZERO1}"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    os.environ["NULLCUDA_DEVICES"] = "4"
+    with Pool(max_workers=4) as pool:
+        yield pool
+
+
+def run(ranks: Pool, case: Case, folder: Path, fault: str | None = None) -> list[Trace]:
+    from tests.nullgpu.rehearse import rehearse
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [*MODEL.split(), *case.flags.split()]
+    arguments = str(folder), port, "pretrain_gpt", argv, fault
+    ranks.run(case.ranks, rehearse, *arguments, timeout=240.0, check_collectives=False)
+    return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)]
+
+
+def problems(case: Case, traces: list[Trace], warm_up: int = 4) -> list[str]:
+    """Return all that is wrong in the traces of a run."""
+    found = [*checks.differing_collectives(traces), *checks.deadlocks(traces)]
+    for rank, trace in enumerate(traces):
+        steps, batches = checks.regions(trace, "step"), checks.regions(trace, "batch")
+        mine = [problem for step in steps[1:] for problem in checks.host_waits(step, case.waits)]
+        mine += [problem for part in (*steps[1:], *batches[1:]) for problem in checks.pageable_copies(part)]
+        mine += checks.stray_kernels(trace, case.streams)
+        mine += checks.capture_leaks(trace)
+        mine += checks.unordered_collectives(trace)
+        mine += checks.late_modules(steps, warm_up)
+        hidden = [launches for _, launches in checks.hidden_work(steps[-1])]
+        if sum(map(bool, hidden)) < case.hidden * len(hidden) or (case.hidden and not hidden):
+            mine.append(f"{sum(map(bool, hidden))} of {len(hidden)} collectives are hidden behind computation")
+        found += [f"rank {rank}: {problem}" for problem in mine]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(ranks: Pool, tmp_path: Path, name: str) -> None:
+    began = time.monotonic()
+    traces = run(ranks, CASES[name], tmp_path)
+    print(name, traces[0].summary(10), time.monotonic() - began)
+    assert problems(CASES[name], traces) == []
