@@ -604,27 +604,43 @@ static int block_count;
 static size_t used[64];
 // Device memory holds no bytes, with one exception: what the host writes in a few bytes, and reads again as a whole, such
 // as flags and counters that ranks exchange.
-enum { NOTES = 4096, NOTE_BYTES = 128 };
-static struct {
+enum { NOTES = 4096, NOTE_BYTES = 2048, NOTED_BYTES = 128 };
+typedef struct {
     const void *address;
     size_t bytes;
     char content[NOTE_BYTES];
-} notes[NOTES];
+} Note;
+static Note notes[NOTES];
 static const size_t ZEROED_ON_HOST = 1 << 20;
 
+static Note *note_at(const void *address) { return &notes[((uintptr_t)address >> 4) * 0x9E3779B1u % NOTES]; }
+
 static void move(void *target, const void *source, size_t bytes, enum cudaMemcpyKind kind) {
-    const void *address = kind == cudaMemcpyHostToDevice ? target : source;
-    size_t at = ((uintptr_t)address >> 4) * 0x9E3779B1u % NOTES;
     pthread_mutex_lock(&mutex);
     if (kind == cudaMemcpyHostToDevice) {
-        notes[at].address = address;
-        notes[at].bytes = bytes <= NOTE_BYTES ? bytes : 0;
-        if (bytes <= NOTE_BYTES) memcpy(notes[at].content, source, bytes);
+        Note *note = note_at(target);
+        note->address = target;
+        note->bytes = bytes <= NOTED_BYTES ? bytes : 0;
+        memcpy(note->content, source, note->bytes);
     } else if (kind == cudaMemcpyDeviceToHost) {
-        int known = notes[at].address == address && notes[at].bytes == bytes;
-        if (known) memcpy(target, notes[at].content, bytes);
+        Note *note = note_at(source);
+        if (note->address == source && note->bytes == bytes) memcpy(target, note->content, bytes);
         else if (bytes <= ZEROED_ON_HOST) memset(target, 0, bytes);
     } else if (kind == cudaMemcpyHostToHost) memcpy(target, source, bytes);
+    pthread_mutex_unlock(&mutex);
+}
+
+// All ranks have the values of this one.
+static void gather_note(void *target, const void *source, size_t bytes, int ranks) {
+    pthread_mutex_lock(&mutex);
+    Note *from = note_at(source), *to = note_at(target);
+    if (from->address == source && from->bytes == bytes && bytes * ranks <= NOTE_BYTES) {
+        char content[NOTE_BYTES];
+        for (int rank = 0; rank < ranks; rank++) memcpy(content + rank * bytes, from->content, bytes);
+        memcpy(to->content, content, bytes * ranks);
+        to->address = target;
+        to->bytes = bytes * ranks;
+    }
     pthread_mutex_unlock(&mutex);
 }
 
@@ -1038,6 +1054,8 @@ EXPORT ncclResult_t ncclAllReduce(const void *source, void *target, size_t count
 
 EXPORT ncclResult_t ncclAllGather(const void *source, void *target, size_t count, ncclDataType_t type, ncclComm_t comm,
                                   cudaStream_t stream) {
+    static const int type_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    gather_note(target, source, count * type_bytes[type], comm->size);
     return communicate("allGather", count, type, 0, comm, stream);
 }
 

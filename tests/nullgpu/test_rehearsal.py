@@ -25,8 +25,8 @@ pytestmark = [
 
 MODEL = (
     "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
-    "--max-position-embeddings 128 --bf16 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
-    "--clip-grad 1 --train-iters 6 --eval-iters 0 --log-interval 3 --distributed-timeout-minutes 1"
+    "--max-position-embeddings 128 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--clip-grad 1 --train-iters 8 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 3 --distributed-timeout-minutes 1"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
@@ -46,6 +46,7 @@ class Case:
     streams: int = 0
     # Part of the collectives on their own streams that computation must hide.
     hidden: float = 0.0
+    dtype: str = "bf16"
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
@@ -59,7 +60,8 @@ CASES = {
     "deterministic": Case(1, f"{LLAMA} --deterministic --hidden-dropout 0.1"),
     "health and profiler": Case(
         1,
-        f"{LLAMA} --run-dir {{folder}}/run --log-health-interval 2 --profile --profile-step-start 2 --profile-step-end 4",
+        f"{LLAMA} --run-dir {{folder}}/run --log-health-interval 2 --profile --profile-step-start 2 "
+        "--profile-step-end 4",
     ),
     "async save": Case(1, f"{LLAMA} --save {{folder}}/checkpoints --save-interval 2 --async-save"),
     "muon": Case(1, f"{LLAMA} --optimizer muon"),
@@ -69,13 +71,13 @@ CASES = {
     "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
     "documents": Case(1, f"{LLAMA} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
     "window": Case(1, f"{LLAMA} --window-size 32"),
-    "fp16": Case(1, f"{LLAMA} --fp16"),
+    "fp16": Case(1, LLAMA, dtype="fp16"),
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
     "experts": Case(1, MOE, waits=64),
     "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
     "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
-    "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --zero-stage 2", hidden=0.5),
+    "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
     "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
     "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
     "tensor-parallel": Case(2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
@@ -112,19 +114,20 @@ def run(ranks: Pool, case: Case, folder: Path, fault: str | None = None) -> list
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [*MODEL.split(), *case.flags.split()]
+    argv = [*MODEL.split(), f"--{case.dtype}", *case.flags.split()]
     arguments = str(folder), port, "pretrain_gpt", argv, fault
     ranks.run(case.ranks, rehearse, *arguments, timeout=240.0, check_collectives=False)
     return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)]
 
 
-def problems(case: Case, traces: list[Trace], warm_up: int = 4) -> list[str]:
+def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
     """Return all that is wrong in the traces of a run."""
     found = [*checks.differing_collectives(traces), *checks.deadlocks(traces)]
     for rank, trace in enumerate(traces):
         steps, batches = checks.regions(trace, "step"), checks.regions(trace, "batch")
-        mine = [problem for step in steps[1:] for problem in checks.host_waits(step, case.waits)]
-        mine += [problem for part in (*steps[1:], *batches[1:]) for problem in checks.pageable_copies(part)]
+        steady = steps[warm_up:]
+        mine = [problem for step in steady for problem in checks.host_waits(step, case.waits)]
+        mine += [problem for part in (*steady, *batches[1:]) for problem in checks.pageable_copies(part)]
         mine += checks.stray_kernels(trace, case.streams)
         mine += checks.capture_leaks(trace)
         mine += checks.unordered_collectives(trace)
