@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +49,9 @@ def rehearse(
         fault: name of a function in ``faults``.
     """
     if dist.is_initialized():  # the pool's own group
+        dist.barrier()  # one that left at once could break connections that a peer is still making
         dist.destroy_process_group()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its kernels are built by the driver
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -136,6 +138,3 @@ def marks(rank: int, world_size: int, report: Report) -> Iterator[None]:
 
     with patch.object(StepRunner, "__call__", step), patch.object(Trainer, "next_batches", read):
         yield
-
-
-Fault = Callable[[], AbstractContextManager[Any]]

@@ -26,7 +26,8 @@ pytestmark = [
 MODEL = (
     "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
-    "--clip-grad 1 --train-iters 8 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 3 --distributed-timeout-minutes 1"
+    "--clip-grad 1 --train-iters 8 --eval-iters 0 --log-interval 3 --hidden-dropout 0 --attention-dropout 0 "
+    "--distributed-timeout-minutes 1"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
