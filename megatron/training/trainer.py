@@ -89,7 +89,7 @@ class Trainer:
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
     run_id: str = ""  # the same through all starts of the run
-    notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
+    notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
 
     def compute(
