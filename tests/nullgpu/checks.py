@@ -35,8 +35,7 @@ def short(event: Event) -> str:
 
 def host_waits(step: Trace, allowed: int = 0) -> list[str]:
     """The host waits for the device more than ``allowed`` times."""
-    main = step[0].thread
-    found = [short(event) for event in step.syncs() if event.thread == main or event.kind == "memcpy"]
+    found = [short(event) for event in step.syncs()]
     return found if len(found) > allowed else []
 
 
@@ -93,9 +92,11 @@ class StreamClocks:
         self._events: dict[int, Counter[int]] = {}
         self._host: dict[int, Counter[int]] = defaultdict(Counter)  # by thread
 
-    def known(self, stream: int, other: int) -> int:
-        """Return how many operations of ``other`` are done before the next one of ``stream`` begins."""
-        return self.issued[stream] if stream == other else self._known[stream][other]
+    def known(self, event: Event, other: int) -> int:
+        """Return how many operations of the stream ``other`` are done before that of ``event`` begins."""
+        if event.stream == other:
+            return self.issued[other]
+        return max(self._known[event.stream][other], self._host[event.thread][other])
 
     def add(self, event: Event) -> None:
         """Take the next call into account."""
@@ -123,7 +124,7 @@ def unordered_collectives(trace: Trace) -> list[str]:
         if event.kind in COMPUTE and event.stream in allowed:
             compute = event.stream
         if event.kind == "nccl" and not event.name.startswith("init"):
-            done, issued = clocks.known(event.stream, compute), clocks.issued[compute]
+            done, issued = clocks.known(event, compute), clocks.issued[compute]
             if done < issued:
                 problems.append(f"{short(event)} begins after {done} of {issued} operations of stream {compute:#x}")
         clocks.add(event)

@@ -6,6 +6,7 @@ Each case is a run of ``pretrain_gpt.py`` with 1 to 4 ranks. Its traces are chec
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, RankError
 from tests.nullgpu import checks
 from tests.nullgpu.trace import Trace
 
@@ -128,7 +129,8 @@ def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
         steps, batches = checks.regions(trace, "step"), checks.regions(trace, "batch")
         steady = steps[warm_up:]
         mine = [problem for step in steady for problem in checks.host_waits(step, case.waits)]
-        mine += [problem for part in (*steady, *batches[1:]) for problem in checks.pageable_copies(part)]
+        if not case.waits:
+            mine += [problem for part in (*steady, *batches[1:]) for problem in checks.pageable_copies(part)]
         mine += checks.stray_kernels(trace, case.streams)
         mine += checks.capture_leaks(trace)
         mine += checks.unordered_collectives(trace)
@@ -138,6 +140,30 @@ def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
             mine.append(f"{sum(map(bool, hidden))} of {len(hidden)} collectives are hidden behind computation")
         found += [f"rank {rank}: {problem}" for problem in mine]
     return found
+
+
+FAULTS = {
+    "item": (1, "sync streamSynchronize"),
+    "pageable_copy": (1, "H2D async pageable"),
+    "tensor_on_cpu": (1, "Expected all tensors to be on the same device"),
+    "kernel_on_side_stream": (1, "kernel .* on stream 0x"),
+    "collective_on_side_stream": (2, "allReduce .* begins after"),
+    "crossed_communicators": (2, "rank 1 waits in allReduce"),
+    "missing_collective": (2, "ranks 0 and 1 differ"),
+    "late_compilation": (1, "loadModule in step 7"),
+}
+"""Number of ranks that show a fault, and what is reported."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(ranks: Pool, tmp_path: Path, fault: str) -> None:
+    count, expected = FAULTS[fault]
+    case = Case(count, f"{LLAMA} {ZERO1}" if count > 1 else LLAMA)
+    try:
+        found = problems(case, run(ranks, case, tmp_path, fault))
+    except RankError as error:
+        found = [str(error)]
+    assert any(re.search(expected, problem) for problem in found), found
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -112,12 +112,12 @@ class Trace(list[Event]):
             event
             for event in self
             if event.kind == "sync"
-            or (event.kind == "memcpy" and re.search(r"D2H.*PAGEABLE|(H2D|D2H) sync", event.name))
+            or (event.kind == "memcpy" and re.search(r"D2H async pageable|(H2D|D2H) sync", event.name))
         ]
 
     def pageable_copies(self) -> list[Event]:
         """Return the copies from or to host memory that is not pinned."""
-        return [event for event in self if event.kind == "memcpy" and "pageable" in event.name.lower()]
+        return [event for event in self if event.kind == "memcpy" and "pageable" in event.name]
 
     def collectives(self) -> list[Collective]:
         """Return the NCCL calls that communicate, in the order in which they were issued."""
