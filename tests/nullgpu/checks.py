@@ -225,12 +225,15 @@ class WaitGraph:
                     if call.op not in P2P:
                         self._after(begin, last.get("collective"))
                         last["collective"] = end
-                edge = (call.rank, call.arg) if call.op == "send" else (call.arg, call.rank)
-                kind: Hashable = edge if call.op in P2P else "collective"
-                counts[call.comm, kind, call.op] += 1
-                operation = (call.comm, kind, counts[call.comm, kind, call.op])
-                parts = (0, 1) if call.op in P2P else range(call.size)
-                part = int(call.op == "recv") if call.op in P2P else call.rank
+                if call.op in P2P:
+                    edge = (call.rank, call.arg) if call.op == "send" else (call.arg, call.rank)
+                    counts[call.comm, edge, call.op] += 1
+                    operation = call.comm, edge, counts[call.comm, edge, call.op]
+                    part, parts = int(call.op == "recv"), range(2)
+                else:
+                    counts[call.comm] += 1
+                    operation = call.comm, "collective", counts[call.comm]
+                    part, parts = call.rank, range(call.size)
                 self._after(operation, *((operation, "part", other) for other in parts))
                 self._after((operation, "part", part), begin)
                 self._after(end, operation)

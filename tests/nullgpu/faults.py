@@ -58,9 +58,9 @@ def kernel_on_side_stream() -> Patch:
 def collective_on_side_stream() -> Patch:
     reduce = comm.all_reduce
 
-    def faulty(x: Tensor, *rest: Any) -> Tensor:
+    def faulty(x: Tensor, *rest: Any, **options: Any) -> Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):
-            return reduce(x, *rest)
+            return reduce(x, *rest, **options)
 
     return patch.object(comm, "all_reduce", faulty)
 

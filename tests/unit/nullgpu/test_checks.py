@@ -124,10 +124,12 @@ def test_messages_need_a_partner() -> None:
 
 def test_two_communicators_in_different_orders() -> None:
     first, second = ranks()
+    for script in (first, second):
+        script.collective("a", op="allGather").collective("b")
     first.collective("a").collective("b")
     second.collective("b").collective("a")
     assert len(checks.deadlocks(traces(first, second))) == 2
-    assert checks.deadlocks(traces(first, Script(1).collective("a").collective("b"))) == []
+    assert checks.deadlocks(traces(*(Script(r).collective("a").collective("b") for r in (0, 1)))) == []
     # on streams of their own they may still not fit on the GPU together
     first, second = Script(0).collective("a", 1).collective("b", 2), Script(1).collective("b", 2).collective("a", 1)
     assert checks.deadlocks(traces(first, second))
