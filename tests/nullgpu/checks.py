@@ -191,16 +191,19 @@ class WaitGraph:
     A call of NCCL begins when its stream reaches it, and ends when all ranks that take part have begun. Streams wait
     for events, and threads for streams. Collectives may also need the order of their launches, whatever their streams:
     kernels of several communicators that wait for their peers may not fit on a GPU together. So a rank's collectives
-    follow each other, and only messages (send, receive) run beside anything.
+    follow each other, and only messages (send, receive) run beside anything; with ``one_queue``
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) not even these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, one_queue: bool = False) -> None:
+        self.one_queue = one_queue
         self._before: dict[Hashable, set[Hashable]] = defaultdict(set)
         self._calls: dict[Hashable, tuple[int, Collective]] = {}  # by the node of their begin
 
     def add(self, rank: int, trace: Trace) -> None:
         """Add the calls of a rank."""
-        last: dict[object, Hashable] = {}  # node after which the next work begins; by stream, thread, and "collective"
+        last: dict[object, Hashable] = {}  # node after which the next work begins; by stream, thread, and "queue"
+        begun: set[Hashable] = set()
         events: dict[int, Hashable] = {}
         counts: Counter[Hashable] = Counter()
         calls = {call.index: call for call in trace.collectives()}
@@ -220,11 +223,12 @@ class WaitGraph:
             elif call := calls.get(index):
                 unit = ("group", rank, event.thread, call.group) if call.group else node
                 begin, end = ("begin", unit), ("end", unit)
-                if end not in last.values():
+                if begin not in begun:
+                    begun.add(begin)
                     self._after(begin, last.get(stream), last.get(thread))
-                    if call.op not in P2P:
-                        self._after(begin, last.get("collective"))
-                        last["collective"] = end
+                    if call.op not in P2P or self.one_queue:
+                        self._after(begin, last.get("queue"))
+                        last["queue"] = end
                 if call.op in P2P:
                     edge = (call.rank, call.arg) if call.op == "send" else (call.arg, call.rank)
                     counts[call.comm, edge, call.op] += 1
@@ -272,9 +276,9 @@ def is_part(node: Hashable) -> bool:
     return isinstance(node, tuple) and len(node) == 3 and node[1] == "part"
 
 
-def deadlocks(traces: Sequence[Trace]) -> list[str]:
+def deadlocks(traces: Sequence[Trace], one_queue: bool = False) -> list[str]:
     """Calls that wait for each other, or for a rank that never makes them."""
-    graph = WaitGraph()
+    graph = WaitGraph(one_queue)
     for rank, trace in enumerate(traces):
         graph.add(rank, trace)
     return graph.stuck()

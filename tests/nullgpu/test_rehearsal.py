@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import Pool, RankError
 from tests.nullgpu import checks
+from tests.nullgpu.rehearse import Report, rehearse
 from tests.nullgpu.trace import Trace
 
 pytestmark = [
@@ -52,6 +53,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 CASES = {
@@ -82,10 +84,10 @@ CASES = {
     "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
     "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
     "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
-    "tensor-parallel": Case(2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
-    "graph over tensor-parallel": Case(
-        2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph step"
-    ),
+    "tensor-parallel": Case(2, f"{LLAMA} {TP}"),
+    "overlap by parts": Case(2, f"{LLAMA} {TP} --tp-comm-overlap --tp-comm-overlap-method pipelined", hidden=0.5),
+    "overlap by symmetric memory": Case(2, f"{LLAMA} {TP} --tp-comm-overlap"),
+    "graph over tensor-parallel": Case(2, f"{LLAMA} {TP} --cuda-graph step"),
     **{
         f"pipeline {schedule}": Case(
             2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {more}"
@@ -98,9 +100,7 @@ CASES = {
             "dualpipe-v": "",
         }.items()
     },
-    "everything": Case(
-        4, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {ZERO1}"
-    ),
+    "everything": Case(4, f"{LLAMA} {TP} --pipeline-model-parallel-size 2 {ZERO1}"),
 }
 
 
@@ -111,15 +111,18 @@ def ranks() -> Iterator[Pool]:
         yield pool
 
 
-def run(ranks: Pool, case: Case, folder: Path, fault: str | None = None) -> list[Trace]:
-    from tests.nullgpu.rehearse import rehearse
-
+def run(
+    ranks: Pool, case: Case, folder: Path, fault: str | None = None, program: str = "pretrain_gpt"
+) -> tuple[list[Trace], list[Report]]:
+    """Run a case and return the traces and reports of its ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [*MODEL.split(), f"--{case.dtype}", *case.flags.split()]
-    arguments = str(folder), port, "pretrain_gpt", argv, fault
-    ranks.run(case.ranks, rehearse, *arguments, timeout=240.0, check_collectives=False)
-    return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)]
+    argv = shlex.split(case.flags)
+    if program == "pretrain_gpt":
+        argv = [*MODEL.split(), f"--{case.dtype}", *argv]
+    arguments = str(folder), port, program, argv, fault
+    reports = ranks.run(case.ranks, rehearse, *arguments, timeout=300.0, check_collectives=False)
+    return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)], reports
 
 
 def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
@@ -160,15 +163,51 @@ def test_fault(ranks: Pool, tmp_path: Path, fault: str) -> None:
     count, expected = FAULTS[fault]
     case = Case(count, f"{LLAMA} {ZERO1}" if count > 1 else LLAMA)
     try:
-        found = problems(case, run(ranks, case, tmp_path, fault))
+        found = problems(case, run(ranks, case, tmp_path, fault)[0])
     except RankError as error:
         found = [str(error)]
     assert any(re.search(expected, problem) for problem in found), found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(ranks: Pool, tmp_path: Path, name: str) -> None:
-    began = time.monotonic()
-    traces = run(ranks, CASES[name], tmp_path)
-    print(name, traces[0].summary(10), time.monotonic() - began)
-    assert problems(CASES[name], traces) == []
+def test_case(ranks: Pool, tmp_path: Path, record_property: Callable[[str, object], None], name: str) -> None:
+    case = CASES[name]
+    traces, _ = run(ranks, case, tmp_path)
+    step = checks.regions(traces[0], "step")[-1]
+    counts = {
+        "ranks": case.ranks,
+        "launches": len(step.launches()),
+        "gemms": len(step.gemms()),
+        "collectives": len(step.collectives()),
+        "waits": len(step.syncs()),
+        "one queue": "-" if case.ranks == 1 else "stuck" if checks.deadlocks(traces, one_queue=True) else "ok",
+    }
+    for key, value in counts.items():
+        record_property(key, value)
+    assert problems(case, traces) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, ""),
+        Case(2, ZERO1),
+        Case(2, "--use-distributed-optimizer --pipeline-model-parallel-size 2"),
+        Case(2, f"{TP} --store-param-remainders"),
+    ],
+    ids=["one rank", "ZeRO-1", "pipeline", "tensor-parallel"],
+)
+def test_state_is_as_large_as_planned(ranks: Pool, tmp_path: Path, case: Case) -> None:
+    flags = f"{LLAMA} --hidden-size 2048 --ffn-hidden-size 5632 --train-iters 1 --kernels torch {case.flags}"
+    for report in run(ranks, replace(case, flags=flags), tmp_path)[1]:
+        assert report.planned <= report.allocated < 1.05 * report.planned
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_generation(ranks: Pool, tmp_path: Path, count: int) -> None:
+    run(ranks, Case(1, f"{LLAMA} --save {tmp_path}/checkpoints --train-iters 1"), tmp_path)
+    flags = f'--load {tmp_path}/checkpoints --device cuda --greedy --max-new-tokens 4 --prompt "1 2 3"'
+    traces, _ = run(ranks, Case(count, flags), tmp_path, program="tools.generate")
+    assert traces[0].gemms()
+    found = [checks.stray_kernels(trace) + checks.unordered_collectives(trace) for trace in traces]
+    assert [*checks.differing_collectives(traces), *checks.deadlocks(traces), *found] == [[]] * count

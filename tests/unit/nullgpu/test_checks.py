@@ -145,6 +145,7 @@ def test_messages_in_both_directions() -> None:
     first.message("recv", 1, "d", 2)
     second.message("recv", 0, "c", 1)
     assert checks.deadlocks(traces(first, second)) == []
+    assert checks.deadlocks(traces(first, second), one_queue=True)
     grouped = [Script(r).message("send", 1 - r, group=5).message("recv", 1 - r, group=5) for r in (0, 1)]
     assert checks.deadlocks(traces(*grouped)) == []
     # but a stream that waits for the message it needs first
