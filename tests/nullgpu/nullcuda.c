@@ -602,9 +602,9 @@ typedef struct {
 static Block blocks[200000];
 static int block_count;
 static size_t used[64];
-// Device memory holds no bytes, with one exception: what the host writes in a few bytes, and reads again as a whole, such
-// as flags and counters that ranks exchange.
-enum { NOTES = 4096, NOTE_BYTES = 2048, NOTED_BYTES = 128 };
+// Device memory holds no bytes, with one exception: the few bytes of flags and counters that ranks exchange, which the
+// host writes and reads as a whole. A single number is not kept: its memory may soon belong to a tensor of that size.
+enum { NOTES = 4096, NOTE_BYTES = 2048, MIN_NOTED_BYTES = 24, MAX_NOTED_BYTES = 128 };
 typedef struct {
     const void *address;
     size_t bytes;
@@ -620,11 +620,11 @@ static void move(void *target, const void *source, size_t bytes, enum cudaMemcpy
     if (kind == cudaMemcpyHostToDevice) {
         Note *note = note_at(target);
         note->address = target;
-        note->bytes = bytes <= NOTED_BYTES ? bytes : 0;
+        note->bytes = bytes >= MIN_NOTED_BYTES && bytes <= MAX_NOTED_BYTES ? bytes : 0;
         memcpy(note->content, source, note->bytes);
     } else if (kind == cudaMemcpyDeviceToHost) {
         Note *note = note_at(source);
-        if (note->address == source && note->bytes == bytes) memcpy(target, note->content, bytes);
+        if (note->address == source && bytes && note->bytes == bytes) memcpy(target, note->content, bytes);
         else if (bytes <= ZEROED_ON_HOST) memset(target, 0, bytes);
     } else if (kind == cudaMemcpyHostToHost) memcpy(target, source, bytes);
     pthread_mutex_unlock(&mutex);
@@ -634,7 +634,7 @@ static void move(void *target, const void *source, size_t bytes, enum cudaMemcpy
 static void gather_note(void *target, const void *source, size_t bytes, int ranks) {
     pthread_mutex_lock(&mutex);
     Note *from = note_at(source), *to = note_at(target);
-    if (from->address == source && from->bytes == bytes && bytes * ranks <= NOTE_BYTES) {
+    if (from->address == source && from->bytes == bytes && bytes && bytes * ranks <= NOTE_BYTES) {
         char content[NOTE_BYTES];
         for (int rank = 0; rank < ranks; rank++) memcpy(content + rank * bytes, from->content, bytes);
         memcpy(to->content, content, bytes * ranks);

@@ -29,7 +29,7 @@ MODEL = (
     "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
     "--clip-grad 1 --train-iters 8 --eval-iters 0 --log-interval 3 --hidden-dropout 0 --attention-dropout 0 "
-    "--distributed-timeout-minutes 1"
+    "--distributed-timeout-minutes 10"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
@@ -86,7 +86,7 @@ CASES = {
     "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
     "tensor-parallel": Case(2, f"{LLAMA} {TP}"),
     "overlap by parts": Case(2, f"{LLAMA} {TP} --tp-comm-overlap --tp-comm-overlap-method pipelined", hidden=0.5),
-    "overlap by symmetric memory": Case(2, f"{LLAMA} {TP} --tp-comm-overlap"),
+    "overlap by symmetric memory": Case(2, f"{LLAMA} {TP} --tp-comm-overlap", streams=1),
     "graph over tensor-parallel": Case(2, f"{LLAMA} {TP} --cuda-graph step"),
     **{
         f"pipeline {schedule}": Case(
@@ -121,7 +121,7 @@ def run(
     if program == "pretrain_gpt":
         argv = [*MODEL.split(), f"--{case.dtype}", *argv]
     arguments = str(folder), port, program, argv, fault
-    reports = ranks.run(case.ranks, rehearse, *arguments, timeout=300.0, check_collectives=False)
+    reports = ranks.run(case.ranks, rehearse, *arguments, timeout=600.0, check_collectives=False)
     return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)], reports
 
 
