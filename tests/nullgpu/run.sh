@@ -7,8 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source tests/nullgpu/setup.sh
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 NULLCUDA_DEVICES=4
 unset PYTHONDONTWRITEBYTECODE
-if [[ $# == 0 ]]; then
-    export NULLGPU_LOG=1
-    set -- tests/nullgpu tests/gpu
-fi
+[[ $# == 0 ]] && export NULLGPU_LOG=1
+[[ " $*" == *" tests"* ]] || set -- tests/nullgpu tests/gpu "$@"
 exec python -m pytest -p tests.nullgpu.log -m "slow or gpu" "$@"

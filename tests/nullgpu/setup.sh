@@ -5,10 +5,10 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export NULLGPU=${NULLGPU:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-pretrain/nullgpu}
-packages="torch==2.11.0 transformers==5.17.0 numpy pyyaml tokenizers xxhash pytest"
+packages=(torch==2.11.0 transformers==5.17.0 numpy pyyaml tokenizers xxhash pytest)
 
 venv=$NULLGPU/venv
-if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" - $packages <<'CHECK'; then
+if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" - "${packages[@]}" <<'CHECK'; then
 import sys
 from importlib.metadata import version
 wanted = (name.split("==") for name in sys.argv[1:] if "==" in name)
@@ -20,7 +20,7 @@ CHECK
     fi
     mkdir -p "$NULLGPU"
     "$python" -m venv --clear "$venv"
-    "$venv/bin/pip" install -q $packages
+    "$venv/bin/pip" install -q "${packages[@]}"
 fi
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
