@@ -19,7 +19,7 @@ from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
-from megatron.kernels.rotary import ROTARY, RotaryKernel, rotary
+from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kernels:
 
     norm: NormKernel = norm
     add_norm: AddNormKernel = add_norm
-    rotary: RotaryKernel = rotary
+    split_qkv: SplitQKVKernel = split_qkv
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -40,7 +40,7 @@ class Kernels:
 OPERATIONS: dict[str, Operation] = {
     "norm": NORM,
     "add_norm": ADD_NORM,
-    "rotary": ROTARY,
+    "split_qkv": SPLIT_QKV,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,
