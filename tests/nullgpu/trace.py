@@ -22,7 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 KINDS = (
-    "", "kernel", "memcpy", "memset", "event", "wait", "sync", "gemm", "nccl", "malloc", "free", "graph", "host",
+    "", "kernel", "memcpy", "memset", "event", "wait", "sync", "gemm", "nccl", "malloc", "free", "graph", "mark",
+    "module",
 )  # fmt: skip
 """Kinds of events; the index is the number in ``nullcuda.c``."""
 
@@ -33,19 +34,22 @@ DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32",
 class Event(NamedTuple):
     """One call. What ``a`` and ``b`` hold depends on the kind.
 
-    ======  ==========================  ========================================================
-    kind    a                           b
-    ======  ==========================  ========================================================
-    kernel  blocks of the grid          threads of a block
-    gemm    floating-point operations   0
-    memcpy  bytes                       1 in a capture
-    memset  bytes                       0
-    event   the event (eventRecord)     0; streamCreate: a is the priority as a positive number
-    wait    the event                   stream that recorded the event
-    sync    1 in a capture              0
-    nccl    elements                    rank in the communicator
-    malloc  bytes                       1 in a capture
-    ======  ==========================  ========================================================
+    ======  =========================  ========================================================
+    kind    a                          b
+    ======  =========================  ========================================================
+    kernel  blocks of the grid         threads of a block
+    gemm    floating-point operations
+    memcpy  bytes                      1 where a capture forbids it
+    memset  bytes
+    event   the event (eventRecord), or the priority of a stream as a positive number (streamCreate)
+    wait    the event                  stream that recorded the event
+    sync    1 where forbidden          the event (eventSynchronize)
+    nccl    elements                   rank in the communicator
+    malloc  bytes                      1 where a capture forbids it, as outside of the graph's pool
+    graph   operations in the graph
+    mark    of the caller of ``mark``  of the caller of ``mark``
+    module                             compiled code was loaded
+    ======  =========================  ========================================================
     """
 
     kind: str
@@ -73,8 +77,8 @@ class Collective:
     dtype: str
     arg: int
     """Number of the reduction (allReduce, reduceScatter), root (broadcast, reduce), or peer (send, recv)."""
-    grouped: bool
-    """True between ncclGroupStart and ncclGroupEnd."""
+    group: int
+    """Number of the ncclGroupStart that the call is part of; 0 for none."""
     stream: int
     index: int
     """Index of the event in its trace."""
@@ -108,20 +112,20 @@ class Trace(list[Event]):
             event
             for event in self
             if event.kind == "sync"
-            or (event.kind == "memcpy" and re.search(r"D2H.*PAGEABLE|(H2D|D2H) sync", event.name))
+            or (event.kind == "memcpy" and re.search(r"D2H async pageable|(H2D|D2H) sync", event.name))
         ]
 
     def pageable_copies(self) -> list[Event]:
         """Return the copies from or to host memory that is not pinned."""
-        return [event for event in self if event.kind == "memcpy" and "pageable" in event.name.lower()]
+        return [event for event in self if event.kind == "memcpy" and "pageable" in event.name]
 
     def collectives(self) -> list[Collective]:
         """Return the NCCL calls that communicate, in the order in which they were issued."""
         found = []
         for index, event in enumerate(self):
             if event.kind == "nccl" and (match := NCCL_NAME.fullmatch(event.name)):
-                op, comm, size, dtype, arg, depth = match.groups()
-                call = op, comm, int(size), event.b, event.a, DTYPES[int(dtype)], int(arg), depth != "0"
+                op, comm, size, dtype, arg, group = match.groups()
+                call = op, comm, int(size), event.b, event.a, DTYPES[int(dtype)], int(arg), int(group)
                 found.append(Collective(*call, event.stream, index))
         return found
 
@@ -150,6 +154,12 @@ def demangle(names: Iterable[str]) -> dict[str, str]:
     mangled = sorted(name for name in set(names) if name.startswith("_Z"))
     plain = subprocess.run(["c++filt"], input="\n".join(mangled), text=True, capture_output=True, check=True).stdout
     return dict(zip(mangled, plain.split("\n")))
+
+
+def mark(name: str, a: int = 0, b: int = 0) -> None:
+    """Record a point in the program."""
+    library = ctypes.CDLL(os.environ["NULLGPU"] + "/libnullcuda.so")
+    library.nullcuda_mark(name.encode(), ctypes.c_uint64(a), ctypes.c_uint64(b))
 
 
 @contextmanager
