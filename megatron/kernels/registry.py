@@ -16,6 +16,7 @@ from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, AttentionKernel, sdpa
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
+from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Operation, check_kernel, error_summary
@@ -35,6 +36,8 @@ class Kernels:
     attention: AttentionKernel = sdpa
     linear: LinearKernel = TORCH_LINEAR
     adam: AdamKernel = adam
+    # Of the linears in blocks; None without FP8.
+    fp8: Float8Kernel | None = None
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -57,6 +60,7 @@ def select_kernels(
     dtype: torch.dtype,
     deterministic: bool = False,
     attention_dropout: bool = False,
+    fp8: Float8Recipe | None = None,
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -66,6 +70,7 @@ def select_kernels(
         dtype: of parameters and activations.
         deterministic: exclude implementations that are not bitwise reproducible.
         attention_dropout: the run drops attention weights, which only PyTorch's attention does.
+        fp8: the recipe of linears in FP8, if there are any.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used.
@@ -78,11 +83,14 @@ def select_kernels(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
+    operations = OPERATIONS if fp8 is None else OPERATIONS | {"fp8": fp8_operation(fp8)}
     for operation, choice in kernel_choices(words).items():
+        if operation not in operations:
+            continue
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         for name in _candidates(operation, choice, device):
-            implementation, refusal = _try(operation, name, device, dtype, deterministic)
+            implementation, refusal = _try(operations[operation], operation, name, device, dtype, deterministic)
             if refusal is None:
                 selected[operation], names[operation] = implementation, name
                 break
@@ -90,6 +98,11 @@ def select_kernels(
                 problems.append(_refused(operation, name, refusal))
             elif choice.name == name or not refusal.absent:
                 notes.append(f"kernels: {operation}={name} is left out: {refusal.reason}")
+    if fp8 is not None and device.type == "cuda" and names.get("fp8") == "torch":
+        if kernel_choices(words)["fp8"].name != "torch":
+            reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
+            fixes = ("--fp8-recipe tensorwise", "--kernels fp8=torch")
+            problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]
@@ -115,10 +128,10 @@ def _candidates(operation: str, choice: KernelChoice, device: torch.device) -> S
 
 
 def _try(
-    operation: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+    operation: Operation, of: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> tuple[Any, _Refusal | None]:
-    candidates = OPERATIONS[operation].candidates
-    candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{operation}={name}"]
+    candidates = operation.candidates
+    candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{of}={name}"]
     if name == "torch":
         return candidate.make(), None
     if deterministic and not candidate.deterministic:
@@ -130,7 +143,7 @@ def _try(
         implementation = candidate.make()
     except Exception as error:  # an installed package may still fail to load, in any way
         return None, _Refusal(f"it cannot be loaded ({error_summary(error)})")
-    wrong = check_kernel(OPERATIONS[operation], implementation, device, dtype)
+    wrong = check_kernel(operation, implementation, device, dtype)
     return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
 
 

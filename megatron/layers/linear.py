@@ -24,6 +24,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.kernels.linear import LinearKernel
 from megatron.layers.context import BuildContext
+from megatron.layers.fp8 import Float8Function, Float8Linear
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = context.parameter("weight"), context.bias()
-        self._spec = _LinearSpec.of(context)
+        self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=True)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _ColumnParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
+        function, spec = (_ColumnParallelFunction, self._spec) if self._fp8 is None else (Float8Function, self._fp8)
+        y: Tensor = function.apply(x_SBI, self.weight, self.bias, spec)
         return y
 
 
@@ -129,11 +131,12 @@ class RowParallelLinear(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = context.parameter("weight"), context.bias()
-        self._spec = _LinearSpec.of(context)
+        self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=False)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _RowParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
+        function, spec = (_RowParallelFunction, self._spec) if self._fp8 is None else (Float8Function, self._fp8)
+        y: Tensor = function.apply(x_SBI, self.weight, self.bias, spec)
         return y
 
 

@@ -27,6 +27,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.timing import Clock, Timers, no_clock
+from megatron.kernels.fp8 import Float8Recipe
 from megatron.kernels.registry import select_kernels
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
@@ -113,7 +114,11 @@ def build_trainer(
     dtype = DTYPES[config.precision.params_dtype]
     with clock("kernels"):
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
-        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
+        precision = config.precision
+        fp8 = None
+        if precision.fp8_format is not None:
+            fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
+        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
         check_same_kernels(notes[0], mesh.world)
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
     context = BuildContext(
@@ -125,6 +130,7 @@ def build_trainer(
         parallel.sequence_parallel,
         draw_initial_values=fresh,
         kernels=kernels,
+        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
     layers = stage_layers(model, parallel)
     pp_rank = mesh.coordinate["pp"]
@@ -147,7 +153,19 @@ def build_trainer(
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
-        config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
+        config,
+        mesh,
+        device,
+        chunks,
+        pipeline,
+        specs,
+        params,
+        buckets,
+        optimizer,
+        scaler,
+        timers,
+        notes=tuple(notes),
+        weight_casts=context.weight_casts,
     )
     if fresh:
         with clock("data"):

@@ -1,0 +1,184 @@
+"""Column- and row-parallel linear layers in FP8.
+
+The quantised values are those of one process: scales cover the whole matrix, whichever ranks hold its parts. A scale
+whose block is cut over the tensor-parallel ranks is the maximum of theirs. Sequence-parallel rows are gathered after
+the quantisation, one byte per element. T are the tokens (sequence x batch), I in, O out:
+
+===========  =================  =========================  ====================
+layer        weight             cut dimension of ``x``     of ``dy``
+===========  =================  =========================  ====================
+column       ``[O/tp, I]``      T with sequence parallel   O
+row          ``[O, I/tp]``      I                          T with sequence parallel
+===========  =================  =========================  ====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor, WeightCasts
+from megatron.layers.context import BuildContext
+
+ROWS, COLUMNS = 0, 1
+"""Dimensions of a matrix."""
+
+
+@dataclass
+class Float8Operand:
+    """A quantised operand, whose rows may have to be gathered over the sequence-parallel ranks first."""
+
+    # This rank's rows.
+    shard: Float8Tensor
+    # The ranks that hold the others; None when the rows are complete.
+    group: Group | None
+    # Each block of a scale lies in the rows of one rank.
+    scale_cut: bool
+    # The all-gathers of data and scales, once started.
+    pending: list[Pending] = field(default_factory=list)
+
+    def start(self) -> Float8Operand:
+        """Start the all-gathers, if there are any."""
+        if self.group is not None and not self.pending:
+            data, scale = self.shard
+            self.pending = [comm.start_all_gather(data.view(torch.uint8), self.group)]
+            self.pending += [comm.start_all_gather(scale, self.group)] if self.scale_cut else []
+        return self
+
+    def ungathered(self) -> Float8Operand:
+        """Return the operand without its gathered rows, to be gathered again later."""
+        return Float8Operand(self.shard, self.group, self.scale_cut)
+
+    def wait(self) -> Float8Tensor:
+        """Return all rows."""
+        if self.start().group is None:
+            return self.shard
+        data, *scale = [each.wait() for each in self.pending]
+        return Float8Tensor(data.view(self.shard.data.dtype), scale[0] if scale else self.shard.scale)
+
+
+@dataclass(frozen=True)
+class Float8Linear:
+    """The properties of a layer that its autograd function needs."""
+
+    kernel: Float8Kernel
+    casts: WeightCasts
+    grad_accumulator: GradAccumulator
+    weight: str
+    bias: str
+    tp: Group
+    sequence_parallel: bool
+    # Column-parallel, else row-parallel.
+    column: bool
+
+    @classmethod
+    def of(cls, context: BuildContext, column: bool) -> Float8Linear | None:
+        """Return those of the layer under construction; None if it is not in FP8."""
+        kernel, weight, bias = context.kernels.fp8, context.name("weight"), context.name("bias")
+        if kernel is None:
+            return None
+        sequence_parallel = context.sequence_parallel
+        return cls(
+            kernel, context.weight_casts, context.grad_accumulator, weight, bias, context.tp, sequence_parallel, column
+        )
+
+    def scale(self, x: Tensor, block: Block, dtype: torch.dtype, cut: int | None) -> Tensor:
+        """Return the scales of a matrix that is cut over the tensor-parallel ranks along dimension ``cut``."""
+        scale = self.kernel.scale(x, block, dtype)
+        return comm.all_reduce(scale, self.tp, "max") if cut is not None and block[cut] is None else scale
+
+    def operand(
+        self, x: Tensor, along: int, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
+    ) -> Float8Operand:
+        """Quantise activations or gradients ``[T, ...]``, with their scale if it is known.
+
+        Args:
+            x: the matrix.
+            along: the dimension over which the product sums.
+            dtype: to quantise to.
+            cut: the dimension that is cut over the tensor-parallel ranks.
+            scale: of its blocks.
+
+        """
+        block = self.kernel.recipe.block(along)
+        scale = self.scale(x, block, dtype, cut) if scale is None else scale
+        group = self.tp if cut == ROWS and self.tp.size > 1 else None
+        data = self.kernel.cast(x, scale, dtype, along == ROWS and group is None)
+        return Float8Operand(Float8Tensor(data, scale), group, block[ROWS] is not None)
+
+    def wgrad_operand(
+        self, x: Tensor, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
+    ) -> Float8Operand | WgradOperand:
+        """Return an operand of the weight gradient; its gather starts unless W is deferred."""
+        operand: Float8Operand | WgradOperand
+        if self.kernel.recipe.wgrad:
+            operand = self.operand(x, ROWS, dtype, cut, scale)
+        else:
+            operand = WgradOperand(x, self.tp if cut == ROWS else None)
+        return operand if self.grad_accumulator.defers_wgrad else operand.start()
+
+    def weight_operand(self, weight: Tensor, along: int) -> Float8Tensor:
+        """Return the quantised weight for a product which sums over ``along``."""
+
+        def quantize() -> Float8Tensor:
+            block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
+            scale = self.scale(weight, block, dtype, ROWS if self.column else COLUMNS)
+            return Float8Tensor(self.kernel.cast(weight, scale, dtype, along == ROWS), scale)
+
+        return self.casts.get((self.weight, along), quantize)
+
+    @property
+    def cut_rows(self) -> int | None:
+        """The cut dimension of what lies outside the tensor-parallel region: ``x`` of columns, ``dy`` of rows."""
+        return ROWS if self.sequence_parallel else None
+
+
+class Float8Function(torch.autograd.Function):
+    """``y = X W^T + b`` of a column- or row-parallel layer, with gradients ``dx = dy W`` and ``dW = dy^T X``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Float8Linear) -> Tensor:
+        recipe, rows = layer.kernel.recipe, x.flatten(0, -2)
+        operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, layer.cut_rows if layer.column else COLUMNS)
+        y = layer.kernel.forward(operand.wait(), layer.weight_operand(weight, COLUMNS), x.dtype)
+        y = y.view(-1, *x.shape[1:-1], len(weight))
+        if not layer.column:
+            y = comm.reduce_scatter(y, layer.tp) if layer.sequence_parallel else comm.all_reduce(y, layer.tp)
+        # A scale for the whole tensor serves both products of x.
+        ctx.save_for_backward(x, weight, operand.shard.scale if recipe.name == "tensorwise" else None)
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, x_scale = ctx.saved_tensors
+        layer: Float8Linear = ctx.layer
+        recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
+        x_cut, dy_cut = (layer.cut_rows, COLUMNS) if layer.column else (COLUMNS, layer.cut_rows)
+        dy_rows = dy.flatten(0, -2)
+        dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cut).start()
+        x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cut, x_scale)
+        if recipe.wgrad and recipe.name == "tensorwise":
+            dy_wgrad: Float8Operand | WgradOperand = dy_operand
+        else:
+            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut)
+        dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
+        dx = dx.view(-1, *x.shape[1:])
+        pending = Pending(dx)
+        if layer.column:
+            start = comm.start_reduce_scatter if layer.sequence_parallel else comm.start_all_reduce
+            pending = start(dx, layer.tp)
+        multiply = layer.kernel.weight_gradient if recipe.wgrad else None
+        dw = accumulator.accumulate_wgrad(layer.weight, x_wgrad, dy_wgrad, multiply=multiply)
+        db = None
+        if ctx.has_bias:
+            db = accumulator.accumulate(layer.bias, dy_rows.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+        return pending.wait(), dw, db, None
