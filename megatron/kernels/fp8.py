@@ -122,12 +122,18 @@ def block_scale(x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool)
     return scale
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """Return ``x`` divided by its scales in FP8, with contiguous columns if ``transposed``, else rows."""
+def quantize(
+    x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool, transposed: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``x`` divided by its scales in FP8, with contiguous columns if ``transposed``, else rows; and the scales.
+
+    Scales are passed if they are known.
+    """
+    scale = block_scale(x, block, dtype, power_of_two) if scale is None else scale
     largest = torch.finfo(dtype).max
     scaled = _blocks(x.to(scale.dtype), scale.shape) / scale[:, None, :, None]
     data = scaled.flatten(2).flatten(0, 1).clamp(-largest, largest).to(dtype)
-    return data.t().contiguous().t() if transposed else data.contiguous()
+    return (data.t().contiguous().t() if transposed else data.contiguous()), scale
 
 
 def emulated_product(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,12 +153,18 @@ class Float8Kernel:
     recipe: Float8Recipe
     # (a [M, K], b [N, K], dtype) -> A B^T
     product: Callable[[Float8Tensor, Float8Tensor, torch.dtype], Tensor] = emulated_product
-    block_scale: Callable[[Tensor, Block, torch.dtype, bool], Tensor] = block_scale
-    cast: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor] = cast
+    block_scale: Callable[..., Tensor] = block_scale
+    quantize_blocks: Callable[..., tuple[Tensor, Tensor]] = quantize
 
     def scale(self, x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
         """Return the scales of the blocks of ``x``; those of a larger block are the maximum of those of its parts."""
         return self.block_scale(x, block, dtype, self.recipe.name == "mxfp8")
+
+    def quantize(
+        self, x: Tensor, block: Block, dtype: torch.dtype, transposed: bool = False, scale: Tensor | None = None
+    ) -> Float8Tensor:
+        """Quantise ``x`` ``[R, C]``, with its scales if they are known; ``transposed`` makes columns contiguous."""
+        return Float8Tensor(*self.quantize_blocks(x, block, dtype, self.recipe.name == "mxfp8", transposed, scale))
 
     def forward(self, x: Float8Tensor, weight: Float8Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``x W^T``; both operands are quantised along I."""
@@ -192,7 +204,7 @@ def _scaled_mm(recipe: Float8Recipe) -> Callable[[Float8Tensor, Float8Tensor, to
         elif recipe.name == "mxfp8":
             a_scale, b_scale = swizzled(a_scale), swizzled(b_scale)
         else:
-            a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+            a_scale, b_scale = (scale.flatten().unsqueeze(1) for scale in (a_scale, b_scale))
         left, right = a.data.contiguous(), b.data.contiguous().t()
         y: Tensor = F.scaled_mm(left, right, a_scale, types[0], b_scale, b_type, swizzle, swizzle, output_dtype=dtype)
         return y
@@ -235,8 +247,7 @@ def _checks(recipe: Float8Recipe) -> Sequence[KernelCheck]:
         x, dy, weight = t
 
         def quantize(x: Tensor, along: int, dtype: torch.dtype, is_weight: bool = False) -> Float8Tensor:
-            scale = f.scale(x, recipe.block(along, is_weight), dtype)
-            return Float8Tensor(f.cast(x, scale, dtype, along == 0), scale)
+            return f.quantize(x, recipe.block(along, is_weight), dtype, along == 0)
 
         ahead, back = recipe.forward_dtype, recipe.gradient_dtype
         target = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -260,7 +271,7 @@ def fp8_operation(recipe: Float8Recipe) -> Operation:
         return _missing(recipe, device, dtype) or compiler_missing(device, dtype)
 
     def make_compiled() -> Float8Kernel:
-        return Float8Kernel(recipe, _scaled_mm(recipe), compiled(block_scale)(), compiled(cast)())
+        return Float8Kernel(recipe, _scaled_mm(recipe), compiled(block_scale)(), compiled(quantize)())
 
     candidates: dict[str, Candidate] = {
         "compiled": Candidate(make_compiled, compiled_missing),

@@ -84,9 +84,9 @@ def select_kernels(
     notes: list[str] = []
     problems: list[Problem] = []
     operations = OPERATIONS if fp8 is None else OPERATIONS | {"fp8": fp8_operation(fp8)}
-    for operation, choice in kernel_choices(words).items():
-        if operation not in operations:
-            continue
+    choices = kernel_choices(words)
+    for operation in operations:
+        choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         for name in _candidates(operation, choice, device):
@@ -98,11 +98,10 @@ def select_kernels(
                 problems.append(_refused(operation, name, refusal))
             elif choice.name == name or not refusal.absent:
                 notes.append(f"kernels: {operation}={name} is left out: {refusal.reason}")
-    if fp8 is not None and device.type == "cuda" and names.get("fp8") == "torch":
-        if kernel_choices(words)["fp8"].name != "torch":
-            reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
-            fixes = ("--fp8-recipe tensorwise", "--kernels fp8=torch")
-            problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
+    if fp8 is not None and names.get("fp8") == "torch" != choices["fp8"].name and device.type == "cuda":
+        reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
+        fixes = ("--fp8-recipe tensorwise" if dtype == torch.bfloat16 else "--bf16", "--kernels fp8=torch")
+        problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]

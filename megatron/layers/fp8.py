@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor, WeightCasts
 from megatron.layers.context import BuildContext
 
@@ -89,10 +89,19 @@ class Float8Linear:
             kernel, context.weight_casts, context.grad_accumulator, weight, bias, context.tp, sequence_parallel, column
         )
 
-    def scale(self, x: Tensor, block: Block, dtype: torch.dtype, cut: int | None) -> Tensor:
-        """Return the scales of a matrix that is cut over the tensor-parallel ranks along dimension ``cut``."""
-        scale = self.kernel.scale(x, block, dtype)
-        return comm.all_reduce(scale, self.tp, "max") if cut is not None and block[cut] is None else scale
+    def quantize(
+        self,
+        x: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        cut: int | None,
+        transposed: bool,
+        scale: Tensor | None = None,
+    ) -> Float8Tensor:
+        """Quantise a matrix that is cut over the tensor-parallel ranks along dimension ``cut``."""
+        if scale is None and cut is not None and block[cut] is None and self.tp.size > 1:
+            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), self.tp, "max")
+        return self.kernel.quantize(x, block, dtype, transposed, scale)
 
     def operand(
         self, x: Tensor, along: int, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
@@ -108,16 +117,13 @@ class Float8Linear:
 
         """
         block = self.kernel.recipe.block(along)
-        scale = self.scale(x, block, dtype, cut) if scale is None else scale
         group = self.tp if cut == ROWS and self.tp.size > 1 else None
-        data = self.kernel.cast(x, scale, dtype, along == ROWS and group is None)
-        return Float8Operand(Float8Tensor(data, scale), group, block[ROWS] is not None)
+        shard = self.quantize(x, block, dtype, cut, along == ROWS and group is None, scale)
+        return Float8Operand(shard, group, block[ROWS] is not None)
 
-    def wgrad_operand(
-        self, x: Tensor, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
-    ) -> Float8Operand | WgradOperand:
+    def wgrad_operand(self, x: Tensor, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None) -> Operand:
         """Return an operand of the weight gradient; its gather starts unless W is deferred."""
-        operand: Float8Operand | WgradOperand
+        operand: Operand
         if self.kernel.recipe.wgrad:
             operand = self.operand(x, ROWS, dtype, cut, scale)
         else:
@@ -129,8 +135,7 @@ class Float8Linear:
 
         def quantize() -> Float8Tensor:
             block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
-            scale = self.scale(weight, block, dtype, ROWS if self.column else COLUMNS)
-            return Float8Tensor(self.kernel.cast(weight, scale, dtype, along == ROWS), scale)
+            return self.quantize(weight, block, dtype, ROWS if self.column else COLUMNS, along == ROWS)
 
         return self.casts.get((self.weight, along), quantize)
 
@@ -145,13 +150,13 @@ class Float8Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Float8Linear) -> Tensor:
+        """Return ``y``, summed over the tensor-parallel ranks for a row-parallel layer."""
         recipe, rows = layer.kernel.recipe, x.flatten(0, -2)
         operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, layer.cut_rows if layer.column else COLUMNS)
         y = layer.kernel.forward(operand.wait(), layer.weight_operand(weight, COLUMNS), x.dtype)
         y = y.view(-1, *x.shape[1:-1], len(weight))
         if not layer.column:
             y = comm.reduce_scatter(y, layer.tp) if layer.sequence_parallel else comm.all_reduce(y, layer.tp)
-        # A scale for the whole tensor serves both products of x.
         ctx.save_for_backward(x, weight, operand.shard.scale if recipe.name == "tensorwise" else None)
         ctx.layer, ctx.has_bias = layer, bias is not None
         return y if bias is None else y.add_(bias)
@@ -159,6 +164,7 @@ class Float8Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return ``dx``; the gradients of weight and bias go to the accumulator."""
         x, weight, x_scale = ctx.saved_tensors
         layer: Float8Linear = ctx.layer
         recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
@@ -166,10 +172,11 @@ class Float8Function(torch.autograd.Function):
         dy_rows = dy.flatten(0, -2)
         dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cut).start()
         x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cut, x_scale)
-        if recipe.wgrad and recipe.name == "tensorwise":
-            dy_wgrad: Float8Operand | WgradOperand = dy_operand
-        else:
-            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut)
+        # A scale for the whole tensor serves both products; gathered rows too.
+        dy_wgrad: Operand = dy_operand
+        if recipe.name != "tensorwise" or dy_operand.group is None or not recipe.wgrad:
+            dy_scale = dy_operand.shard.scale if recipe.name == "tensorwise" else None
+            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut, dy_scale)
         dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
         dx = dx.view(-1, *x.shape[1:])
         pending = Pending(dx)
