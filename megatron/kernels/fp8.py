@@ -118,7 +118,7 @@ def block_scale(x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool)
     scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
     if power_of_two:  # the next one, so that nothing overflows
         mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = 0 * scale + torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())  # keeps nan and inf
     return scale
 
 
