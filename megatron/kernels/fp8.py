@@ -133,6 +133,8 @@ def quantize(
     largest = torch.finfo(dtype).max
     scaled = _blocks(x.to(scale.dtype), scale.shape) / scale[:, None, :, None]
     data = scaled.flatten(2).flatten(0, 1).clamp(-largest, largest).to(dtype)
+    if block[0] == 1:  # as cuBLAS reads the scales of 1 x 128
+        scale = scale.t().contiguous().t()
     return (data.t().contiguous().t() if transposed else data.contiguous()), scale
 
 
