@@ -52,7 +52,7 @@ class OneOf:
 
     ranks: int
     rank: int = 0
-    world = embedding_group = tp = Group()
+    world = embedding_group = tp = dp_cp = Group()
 
     def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the group that shards the buckets."""
@@ -86,7 +86,7 @@ def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple
     for name, gradient in values_of(specs, 1, GRADIENT).items():
         buckets.target(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
-    return optimizer, {WHOLE: lambda: optimizer.update(RATES, one), RULE: lambda: optimizer._update(RATES, go)}
+    return optimizer, {WHOLE: lambda: optimizer.update(RATES, one), RULE: lambda: optimizer._update(RATES, go, one)}
 
 
 def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str, nn.Parameter], Contestant]:

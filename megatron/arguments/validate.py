@@ -146,15 +146,28 @@ def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject flash-attn on documents: their number is an argument of its call and differs in every step."""
+    """Reject FlashAttention on documents: their number is an argument of its call and differs in every step."""
     words = config.compute.kernels
     if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
         return
-    if kernel_choices(words)["attention"].name in ("auto", "flash_attn"):
-        selection = f"which --kernels {' '.join(words)} selects where it is installed"
-        sentence = f"--cuda-graph step cannot capture flash-attn on documents, {selection}"
+    name = kernel_choices(words)["attention"].name
+    if name in ("auto", "flash_attn", "varlen"):
+        kernel = "flash_attn or varlen, which --kernels auto selects" if name == "auto" else name
+        sentence = f"--cuda-graph step cannot capture attention to documents with {kernel}"
         others = [word for word in words if not word.startswith("attention=")]
         yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
+
+
+def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that symmetric memory, where it is requested, has GPUs and is not captured."""
+    method, fixes = config.parallel.tp_comm_overlap_method, ("--tp-comm-overlap-method pipelined",)
+    if method != "symmetric_memory":
+        return
+    if config.training.device == "cpu":
+        yield Problem("E930", f"--tp-comm-overlap-method {method} needs GPUs, and this run uses CPUs", fixes)
+    if config.compute.cuda_graph == "step":
+        sentence = f"--tp-comm-overlap-method {method} is untested with --cuda-graph step"
+        yield Problem("E931", sentence, (*fixes, *OPTIMIZER_ONLY))
 
 
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -308,6 +321,7 @@ NOTES = (
     model.pipeline_notes,
     model.expert_notes,
     model.sharding_notes,
+    fp8.fp8_notes,
 )
 """Functions of a configuration without problems and the number of ranks; they yield notes of one line."""
 

@@ -12,6 +12,9 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", 
 ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
 
+TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
+"""Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.tensor_parallel` has them."""
+
 SEVERAL_STAGES = Need("several_stages", "several stages")
 INTERLEAVED = Need(
     "interleaved_stages",
@@ -29,6 +32,11 @@ class ParallelConfig:
         False, role="free", needs=Need(lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1")
     )
     """Shard the sequence over TP ranks outside the tensor-parallel regions."""
+    tp_comm_overlap: bool = option(False, role="free", needs="sequence_parallel")
+    """Overlap the all-gathers and reduce-scatters of tensor-parallel linears with their matrix products."""
+    tp_comm_overlap_method: str | None = option(None, role="free", choices=TP_OVERLAP_METHODS, needs="tp_comm_overlap")
+    """pipelined (collectives of parts), or symmetric_memory (PyTorch's fused operations). Default: the latter where
+    the TP ranks are GPUs that read each other's memory, and the step is not captured."""
     pipeline_model_parallel_size: int = option(1, role="free", at_least=1)
     """Pipeline parallelism: ranks that shard the layers (PP)."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None, role="free", at_least=1)
@@ -65,8 +73,8 @@ class ParallelConfig:
     """Timeout of every collective. A collective that takes longer ends the run."""
     overlap_grad_reduce: bool = option(True, role="free")
     """Overlap the reduction of gradient buckets with the backward pass."""
-    ddp_bucket_size: int = option(40_000_000, role="free", at_least=1)
-    """Elements per gradient bucket."""
+    ddp_bucket_size: int | None = option(None, role="free", at_least=1)
+    """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
     use_distributed_optimizer: bool = option(False, role="free")
@@ -78,6 +86,10 @@ class ParallelConfig:
     """Groups of data-parallel ranks that each hold a complete copy of the sharded state."""
     overlap_param_gather: bool = option(False, role="free")
     """Overlap the all-gather of updated weights with the next forward pass."""
+
+    def bucket_size(self, data_parallel_ranks: int) -> int:
+        """Return the elements per gradient bucket; by default they grow with the ranks that a bucket is cut for."""
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_ranks)
 
     @property
     def zero_stage(self) -> int:

@@ -258,8 +258,9 @@ class TrainingConfig:
     """selective: modules to recompute."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
-    cross_entropy_chunk_size: int = option(1024, role="free", at_least=1)
-    """Tokens per chunk of the loss; only one chunk of logits exists at a time."""
+    cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
+    """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
+    on a GPU; 1,024 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,8 @@ class OptimizerConfig:
     """Use Nesterov momentum in muon."""
     muon_num_ns_steps: int = option(5, role="schedule", at_least=1, needs="optimizer=muon")
     """Newton-Schulz iterations of muon."""
+    muon_fp32_matmul_prec: str = option("medium", role="free", choices=("medium", "high"), needs="optimizer=muon")
+    """Matrix products of muon's iterations on a GPU: medium (rounded to bf16) or high (fp32). CPUs use fp32."""
     muon_scale_mode: str = option(
         "spectral", role="schedule", choices=("spectral", "unit_rms_norm", "shape_scaling"), needs="optimizer=muon"
     )
@@ -535,7 +538,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "activation": ("compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
-    "attention": ("flash_attn", "cudnn", "torch"),
+    "attention": ("cudnn", "flash_attn", "varlen", "torch"),
     "linear": ("apex", "addmm", "torch"),
     "adam": ("apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),

@@ -14,6 +14,8 @@ operation       bytes sent by a rank        B
 all-reduce      2 B (n - 1) / n             the tensor
 reduce-scatter  B (n - 1) / n               the rank's input
 all-gather      B (n - 1) / n               the result
+broadcast       B (n - 1) / n, on average   the tensor
+reduce          B (n - 1) / n, on average   the tensor
 all-to-all      rows for other ranks
 send            B                           the tensor
 ==============  ==========================  ========================================
@@ -21,7 +23,9 @@ send            B                           the tensor
 
 from __future__ import annotations
 
+import importlib
 import json
+import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,7 +38,7 @@ from torch import Tensor
 from megatron.distributed.timing import COMMUNICATION_PREFIX, Stopwatch, profiler_range
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
-ALL_TO_ALL, SEND = "all-to-all", "send"
+BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send"
 
 
 class CommMeter(Stopwatch):
@@ -174,6 +178,22 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
+def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
+    """Start copying ``x`` of rank ``source`` of the group into ``x`` of the others."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    group.sends(BROADCAST, x.nbytes)
+    return Pending(x, dist.broadcast(x, group.ranks[source], group.handle, async_op=True), group)
+
+
+def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
+    """Start summing ``x`` over ranks, in place on rank ``target`` of the group; on the others ``x`` becomes invalid."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    group.sends(REDUCE, x.nbytes)
+    return Pending(x, dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True), group)
+
+
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
     """Start an all-to-all of ``[size * n, ...]``: ``n`` rows for every rank -> ``n`` rows from every rank."""
     if group.size == 1:
@@ -235,6 +255,58 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     with group.blocked(x):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
+
+
+def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the gathered ``x`` and its product with ``matrix``, fused by symmetric memory.
+
+    Args:
+        x: ``[n, ..., in]`` of this rank, on a GPU.
+        matrix: ``[in, out]``.
+        group: ranks for which :func:`symmetric_memory_missing` has returned None.
+
+    """
+    handle = _handle(group)
+    group.sends(ALL_GATHER, x.nbytes * group.size)
+    rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, handle.group_name)
+    return rows, y
+
+
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
+    """Return this rank's rows of the product of ``x`` and ``matrix``, summed over ranks; see :func:`all_gather_matmul`.
+
+    Args:
+        x: ``[size * n, ..., in]``.
+        matrix: ``[in, out]`` of this rank.
+        group: the ranks.
+
+    """
+    handle = _handle(group)
+    y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, handle.group_name)
+    group.sends(REDUCE_SCATTER, y.nbytes * group.size)
+    return y
+
+
+def symmetric_memory_missing(group: Group, device: torch.device) -> str | None:
+    """Return why the GPUs of a group cannot read each other's memory, or None if they can. Collective."""
+    if device.type != "cuda" or not group.has_peers:
+        return "it needs GPUs"
+    if len(set(all_gather_objects(socket.gethostname(), group))) > 1:
+        return "the tensor-parallel ranks are on several machines"
+    try:
+        memory = importlib.import_module("torch.distributed._symmetric_memory")  # also registers the fused operations
+        tensor = memory.empty(256, dtype=torch.uint8, device=device)
+        memory.rendezvous(tensor, _handle(group).group_name)
+        found = ""
+    except (ImportError, AttributeError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {error}".splitlines()[0]
+    return next(filter(None, all_gather_objects(found, group)), None)
+
+
+def _handle(group: Group) -> dist.ProcessGroup:
+    if group.handle is None:
+        raise ValueError("a group of one rank has no communicator")
+    return group.handle
 
 
 def _rows_like(x: Tensor, rows: int) -> Tensor:

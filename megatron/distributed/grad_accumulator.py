@@ -6,11 +6,14 @@ queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.distributed import comm
@@ -70,26 +73,43 @@ class GradAccumulator:
     sharded ones).
     """
 
-    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad) -> None:
-        # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
-        self.multiply = multiply
+    def __init__(self, multiply: Callable[..., None] = accumulate_wgrad, queue_vectors: bool = False) -> None:
+        """Create an accumulator, which is to be bound to buffers.
+
+        Args:
+            multiply: the kernel that multiplies the operands of a linear's weight gradient into a buffer.
+            queue_vectors: let gradients of norms and biases wait until their bucket is complete. A few kernels then add
+                all of them, instead of a launch for each on a GPU.
+
+        """
+        self.multiply, self._queue_vectors = multiply, queue_vectors
         # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
         # it, the layer that computes the loss can accumulate its weight gradient during forward.
         self.loss_grad: Tensor | None = None
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
+        self._is_first: Callable[[str], bool] = lambda name: False
+        self._queued_vectors: dict[str, Tensor] = {}  # they wait for flush()
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self._deferred_to: tuple[int, int] | None = None
 
-    def bind(self, target: Callable[[str], Tensor], contributed: Callable[[str], None]) -> None:
+    def bind(
+        self,
+        target: Callable[[str], Tensor],
+        contributed: Callable[[str], None],
+        is_first: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """Connect the accumulator to the gradient buffers.
 
         Args:
             target: maps a parameter's name to the tensor for its next contribution: local stored shape, at least fp32.
-            contributed: called with the name after each contribution.
+            contributed: called with the name after each contribution. The contribution may still be queued: call
+                :meth:`flush` before the target is read.
+            is_first: called with the name once for each contribution, after ``target``; True if it has to overwrite the
+                target, whose content is left from an earlier step.
 
         """
-        self._target, self._contributed = target, contributed
+        self._target, self._contributed, self._is_first = target, contributed, is_first
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
         """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
@@ -130,35 +150,76 @@ class GradAccumulator:
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
         target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
+        first = self._is_first(name)
         if rows is None:
-            multiply(target, x_rows, dy_rows)
+            multiply(target, x_rows, dy_rows, beta=float(not first))
         else:
             split = zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True)
             for weight_target, weight_x, weight_dy in split:
                 if len(weight_x):
-                    multiply(weight_target, weight_x, weight_dy)
+                    multiply(weight_target, weight_x, weight_dy, beta=float(not first))
+                elif first:
+                    weight_target.zero_()
         self._contributed(name)
         return None
 
-    def accumulate_rows(self, name: str, indices: Tensor, dy: Tensor) -> Tensor | None:
-        """Add ``dy`` ``[n, h]`` to the rows ``indices`` ``[n]`` of an embedding's gradient."""
+    @contextmanager
+    def accumulate_products(self, name: str) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """Yield a function of ``(x, dy)`` that adds ``dy^T x`` to a weight's gradient; all calls are one contribution.
+
+        At least one call is needed.
+        """
         target = self._target(name)
-        if target.is_cuda:  # sorts the indices; index_add_ would add in any order, and so differ from run to run
-            target.index_put_((indices,), dy.to(target.dtype), accumulate=True)
+        betas = chain((float(not self._is_first(name)),), repeat(1.0))
+        yield lambda x, dy: self.multiply(target, x, dy, beta=next(betas))
+        self._contributed(name)
+
+    def accumulate_rows(self, name: str, rows: Tensor | slice, dy: Tensor) -> Tensor | None:
+        """Add ``dy`` ``[n, h]`` to rows of an embedding's gradient, given as indices ``[n]`` or as a range."""
+        target = self._target(name)
+        if self._is_first(name):
+            target.zero_()
+        if isinstance(rows, slice):
+            target[rows].add_(dy)
         else:
-            target.index_add_(0, indices, dy.to(target.dtype))
+            target.index_add_(0, rows, dy.to(target.dtype))  # sorts the indices if torch must be deterministic
         self._contributed(name)
         return None
 
-    def accumulate(self, name: str, grad: Tensor, scale: Tensor | float = 1.0) -> Tensor | None:
-        """Add ``scale * grad`` (local stored shape) to the gradient of ``name``."""
-        target = self._target(name)
-        if isinstance(scale, Tensor):
-            target.addcmul_(grad.to(target.dtype), scale.to(target.dtype))
+    def accumulate(self, name: str, grad: Tensor) -> Tensor | None:
+        """Add ``grad`` (local stored shape) to the gradient of ``name``."""
+        if self._queue_vectors and grad.dim() == 1:
+            if name in self._queued_vectors:
+                self.flush()
+            self._queued_vectors[name] = grad
         else:
-            target.add_(grad, alpha=scale)
+            target = self._target(name)
+            target.copy_(grad) if self._is_first(name) else target.add_(grad)
         self._contributed(name)
         return None
+
+    def flush(self) -> None:
+        """Add the queued gradients to their targets, with few kernels."""
+        queued, self._queued_vectors = self._queued_vectors, {}
+        groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for name, grad in queued.items():
+            target = self._target(name)
+            groups[self._is_first(name), grad.dtype].append((target, grad))
+        for (first, dtype), pairs in groups.items():
+            targets, grads = map(list, zip(*pairs))
+            if first:
+                torch._foreach_copy_(targets, grads)
+                continue
+            if dtype != targets[0].dtype:  # a sum of two dtypes would be a kernel per tensor
+                wide = [torch.empty_like(target) for target in targets]
+                torch._foreach_copy_(wide, grads)
+                grads = wide
+            torch._foreach_add_(targets, grads)
+
+    def discard_pending(self) -> None:
+        """Discard what an aborted step left in the queues."""
+        self._queued_vectors.clear()
+        self._queues.clear()
 
     @contextmanager
     def deferring_wgrad(self, chunk: int, microbatch: int) -> Iterator[None]:

@@ -39,11 +39,12 @@ class AdamSettings:
     eps: float
 
 
-AdamKernel = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor], None]
-"""``adam(state, grads, settings, lr, weight_decay, skip)``: AdamW, bias-corrected (Loshchilov & Hutter 2019).
+AdamKernel = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor, Tensor | None], None]
+"""``adam(state, grads, settings, lr, weight_decay, skip, grad_scale)``: AdamW, bias-corrected.
 
-``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is 1 nothing changes, including
-the step counts.
+By Loshchilov & Hutter 2019. ``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is
+1 nothing changes, including the step counts. ``grad_scale`` is None or such a tensor: fp32 gradients are first divided
+by it, in place.
 """
 
 
@@ -54,6 +55,7 @@ def adam(
     lr: float | Tensor,
     weight_decay: float,
     skip: Tensor,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Run :data:`AdamKernel` with torch's fused kernel."""
     adamw(
@@ -64,6 +66,7 @@ def adam(
         [],
         state.step_counts,
         fused=True,
+        grad_scale=grad_scale,
         found_inf=skip,
         amsgrad=False,
         beta1=settings.beta1,
@@ -92,7 +95,9 @@ def _apex() -> AdamKernel:
         lr: float | Tensor,
         weight_decay: float,
         skip: Tensor,
+        grad_scale: Tensor | None = None,
     ) -> None:
+        one = torch.ones(1, dtype=torch.float32, device=skip.device)
         rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=skip.device)
         torch._foreach_add_(state.step_counts, 1.0 - skip)
         kernels.multi_tensor_adam_capturable(
@@ -107,14 +112,14 @@ def _apex() -> AdamKernel:
             1,  # decoupled weight decay
             1,  # bias correction
             weight_decay,
-            torch.ones(1, dtype=torch.float32, device=skip.device),  # gradients are already unscaled
+            one if grad_scale is None else one / grad_scale,
         )
 
     return apex_adam
 
 
 def _checks() -> Sequence[KernelCheck]:
-    """Compare moments, counts and the change of the weights (more sensitive than the weights) after three steps."""
+    """Compare moments, counts, gradients and the change of the weights (more sensitive than these) of three steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((7, 5), (3,))
     params, *grads = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4))
@@ -128,9 +133,10 @@ def _checks() -> Sequence[KernelCheck]:
         state, settings = AdamState(after, moments[0], moments[1], counts), AdamSettings(0.9, 0.95, 1e-3)
         for at, skip in ((0, 0.0), (2, 1.0), (4, 0.0)):
             flag = torch.full((), skip, dtype=torch.float32, device=after[0].device)
-            f(state, grads[at : at + 2], settings, torch.full_like(flag, 0.125), 0.25, flag)
+            scale = torch.full_like(flag, 4.0) if at else None
+            f(state, grads[at : at + 2], settings, torch.full_like(flag, 0.125), 0.25, flag, scale)
         changes = [a - b for a, b in zip(after, before)]
-        return [*changes, *moments[0], *moments[1], *counts]
+        return [*changes, *moments[0], *moments[1], *counts, *grads]
 
     return [KernelCheck(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
 

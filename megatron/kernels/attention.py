@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
@@ -71,6 +71,13 @@ class AttentionMask:
         return len(self.keys) == 1 and self.queries == self.keys
 
     @property
+    def queries_end_keys(self) -> bool:
+        """True if the queries are the last of the keys: all of them, or new tokens after cached ones."""
+        return len(self.queries) == len(self.keys) == 1 and (
+            self.keys[0].start <= self.queries[0].start and self.queries[0].stop == self.keys[0].stop
+        )
+
+    @property
     def is_causal(self) -> bool:
         """True for the plain causal mask, for which kernels need no tensor."""
         return self.aligned and self.window is None and self.key_documents is None
@@ -122,7 +129,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 
 
 def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-    """Compute attention with SDPA, which picks among PyTorch's kernels."""
+    """Compute attention with SDPA, which picks among PyTorch's kernels other than cuDNN (see :func:`cudnn`)."""
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
     if queries > 1 and q_SBND.is_cuda and not (mask.is_causal and q_SBND.dtype in HALF_DTYPES):
@@ -130,78 +137,168 @@ def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) ->
         k_BGTD, v_BGTD = (t.repeat_interleave(queries, dim=1) for t in (k_BGTD, v_BGTD))
     grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
     dense = None if mask.is_causal else mask.dense
-    y_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, dense, is_causal=mask.is_causal, enable_gqa=grouped)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # takes 1 us, sdpa_kernel() 25
+    try:
+        y_BNSD = F.scaled_dot_product_attention(
+            q_BNSD, k_BGTD, v_BGTD, dense, is_causal=mask.is_causal, enable_gqa=grouped
+        )
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
     return y_BNSD.permute(2, 0, 1, 3)
 
 
 def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-    """Compute attention with cuDNN where it supports the inputs; dense masks go to :func:`sdpa`."""
-    if not mask.is_causal:
-        return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
+    """Compute plain causal attention with cuDNN, by the operator that SDPA calls when it picks cuDNN."""
+    q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
+    y_BNSD = torch._scaled_dot_product_cudnn_attention(q_BNSD, k_BGSD, v_BGSD, None, True, 0.0, True)[0]
+    return y_BNSD.permute(2, 0, 1, 3)
 
 
-def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not half_on_gpu(device, dtype):
-        return "cuDNN attention needs bf16 or fp16 on a GPU"
-    q = torch.empty(1, 4, 64, 64, device=device, dtype=dtype)
-    k = q[:, :2]
-    usable = torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True))
-    return None if usable else "cuDNN attention is not available on this GPU"
+def _cudnn_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
+    """Return True for plain causal attention in training.
+
+    Masks are left to others because their gradients can be NaN (https://github.com/pytorch/pytorch/issues/196678), and
+    inference because cuDNN builds a plan for every new length.
+    """
+    return mask.is_causal and torch.is_grad_enabled() and _can_use(can_use_cudnn_attention, q_SBND)
 
 
-def _flash_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+def _cudnn_fast(device: torch.device) -> bool:
+    """Return True for Hopper and data-centre Blackwell.
+
+    Elsewhere FlashAttention 2 is as fast or faster (https://github.com/huggingface/transformers/pull/48163).
+    """
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int], Tensor]
+"""``flash(q, k, v, boundaries, longest, window) -> y`` for tensors ``[batch, sequence, heads, channels]``.
+
+With the boundaries of documents they are ``[tokens, heads, channels]``. ``longest`` are the largest numbers of queries
+and of keys, ``window`` is the number of visible tokens before a query, or -1 for all.
+"""
+
+
+def _flash_attention(flash: FlashKernel) -> AttentionKernel:
+    """Return the attention of a FlashAttention kernel; documents become separate sequences."""
+
+    def attention(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
+        q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
+        longest, window = (q.shape[1], k.shape[1]), -1 if mask.window is None else mask.window - 1
+        if mask.key_documents is None:
+            return flash(q, k, v, None, longest, window).transpose(0, 1)
+        flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
+        y = flash(flat_q, flat_k, flat_v, mask.boundaries, longest, window)
+        return y.unflatten(0, q.shape[:2]).transpose(0, 1)
+
+    return attention
+
+
+def _flash_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
+    return q_SBND.shape[3] <= 256 and (mask.queries_end_keys if mask.key_documents is None else mask.aligned)
+
+
+def _flash_attn() -> AttentionKernel:
+    """Load the flash-attn package (version 2)."""
+    package: Any = importlib.import_module("flash_attn")
+
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, longest: tuple[int, int], window: int
+    ) -> Tensor:
+        options = {
+            "causal": True,
+            "window_size": (window, 0),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if boundaries is None:
+            y: Tensor = package.flash_attn_func(q, k, v, **options)
+        else:
+            y = package.flash_attn_varlen_func(q, k, v, boundaries, boundaries, *longest, **options)
+        return y
+
+    return _flash_attention(flash)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, longest: tuple[int, int], window: int
+) -> Tensor:
+    """Call PyTorch's FlashAttention 2 by the operator behind SDPA and :func:`torch.nn.attention.varlen.varlen_attn`.
+
+    The former takes no window. The latter takes ten times as long on the host, needs copies of samples, and its
+    arguments differ between releases.
+    """
+    y: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, boundaries, boundaries, *longest, 0.0, True, False, window_size_left=window
+    )[0]
+    return y
+
+
+def _varlen_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
+    shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask)
+    return shape_fits and _can_use(can_use_flash_attention, q_SBND)
+
+
+def _can_use(kernel: Callable[[SDPAParams], bool], q_SBND: Tensor) -> bool:
+    """Return True if SDPA could call a kernel on this GPU with these queries and as many keys.
+
+    Limits of the numbers of keys and of key heads are those of SDPA, not of the kernels that are called here.
+    """
+    q_BNSD = q_SBND.permute(1, 2, 0, 3)
+    return kernel(SDPAParams(q_BNSD, q_BNSD, q_BNSD, None, 0.0, True, False))
+
+
+def _missing(kernel: str, can_use: Callable[[SDPAParams], bool]) -> Callable[[torch.device, torch.dtype], str | None]:
+    def missing(device: torch.device, dtype: torch.dtype) -> str | None:
+        if not half_on_gpu(device, dtype):
+            return f"{kernel} needs bf16 or fp16 on a GPU"
+        usable = _can_use(can_use, torch.empty(64, 1, 4, 64, device=device, dtype=dtype))
+        return None if usable else f"{kernel} is not available on this GPU"
+
+    return missing
+
+
+def _flash_attn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if not half_on_gpu(device, dtype):
         return "flash-attn needs bf16 or fp16 on a GPU"
     return missing_modules("flash_attn")
 
 
-def _flash() -> AttentionKernel:
-    """Load the flash-attn package (version 2); documents become separate sequences."""
-    package: Any = importlib.import_module("flash_attn")
-
-    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-        if not mask.aligned:
-            return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
-        q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
-        options = {
-            "causal": True,
-            "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
-        if mask.key_documents is None:
-            y: Tensor = package.flash_attn_func(q, k, v, **options)
-            return y.transpose(0, 1)
-        ends, longest = mask.boundaries, q.shape[1]
-        flat = (t.flatten(0, 1) for t in (q, k, v))
-        y = package.flash_attn_varlen_func(*flat, ends, ends, longest, longest, **options)
-        return y.unflatten(0, q.shape[:2]).transpose(0, 1)
-
-    return flash_attn
-
-
 def _checks() -> Sequence[KernelCheck]:
+    """Return calls with plain, windowed and document masks, and with cached keys; longer than a kernel's blocks."""
+    length = 160
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(32, 2, 4, 64, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 32, 2, 2, 64, generator=generator, dtype=torch.float64)
-    documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
+    q = torch.randn(length, 2, 4, 64, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, length, 2, 2, 64, generator=generator, dtype=torch.float64)
+    two_documents = torch.tensor([[0] * 10 + [1] * (length - 10), [0] * length])
 
-    def check(window: int | None, documents: Tensor | None) -> KernelCheck:
+    def check(window: int | None, documents: Tensor | None, first_query: int = 0) -> KernelCheck:
         def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
-            return (f(t[0], t[1], t[2], AttentionMask.of_sequence(32, t[0].device, window, parts)),)
+            mask = AttentionMask.of_sequence(length, t[0].device, window, parts, first_query)
+            return (f(t[0], t[1], t[2], mask),)
 
-        return KernelCheck(run, (q, k, v))
+        return KernelCheck(run, (q[first_query:], k, v))
 
-    return [check(window, parts) for parts in (None, documents) for window in (None, 7)]
+    whole = [check(window, parts) for parts in (None, two_documents) for window in (None, 7)]
+    return [*whole, check(None, None, length - 3), check(7, None, length - 3)]
 
 
 ATTENTION = Operation(
     {
-        "flash_attn": Candidate(_flash, _flash_missing),
-        "cudnn": Candidate(lambda: cudnn, _cudnn_missing, deterministic=False),
+        "cudnn": Candidate(
+            lambda: cudnn,
+            _missing("cuDNN attention", can_use_cudnn_attention),
+            deterministic=False,
+            fast=_cudnn_fast,
+            covers=_cudnn_covers,
+        ),
+        "flash_attn": Candidate(_flash_attn, _flash_attn_missing, covers=_flash_covers),
+        "varlen": Candidate(
+            lambda: _flash_attention(_varlen),
+            _missing("FlashAttention of PyTorch", can_use_flash_attention),
+            covers=_varlen_covers,
+        ),
         "torch": Candidate(lambda: sdpa),
     },
     _checks,

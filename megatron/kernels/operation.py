@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Covers = Callable[..., bool]
+"""Returns True for the calls that an implementation takes, given their arguments. Cheap."""
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -39,6 +43,10 @@ class Candidate:
     missing: Callable[[torch.device, torch.dtype], str | None] = always_available
     # Forward and backward are bitwise reproducible, at least under ``torch.use_deterministic_algorithms``.
     deterministic: bool = True
+    # Whether ``auto`` uses it on a GPU where it works.
+    fast: Callable[[torch.device], bool] = lambda device: True
+    # Other calls go to the next candidate; None takes all. For operations that are one function.
+    covers: Covers | None = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,26 @@ class Operation:
     checks: Callable[[], Sequence[KernelCheck]]
 
 
-def check_kernel(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Check an implementation; return what is wrong with it, or None.
+def combine(parts: Sequence[tuple[Any, Covers | None]]) -> Any:
+    """Return an implementation that passes each call to the first of ``parts`` that covers it; None covers all."""
+    partial = list(takewhile(lambda part: part[1] is not None, parts))
+    rest = parts[len(partial)][0]
+    if not partial:
+        return rest
+
+    def call(*inputs: Any) -> Any:
+        for implementation, covers in partial:
+            if covers is not None and covers(*inputs):
+                return implementation(*inputs)
+        return rest(*inputs)
+
+    return call
+
+
+def check_kernel(
+    operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype, covers: Covers | None = None
+) -> str | None:
+    """Check an implementation on the calls that it covers; return what is wrong with it, or None.
 
     Outputs and gradients must be as close to those of ``torch`` in fp64 as those of ``torch`` in ``dtype`` are, up to a
     factor of 3 for another order of rounding. Distances are relative, over whole tensors. Outputs wider than ``dtype``
@@ -88,9 +114,13 @@ def check_kernel(operation: Operation, implementation: Any, device: torch.device
     """
     allowance = (64 if dtype == torch.float64 else 2) * torch.finfo(dtype).eps
     reference = operation.candidates["torch"].make()
+    implementation = combine([(implementation, covers), (reference, None)])
     for check in operation.checks():
         exact = check.outcome(reference, torch.device("cpu"), torch.float64, dtype)
-        usual = check.outcome(reference, device, dtype, dtype)
+        try:
+            usual = check.outcome(reference, device, dtype, dtype)
+        except Exception as failure:  # other operations may still work
+            return f"cannot be compared with torch, which failed on {device.type} ({error_summary(failure)})"
         try:
             found = check.outcome(implementation, device, dtype, dtype)
         except Exception as failure:  # of any kind: the run can use another implementation

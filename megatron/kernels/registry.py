@@ -19,7 +19,7 @@ from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
-from megatron.kernels.operation import Candidate, Operation, check_kernel, error_summary
+from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
 from megatron.kernels.rotary import ROTARY, RotaryKernel, rotary
 
 
@@ -73,7 +73,8 @@ def select_kernels(
         fp8: the recipe of linears in FP8, if there are any.
 
     Returns:
-        The kernels, and lines to print: what was selected, and which requested implementations are not used.
+        The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
+        the best implementation does not cover go to the next one: plain causal attention to cuDNN, windows elsewhere.
 
     Raises:
         UserError: when an implementation that was requested for one operation by name cannot be used.
@@ -89,16 +90,19 @@ def select_kernels(
         choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
-        for name in _candidates(operation, choice, device):
-            implementation, refusal = _try(operations[operation], operation, name, device, dtype, deterministic)
-            if refusal is None:
-                selected[operation], names[operation] = implementation, name
-                break
-            if choice.alone:
-                problems.append(_refused(operation, name, refusal))
-            elif choice.name == name or not refusal.absent:
-                notes.append(f"kernels: {operation}={name} is left out: {refusal.reason}")
-    if fp8 is not None and names.get("fp8") == "torch" != choices["fp8"].name and device.type == "cuda":
+        parts: dict[str, tuple[Any, Covers | None]] = {}
+        for name in _candidates(operations[operation], operation, choice, device):
+            found = _try(operations[operation], operation, name, device, dtype, deterministic)
+            if not isinstance(found, _Refusal):
+                parts[name] = found
+                if found[1] is None:
+                    break
+            elif choice.alone:
+                problems.append(_refused(operation, name, found))
+            elif choice.name == name or not found.absent:
+                notes.append(f"kernels: {operation}={name} is left out: {found.reason}")
+        selected[operation], names[operation] = combine(list(parts.values())), "+".join(parts)
+    if fp8 is not None and device.type == "cuda" and names["fp8"] == "torch" and choices["fp8"].name == "auto":
         reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
         fixes = ("--fp8-recipe tensorwise" if dtype == torch.bfloat16 else "--bf16", "--kernels fp8=torch")
         problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
@@ -117,33 +121,35 @@ class _Refusal:
     code: str = "E903"
 
 
-def _candidates(operation: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
-    """Return the candidates to try, best first; on CPUs ``auto`` is torch."""
+def _candidates(operation: Operation, of: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
+    """Return the candidates to try, best first and torch last; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
-        return KERNEL_CANDIDATES[operation] if device.type == "cuda" else ("torch",)
-    return (choice.name,) if choice.alone or choice.name == "torch" else (choice.name, "torch")
+        names = KERNEL_CANDIDATES[of] if device.type == "cuda" else ("torch",)
+        return [name for name in names if operation.candidates[name].fast(device)]
+    return ("torch",) if choice.name == "torch" else (choice.name, "torch")
 
 
 def _try(
     operation: Operation, of: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
-) -> tuple[Any, _Refusal | None]:
+) -> tuple[Any, Covers | None] | _Refusal:
+    """Return an implementation and the calls that it covers, or why it is not used."""
     candidates = operation.candidates
     candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{of}={name}"]
     if name == "torch":
         return candidate.make(), None
     if deterministic and not candidate.deterministic:
-        return None, _Refusal("its results are not bitwise reproducible", absent=True, code="E902")
+        return _Refusal("its results are not bitwise reproducible", absent=True, code="E902")
     missing = candidate.missing(device, dtype)
     if missing is not None:
-        return None, _Refusal(missing, absent=True)
+        return _Refusal(missing, absent=True)
     try:
         implementation = candidate.make()
     except Exception as error:  # an installed package may still fail to load, in any way
-        return None, _Refusal(f"it cannot be loaded ({error_summary(error)})")
-    wrong = check_kernel(operation, implementation, device, dtype)
-    return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
+        return _Refusal(f"it cannot be loaded ({error_summary(error)})")
+    wrong = check_kernel(operation, implementation, device, dtype, candidate.covers)
+    return (implementation, candidate.covers) if wrong is None else _Refusal(f"it {wrong}")
 
 
 def _refused(operation: str, name: str, refusal: _Refusal) -> Problem:

@@ -13,6 +13,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.fp8 import WeightCasts
 from megatron.kernels.registry import Kernels
@@ -38,6 +39,8 @@ class BuildContext:
     seed: int = 1234
     # Shard activations over the sequence between tensor-parallel regions.
     sequence_parallel: bool = False
+    # Overlap of tensor-parallel communication with products; has no effect without sequence parallelism.
+    tp_overlap: TPComm | None = None
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
     draw_initial_values: bool = True
     kernels: Kernels = Kernels()

@@ -20,27 +20,48 @@ class _ShardedLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, first: int, grad_accumulator: GradAccumulator, name: str
+        ctx: Any, weight: Tensor, ids: Tensor, first: int | None, grad_accumulator: GradAccumulator, name: str
     ) -> Tensor:
-        local = ids - first
-        held = (local >= 0) & (local < weight.shape[0])
-        local = local.where(held, 0)
-        ctx.save_for_backward(local, held)
         ctx.grad_accumulator, ctx.name = grad_accumulator, name
-        return F.embedding(local, weight) * held.unsqueeze(-1)
+        if first is None:
+            ctx.save_for_backward(ids, None)
+            return F.embedding(ids, weight)
+        local = ids - first
+        held = ((local >= 0) & (local < weight.shape[0])).unsqueeze(-1)
+        local = local.where(held.squeeze(-1), 0)
+        ctx.save_for_backward(local, held)
+        return F.embedding(local, weight) * held
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, held = ctx.saved_tensors
-        rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
+        rows = (dy if held is None else dy * held).flatten(0, -2)
         return ctx.grad_accumulator.accumulate_rows(ctx.name, local.flatten(), rows), None, None, None, None
 
 
-class EmbeddingShard(nn.Module):
-    """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank holds the row."""
+class _AddPositions(torch.autograd.Function):
+    """``y[s, b] = x[s, b] + W[first + s]``; backward sums ``dy`` over the samples."""
 
-    def __init__(self, context: BuildContext, first: int = 0) -> None:
+    @staticmethod
+    def forward(
+        ctx: Any, x_SBH: Tensor, weight: Tensor, first: int, grad_accumulator: GradAccumulator, name: str
+    ) -> Tensor:
+        ctx.rows, ctx.grad_accumulator, ctx.name = slice(first, first + len(x_SBH)), grad_accumulator, name
+        return x_SBH + weight[ctx.rows].unsqueeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SBH: Tensor) -> tuple[Tensor | None, ...]:
+        rows_SH = dy_SBH.sum(1, dtype=torch.promote_types(dy_SBH.dtype, torch.float32))
+        return dy_SBH, ctx.grad_accumulator.accumulate_rows(ctx.name, ctx.rows, rows_SH), None, None, None
+
+
+class EmbeddingShard(nn.Module):
+    """Rows of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank holds the row."""
+
+    def __init__(self, context: BuildContext, first: int | None = None) -> None:
+        """Build the rows that start with ``first``, or the whole embedding."""
         super().__init__()
         self.weight = context.parameter("weight")
         self.name, self.first, self.grad_accumulator = context.name("weight"), first, context.grad_accumulator
@@ -57,7 +78,8 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
-        first = self.tp.rank * context.spec("word_embeddings.weight").local_view[0]
+        rows = context.spec("word_embeddings.weight").local_view[0]
+        first = self.tp.rank * rows if self.tp.size > 1 else None
         self.word_embeddings = EmbeddingShard(context.submodule("word_embeddings"), first)
         self.position_embeddings: EmbeddingShard | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -69,8 +91,10 @@ class Embedding(nn.Module):
         x_SBH = sum_over_tp(self.word_embeddings(tokens_BS.t()), self.tp)
         if self.position_embeddings is None:
             return x_SBH
-        if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         rows = x_SBH.shape[0]
         first = self.tp.rank * rows if self.sequence_parallel else 0
-        return x_SBH + self.position_embeddings(positions_BS.t()[first : first + rows])
+        if positions_BS is not None:
+            return x_SBH + self.position_embeddings(positions_BS.t()[first : first + rows])
+        table = self.position_embeddings
+        found: Tensor = _AddPositions.apply(x_SBH, table.weight, first, table.grad_accumulator, table.name)
+        return found

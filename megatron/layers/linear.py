@@ -2,12 +2,16 @@
 
 Shapes: S sequence, B batch, I in, O out; a suffix ``/tp`` means sharded over the tensor-parallel ranks.
 
-===========  ==========================  =======================  ============================
-layer        weight                      sequence parallel off    sequence parallel on
-===========  ==========================  =======================  ============================
-column       ``[O/tp, I]``               copy, matmul             gather rows, matmul
-row          ``[O, I/tp]``               matmul, all-reduce       matmul, reduce-scatter rows
-===========  ==========================  =======================  ============================
+===========  ==============  ===============  ===============  ===============================
+layer        weight          forward          input gradient   weight gradient
+===========  ==============  ===============  ===============  ===============================
+column       ``[O/tp, I]``   gather, matmul   matmul, scatter  gather of the input, matmul
+row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the gathered ``dy``
+===========  ==============  ===============  ===============  ===============================
+
+Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
+reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines with the matmul beside them
+(:mod:`megatron.distributed.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.distributed import comm
-from megatron.distributed.comm import Group
+from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.kernels.linear import LinearKernel
 from megatron.layers.context import BuildContext
 from megatron.layers.fp8 import Float8Function, Float8Linear
@@ -36,33 +40,43 @@ class _LinearSpec:
     weight: str
     bias: str
     tp: Group
-    sequence_parallel: bool
+    # The group that shards the sequence outside the tensor-parallel region; None without sequence parallelism.
+    sequence_group: Group | None
+    # Communication of the layer's products, and of those that another product hides.
+    tp_comm: TPComm
+    hidden_tp_comm: TPComm
 
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
         weight, bias = context.name("weight"), context.name("bias")
-        return cls(
-            context.kernels.linear, context.grad_accumulator, weight, bias, context.tp, context.sequence_parallel
-        )
+        kernel, tp = context.kernels.linear, context.tp
+        plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
+        overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
+        sequence_group = tp if context.sequence_parallel else None
+        return cls(kernel, context.grad_accumulator, weight, bias, tp, sequence_group, overlapped, plain)
 
-    @property
-    def sequence_group(self) -> Group | None:
-        """The group that shards the sequence outside the tensor-parallel region; None without sequence parallelism."""
-        return self.tp if self.sequence_parallel else None
+    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """``x -> x W^T + b``."""
+        return Product(lambda rows: self.kernel.forward(rows, weight, bias), weight.t(), bias)
+
+    def gradient_product(self, weight: Tensor) -> Product:
+        """``dy -> dy W``."""
+        return Product(lambda rows: self.kernel.input_gradient(rows, weight), weight)
 
 
 class _ColumnParallelFunction(torch.autograd.Function):
-    """``y = X W^T + b`` with ``X = gather(x)``, or ``X = x`` without sequence parallelism.
+    """``y = gather(x) W^T + b``.
 
-    Backward: ``dx = reduce_scatter(dy_i W_i)`` (or all-reduce) overlaps with ``dW = dy^T X``. X is gathered again
-    rather than kept.
+    Backward: ``dx = scatter(dy W)`` overlaps with ``dW = dy^T gather(x)``. The input is gathered again rather than
+    kept.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        return layer.kernel.forward(comm.all_gather(x, layer.tp) if layer.sequence_parallel else x, weight, bias)
+        _, y = layer.tp_comm.gather_matmul(x, layer.product(weight, bias), layer.tp)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -70,20 +84,18 @@ class _ColumnParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
         wgrad_input = layer.grad_accumulator.wgrad_input(x, layer.sequence_group)
-        dx = layer.kernel.input_gradient(dy, weight)
-        if layer.sequence_parallel:
-            pending = comm.start_reduce_scatter(dx, layer.tp)
-        else:
-            pending = comm.start_all_reduce(dx, layer.tp)
+        # The weight gradient hides the scatter, unless it is deferred.
+        tp_comm = layer.tp_comm if layer.grad_accumulator.defers_wgrad else layer.hidden_tp_comm
+        wait_dx = tp_comm.matmul_scatter(dy, layer.gradient_product(weight), layer.tp)
         dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, wgrad_input, WgradOperand(dy))
         db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        return pending.wait(), dw, db, None
+        return wait_dx(), dw, db, None
 
 
 class _RowParallelFunction(torch.autograd.Function):
-    """``y = reduce_scatter(x_i W_i^T) + b``, or all-reduce without sequence parallelism.
+    """``y = scatter(x W^T) + b``.
 
-    Backward: ``dY = gather(dy)`` (or ``dy``), ``dx_i = dY W_i``, ``dW_i = dY^T x_i``.
+    Backward: ``dY = gather(dy)``, ``dx = dY W``, ``dW = dY^T x``.
 
     The bias is added once, after the reduction; with sequence parallelism ``db`` covers this rank's rows only.
     """
@@ -92,11 +104,7 @@ class _RowParallelFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        y = layer.kernel.forward(x, weight, None)
-        if layer.sequence_parallel:
-            y = comm.reduce_scatter(y, layer.tp)
-        else:
-            y = comm.all_reduce(y, layer.tp)
+        y = layer.tp_comm.matmul_scatter(x, layer.product(weight, None), layer.tp)()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -104,10 +112,13 @@ class _RowParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
-        full_dy = WgradOperand(dy, layer.sequence_group).start()
+        full_dy, dx = layer.tp_comm.gather_matmul(dy, layer.gradient_product(weight), layer.tp)
         db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, layer.grad_accumulator.wgrad_input(x, None), full_dy)
-        return layer.kernel.input_gradient(full_dy.wait(), weight), dw, db, None
+        wgrad_dy = WgradOperand(dy, layer.sequence_group, Pending(full_dy))
+        dw = layer.grad_accumulator.accumulate_wgrad(
+            layer.weight, layer.grad_accumulator.wgrad_input(x, None), wgrad_dy
+        )
+        return dx, dw, db, None
 
 
 class ColumnParallelLinear(nn.Module):

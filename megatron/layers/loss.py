@@ -8,6 +8,7 @@ Shapes: T tokens, C tokens of a chunk, H hidden, V this rank's vocabulary rows, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,15 @@ from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.kernels.cross_entropy import CrossEntropyKernel
+from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
+
+CHUNK_TOKENS = 1024
+"""Default tokens per chunk on a CPU, and what the number is a multiple of on a GPU."""
+
+CHUNK_BYTES = 1 << 30
+"""Bytes of a rank's logits in a chunk on a GPU, at most."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,28 @@ class VocabularyShard:
     grad_accumulator: GradAccumulator
     weight: str
     kernels: Kernels = Kernels()
-    # Tokens whose logits exist at a time.
-    chunk_tokens: int = 1024
+    # Tokens whose logits exist at a time; None for the default, see :meth:`tokens_per_chunk`.
+    chunk_tokens: int | None = None
+
+    def tokens_per_chunk(self, x_TH: Tensor, rows: int) -> int:
+        """Return the tokens whose logits, ``rows`` each, exist at a time.
+
+        On a GPU the default is a multiple of :data:`CHUNK_TOKENS` that fits into :data:`CHUNK_BYTES`, so that chunks
+        are about equal: fewer chunks are larger matrix products, and fewer passes over the weight's gradient.
+        """
+        if self.chunk_tokens is not None or not x_TH.is_cuda:
+            return self.chunk_tokens or CHUNK_TOKENS
+        # The eager kernel copies the logits to fp32, a compiled one leaves them as the matrix product made them.
+        size = x_TH.element_size() if self.kernels.cross_entropy is not EAGER_CROSS_ENTROPY else torch.float32.itemsize
+        most = max(1, CHUNK_BYTES // (rows * size * CHUNK_TOKENS))
+        units = -(-x_TH.shape[0] // CHUNK_TOKENS)
+        return CHUNK_TOKENS * -(-units // -(-units // most))
 
 
 class OutputLayer(nn.Module):
     """Output projection, with the cross-entropy of tokens or as logits."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, chunk_tokens: int | None) -> None:
         super().__init__()
         self.tied = not config.untie_embeddings_and_output_weights
         owner = context.root.submodule("embedding.word_embeddings") if self.tied else context
@@ -67,15 +88,13 @@ class OutputLayer(nn.Module):
             mask_BS: weight of each token.
             z_coeff: weight of the squared log-partition (z-loss).
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
-                advance, and the gradient of an untied weight is accumulated at once instead of kept until backward.
+                advance, and the gradient of the weight is accumulated at once instead of kept until backward.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
-        # A tied weight's contributions keep the order of the backward passes, which all schedules of a layout share.
-        early = is_objective and not self.tied
-        loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
+        loss_grad = self.vocabulary.grad_accumulator.loss_grad if is_objective else None
         return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
 
     @torch.no_grad()
@@ -115,7 +134,7 @@ def linear_cross_entropy(
         vocabulary: this rank's shard; the weight's gradient goes to its accumulator.
         z_coeff: weight of the squared log-partition (z-loss).
         loss_grad: the gradient that backward will start with, 0-d, if it is known already. Then the weight's gradient
-            is accumulated during forward; otherwise a tensor of the weight's size is kept until backward.
+            is accumulated during forward; otherwise an fp32 tensor of the weight's size is kept until backward.
 
     Returns:
         ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
@@ -142,29 +161,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
-        linear, size = vocabulary.kernels.linear, vocabulary.chunk_tokens
+        linear, size = vocabulary.kernels.linear, vocabulary.tokens_per_chunk(x_TH, weight_VH.shape[0])
+        accumulator, name = vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
+        early = differentiate and loss_grad is not None
         dx_TH = torch.empty_like(x_TH) if differentiate else None
-        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if differentiate else None
-        for start in range(0, x_TH.shape[0], size):
-            tokens = slice(start, start + size)
-            logits_CV = linear.forward(x_TH[tokens], weight_VH, None)
-            chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
-            del logits_CV  # frees them where the kernel made an fp32 copy
-            entropy = (chunk.loss * chunk.mask).sum()
-            cross_entropy = cross_entropy + entropy
-            objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
-            if dx_TH is not None and dw_VH is not None:
-                dlogits_CV = chunk.gradient(z_coeff, x_TH.dtype)
-                dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
-                linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
-                del dlogits_CV
-            del chunk  # before the next chunk's logits are allocated
-        if dw_VH is not None and loss_grad is not None:
-            vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, loss_grad)
-            dw_VH = None
+        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if differentiate and not early else None
+        with accumulator.accumulate_products(name) if early else nullcontext() as accumulate_product:
+            for start in range(0, x_TH.shape[0], size):
+                tokens = slice(start, start + size)
+                logits_CV = linear.forward(x_TH[tokens], weight_VH, None)
+                chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
+                del logits_CV  # frees them where the kernel made an fp32 copy
+                entropy = (chunk.loss * chunk.mask).sum()
+                cross_entropy = cross_entropy + entropy
+                objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
+                if dx_TH is not None:
+                    dlogits_CV = chunk.gradient(z_coeff, x_TH.dtype, None if loss_grad is None else loss_grad.to(dtype))
+                    dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
+                    if accumulate_product is not None:
+                        accumulate_product(x_TH[tokens], dlogits_CV)
+                    else:
+                        linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
+                    del dlogits_CV
+                del chunk  # before the next chunk's logits are allocated
         ctx.save_for_backward(dx_TH, dw_VH)
-        ctx.vocabulary = vocabulary
+        ctx.vocabulary, ctx.early = vocabulary, early
         ctx.mark_non_differentiable(cross_entropy)
         return objective, cross_entropy
 
@@ -173,7 +195,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         vocabulary: VocabularyShard = ctx.vocabulary
-        dw = None if dw_VH is None else vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH, loss_grad)
+        if ctx.early:
+            return dx_TH, *(None,) * 7
+        dw = vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH.mul_(loss_grad.to(dw_VH.dtype)))
         # Without the cast, CUDA would round the loss gradient to the dtype of dx.
         scaled_dx_TH = dx_TH.to(loss_grad.dtype) * loss_grad
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6
@@ -205,10 +229,14 @@ class _ChunkLoss:
         """Log of the sum over the vocabulary of ``exp(logit)``."""
         return self.z.log() + self.top
 
-    def gradient(self, z_coeff: float, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of ``mask * (loss + z_coeff * (log Z)^2)`` by the logits; may overwrite ``work``."""
-        scale_C = self.mask * (1.0 + 2.0 * z_coeff * self.log_z) / self.z
-        return self.kernel.gradient(self.work, self.top, scale_C, self.mask, self.row, self.mine, self.held, dtype)
+    def gradient(self, z_coeff: float, dtype: torch.dtype, loss_grad: Tensor | None) -> Tensor:
+        """Return the gradient by the logits of ``loss_grad * mask * (loss + z_coeff * (log Z)^2)``.
+
+        It may overwrite ``work``. ``loss_grad`` None is 1.
+        """
+        mask_C = self.mask if loss_grad is None else self.mask * loss_grad
+        scale_C = mask_C * (1.0 + 2.0 * z_coeff * self.log_z) / self.z
+        return self.kernel.gradient(self.work, self.top, scale_C, mask_C, self.row, self.mine, self.held, dtype)
 
 
 def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: VocabularyShard) -> _ChunkLoss:

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +27,15 @@ from megatron.distributed.param_layout import shard_boxes
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
 from megatron.kernels.adam import AdamKernel, adam
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
 from megatron.optimizer.loss_scaler import SpikeGuard
-from megatron.optimizer.low_precision_state import build_rule
+from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import MainParams
+from megatron.optimizer.main_params import LARGE_RUN, MainParams
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import UpdateRule
+from megatron.optimizer.rules import UpdateRule, update_observed
 
 NORM_BLOCK = 1 << 14
 """Elements per norm on the CPU: torch's CPU kernel adds sequentially and loses precision over more."""
@@ -47,21 +49,25 @@ class GradNorm:
 
     def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
         """Collect the gradient views that this rank counts."""
-        self._counted: list[Tensor] = []
+        boxes: list[Tensor] = []
         for name, share in buckets.counted_shards().items():
             spec, start = specs[name], buckets.shards[name].start
             gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
             for slot in shard_boxes(spec, share, spec.owned):
                 box = slot.view_in(gradient)
-                self._counted += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
+                boxes += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
+        self._counted = flat_runs(boxes) if boxes and boxes[0].is_cuda else boxes
         self._world = mesh.world
         self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].shard.device)
 
     def compute(self) -> Tensor:
         """Return the norm, an fp64 scalar; not finite if any gradient is not."""
         total = self._zero.clone()
-        if self._counted:
-            total += torch.stack(torch._foreach_norm(self._counted)).double().square().sum()
+        norms = [torch.linalg.vector_norm(x) for x in self._counted if x.numel() >= LARGE_RUN]
+        if small := [x for x in self._counted if x.numel() < LARGE_RUN]:
+            norms += torch._foreach_norm(small)
+        if norms:
+            total += torch.stack(norms).double().square().sum()
         return comm.all_reduce(total, self._world).sqrt()
 
 
@@ -151,6 +157,16 @@ class DistributedOptimizer:
             if names:
                 group = replace(group, names=names)
                 self.groups.append((group, self._rule(group, specs, mesh, seed, kernel)))
+        # Gradients to unscale and clip, by group; none where the rule itself does both. A scale in fp32 is not exact
+        # enough for gradients in fp64.
+        self._scaled: list[list[Tensor]] = []
+        for group, _ in self.groups:
+            grads = [buckets.grads[name] for name in group.names]
+            in_rule = group.rule == "adam" and all(grad.dtype == torch.float32 for grad in grads)
+            self._scaled.append([] if in_rule else flat_runs(grads))
+        # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
+        # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
+        self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
         # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
         self.ema = {n: m.clone() for n, m in self.main_params.items()} if config.ema_decay is not None else {}
         # None without ``skip_spikes``.
@@ -189,13 +205,11 @@ class DistributedOptimizer:
         """
         with clock("optimizer-clip-main-grad"):
             outcome = self._compute_outcome(loss_scale, loss)
-            # Gradients that are not finite stay as they are, so that a report can still locate them.
-            factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
-            for bucket in self.buckets.buckets:
-                bucket.shard.mul_(factor)
+            # Gradients of a skipped step stay as they are, so that a report can still locate what is not finite.
+            factor = (outcome.clip / loss_scale.double()).where(outcome.skipped == 0, 1.0)
         with clock("optimizer-inner-step"):
             self.weights.wait()
-            self._update(rates, outcome.skipped)
+            self._update(rates, outcome.skipped, factor)
         with clock("optimizer-copy-main-to-model-params"):
             self.write_weights()
         return outcome
@@ -212,17 +226,32 @@ class DistributedOptimizer:
             clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
 
-    def _update(self, rates: Rates, skip: Tensor) -> None:
-        for group, rule in self.groups:
+    def _update(self, rates: Rates, skip: Tensor, factor: Tensor) -> None:
+        """Multiply the gradients by ``factor``, fp64, and update the main parameters; see :class:`UpdateRule`."""
+        for (group, rule), scaled in zip(self.groups, self._scaled):
             rate = rates.decoupled_lr if group.decoupled else rates.lr
             if rate is None:
                 raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
             grads = [self.buckets.grads[name] for name in group.names]
-            rule.update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip)
+            update: Callable[..., None] = rule.update
+            options: dict[str, Any] = {}
+            if scaled:
+                torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
+            else:
+                options["grad_scale"] = (1.0 / factor).float()
+            if self.observe_update is not None:
+                options["observe"] = partial(self._observe, group.names)
+                if not isinstance(rule, Muon | LowPrecisionRule):
+                    update = partial(update_observed, rule)
+            update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
         if self.config.ema_decay is not None:
             weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
             for name, average in self.ema.items():
                 average.lerp_(self.main_params[name], weight.to(average.dtype))
+
+    def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
+        if self.observe_update is not None:
+            self.observe_update(names[index], start, before, after)
 
     @torch.no_grad()
     def after_load(self) -> None:

@@ -9,8 +9,9 @@ fp32, or in bf16: then each addend is rounded once, and the sum is computed in f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -92,22 +93,69 @@ class BucketLayout:
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
 
-class GradBucket:
+class Bucket(ABC):
+    """Gradients of some parameters.
+
+    Buffers are not zeroed: the first contribution to a gradient overwrites what an earlier step left.
+    """
+
+    # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
+    shard: Tensor
+
+    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec], flush: Callable[[], None]) -> None:
+        """Create the bucket; ``flush`` adds contributions that are counted but still queued."""
+        self.layout, self.specs, self._flush = layout, specs, flush
+        self._stale: set[str] = set()  # parameters whose gradient is left from an earlier step
+
+    @abstractmethod
+    def start_step(self) -> None:
+        """Forget the gradients of the previous step."""
+
+    @abstractmethod
+    def target(self, name: str) -> Tensor:
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
+
+    def is_first(self, name: str) -> bool:
+        """Return True if the next contribution has to overwrite :meth:`target`; to be called before each."""
+        first = name in self._stale
+        self._stale.discard(name)
+        return first
+
+    def complete(self) -> None:
+        """Add queued contributions, and zero gradients without contributions."""
+        self._flush()
+        for name in self._stale:
+            self.target(name).zero_()
+        self._stale.clear()
+
+    @abstractmethod
+    def contributed(self, name: str, complete: bool, overlap: bool) -> None:
+        """Record a contribution; ``complete`` if it is the bucket's last of the step."""
+
+    @abstractmethod
+    def finish_scatter(self) -> None:
+        """Finish the reduction over ``shards``, and start the all-reduce over ``copies``."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Finish the reduction, after :meth:`finish_scatter`."""
+
+
+class GradBucket(Bucket):
     """Gradients of some parameters, stored as a whole (ZeRO-0 and ZeRO-1)."""
 
-    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec]) -> None:
-        self.layout, self.specs = layout, specs
+    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec], flush: Callable[[], None]) -> None:
+        super().__init__(layout, specs, flush)
         self._buffer = layout.zeros(layout.packing.size)
         self._views = {name: param_view(self._buffer, layout.packing, name, spec) for name, spec in specs.items()}
-        # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
         self.shard = self._buffer.view(layout.shards.size, -1)[layout.shards.rank]
         self._sum: ReduceHandle | None = None
         self._started = False
 
     def start_step(self) -> None:
-        """Zero the gradients."""
+        """Forget the gradients of the previous step."""
         self.wait()  # a step that was aborted may have left a reduction in flight
-        self._buffer.zero_()
+        self._stale = set(self.specs)
         self._started = False
 
     def target(self, name: str) -> Tensor:
@@ -116,7 +164,7 @@ class GradBucket:
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
-        if complete and overlap:
+        if complete and overlap and self.layout.shards.size * self.layout.copies.size > 1:
             self._start()
 
     def finish_scatter(self) -> None:
@@ -139,6 +187,7 @@ class GradBucket:
 
     def _start(self) -> None:
         self._started = True
+        self.complete()
         if self.layout.shards.size > 1:
             self._sum = start_grad_reduce_scatter(self._buffer, self.layout.shards, self.layout.comm_dtype)
         else:
@@ -150,53 +199,58 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor]] = deque()
+        self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor, bool]] = deque()
 
     def take(self, layout: BucketLayout) -> Tensor:
-        """Return a buffer of zeros for a whole bucket."""
+        """Return a buffer for a whole bucket, with any content."""
         free = self._free[layout.packing.size, layout.dtype]
-        return free.pop().zero_() if free else layout.zeros(layout.packing.size)
+        return free.pop() if free else layout.zeros(layout.packing.size)
 
-    def reduce(self, buffer: Tensor, layout: BucketLayout, own: Tensor) -> None:
-        """Start the reduce-scatter of a buffer, whose result will be added to ``own``."""
-        self._in_flight.append((start_grad_reduce_scatter(buffer, layout.shards, layout.comm_dtype), buffer, own))
+    def reduce(self, buffer: Tensor, layout: BucketLayout, own: Tensor, first: bool) -> None:
+        """Start the reduce-scatter of a buffer, whose result will be added to ``own``, or overwrite it if ``first``."""
+        total = start_grad_reduce_scatter(buffer, layout.shards, layout.comm_dtype)
+        self._in_flight.append((total, buffer, own, first))
 
     def wait(self, left: int) -> None:
         """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
         while len(self._in_flight) > left:
-            total, buffer, own = self._in_flight.popleft()
-            own.add_(total.wait())
+            total, buffer, own, first = self._in_flight.popleft()
+            own.copy_(total.wait()) if first else own.add_(total.wait())
             self._free[buffer.numel(), buffer.dtype].append(buffer)
 
 
-class ShardedBucket:
+class ShardedBucket(Bucket):
     """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
 
     A full-size buffer exists from the first contribution of a micro-batch until every parameter has that micro-batch's
     contributions; then it is reduced. So every micro-batch communicates as much as a whole step does in ZeRO-1.
     """
 
-    def __init__(self, layout: BucketLayout, specs: Mapping[str, ShardSpec], pool: BufferPool) -> None:
-        self.layout, self.specs, self._pool = layout, specs, pool
-        # This rank's shard, [elements / shards]: the sum over all ranks after :meth:`finish`.
+    def __init__(
+        self, layout: BucketLayout, specs: Mapping[str, ShardSpec], flush: Callable[[], None], pool: BufferPool
+    ) -> None:
+        super().__init__(layout, specs, flush)
+        self._pool = pool
         self.shard = layout.zeros(layout.packing.size // layout.shards.size)
         self._reset()
 
     def _reset(self) -> None:
+        self._stale.clear()
         self._buffer: Tensor | None = None
         self._last: ReduceHandle | None = None
+        self._reduced = False  # a micro-batch of this step
         self._missing = {name: spec.contributions for name, spec in self.specs.items()}
 
     def start_step(self) -> None:
-        """Zero the gradients."""
+        """Forget the gradients of the previous step."""
         self._pool.wait(0)  # a step that was aborted may have left reductions in flight
-        self.shard.zero_()
         self._reset()
 
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
         if self._buffer is None:
             self._buffer = self._pool.take(self.layout)
+            self._stale = set(self.specs)
         return param_view(self._buffer, self.layout.packing, name, self.specs[name])
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
@@ -208,10 +262,12 @@ class ShardedBucket:
 
     def _reduce(self, in_flight: int) -> None:
         """Start reducing the buffer; afterwards at most ``in_flight`` reductions of all buckets are in flight."""
+        self.complete()
         if self._buffer is None:
             raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was added")
-        self._pool.reduce(self._buffer, self.layout, self.shard)
+        self._pool.reduce(self._buffer, self.layout, self.shard, not self._reduced)
         self._buffer, self._missing = None, {name: spec.contributions for name, spec in self.specs.items()}
+        self._reduced = True
         self._pool.wait(in_flight)
 
     def finish_scatter(self) -> None:
@@ -254,8 +310,8 @@ class GradBuffer:
         # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
         self.overlap = config.overlap_grad_reduce
         # In the order in which they are expected to be complete.
-        self.buckets: list[GradBucket | ShardedBucket] = []
-        self._bucket_of: dict[str, GradBucket | ShardedBucket] = {}
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[str, Bucket] = {}
         self._missing: dict[str, int] = {}  # contributions, by parameter
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
@@ -267,18 +323,18 @@ class GradBuffer:
         def group_sizes(axes: tuple[str, ...]) -> tuple[int, int]:
             return mesh.optimizer_shard_group(*axes).size, mesh.optimizer_replica_group(*axes).size
 
-        for shape in plan_buckets(specs, keys, config.ddp_bucket_size, group_sizes):
+        for shape in plan_buckets(specs, keys, config.bucket_size(mesh.dp_cp.size), group_sizes):
             axes, names = shape.key.axes, [*shape.sizes]
             shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
             layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
-            bucket: GradBucket | ShardedBucket
+            bucket: Bucket
             if streamed and shards.size > 1:
-                bucket = ShardedBucket(layout, bucket_specs, pool)
+                bucket = ShardedBucket(layout, bucket_specs, grad_accumulator.flush, pool)
             else:
-                bucket = GradBucket(layout, bucket_specs)
+                bucket = GradBucket(layout, bucket_specs, grad_accumulator.flush)
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(names, bucket)
         # The shard of each parameter that this rank updates; parameters without one are not listed.
@@ -286,7 +342,12 @@ class GradBuffer:
         # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
         # else flat.
         self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
-        grad_accumulator.bind(self.target, self._contributed)
+        self._grad_accumulator = grad_accumulator
+        grad_accumulator.bind(
+            lambda name: self._bucket_of[name].target(name),
+            self._contributed,
+            lambda name: self._bucket_of[name].is_first(name),
+        )
 
     def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
         """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
@@ -329,11 +390,15 @@ class GradBuffer:
         return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
 
     def target(self, name: str) -> Tensor:
-        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
-        return self._bucket_of[name].target(name)
+        """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""
+        bucket = self._bucket_of[name]
+        found = bucket.target(name)
+        bucket.complete()
+        return found
 
     def start_step(self, microbatches: int) -> None:
-        """Zero the gradients and expect this many micro-batches."""
+        """Forget the gradients of the previous step and expect this many micro-batches."""
+        self._grad_accumulator.discard_pending()
         self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
         self._bf16_in_flight.clear()
@@ -377,7 +442,7 @@ class GradBuffer:
                 )
         while self._bf16_in_flight:
             self._bf16_in_flight.popleft().wait()
-        scattered: deque[GradBucket | ShardedBucket] = deque()
+        scattered: deque[Bucket] = deque()
         for bucket in self.buckets:
             bucket.finish_scatter()
             scattered.append(bucket)
@@ -391,6 +456,31 @@ def param_view(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> 
     """Return a view of a parameter, ``spec.local_shape``, in a buffer with a bucket's layout."""
     offset = packing.offsets[name]
     return buffer[offset : offset + prod(spec.local_shape)].view(spec.local_shape)
+
+
+def adjacent_runs(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group the indices of contiguous tensors that follow one another in memory without a gap."""
+    runs: list[list[int]] = []
+    ends: tuple[int, int] | None = None
+    places = [(x.untyped_storage()._cdata, int(x.storage_offset())) for x in tensors]
+    for index in sorted(range(len(tensors)), key=places.__getitem__):
+        x, (storage, offset) = tensors[index], places[index]
+        if x.is_contiguous() and ends == (storage, offset):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        ends = (storage, offset + x.numel()) if x.is_contiguous() else None
+    return runs
+
+
+def flat_runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of all elements, as few as possible: a flat one for each of :func:`adjacent_runs`."""
+    merged = []
+    for run in adjacent_runs(tensors):
+        first = tensors[run[0]]
+        total = sum(tensors[index].numel() for index in run)
+        merged.append(first.as_strided((total,), (1,)) if len(run) > 1 else first)
+    return merged
 
 
 def copy_unless_same(x: Tensor, out: Tensor) -> None:

@@ -22,7 +22,7 @@ from megatron.kernels.adam import AdamKernel, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer.main_params import LOW_BITS, MainParams, accum_dtype, join_fp32, split_fp32
 from megatron.optimizer.param_groups import ParamGroup
-from megatron.optimizer.rules import AdamW, Rate, TensorSlice, UpdateRule, iterate_blocks, update_rule
+from megatron.optimizer.rules import AdamW, Rate, TensorSlice, UpdateObserver, UpdateRule, iterate_blocks, update_rule
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,16 @@ class LowPrecisionRule:
         self._keys = [stable_hash(seed, "moments", name) for name in names]
 
     @torch.no_grad()
-    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """Apply one step."""
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        lr: Rate,
+        weight_decay: float,
+        skip: Tensor,
+        observe: UpdateObserver | None = None,
+        **options: Tensor,
+    ) -> None:
+        """Apply one step; ``options`` are passed on to the wrapped rule."""
         (count,) = self.step_counts
         for block in iterate_blocks(self.params):
             rule = self._rule
@@ -112,7 +120,11 @@ class LowPrecisionRule:
                 kind: [cut.view_in(stored).to(param.dtype) for cut, param in zip(block, rule.params)]
                 for kind, stored in self.state.items()
             }
-            rule.update([cut.view_in(grads) for cut in block], lr, weight_decay, skip)
+            before = [param.clone() for param in rule.params] if observe is not None else []
+            rule.update([cut.view_in(grads) for cut in block], lr, weight_decay, skip, **options)
+            if observe is not None:
+                for cut, old, new in zip(block, before, rule.params):
+                    observe(cut.index, cut.start, old, new)
             self._store(block, rule)
         count.add_(1.0 - skip)
 

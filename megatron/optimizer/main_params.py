@@ -12,6 +12,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from megatron.optimizer.grad_buffer import adjacent_runs, flat_runs
+
+LARGE_RUN = 1 << 24
+"""Elements from which a tensor has a kernel of its own. A kernel for lists of tensors processes about as many."""
+
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
 
@@ -49,11 +54,23 @@ class MainParams(Mapping[str, Tensor]):
         # ``self[name]`` returns changes nothing: use :meth:`set`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []  # weights and their main parameters, flat
+        narrow = []
         for name, weight in weights.items():
             if as_remainders and weight.dtype == torch.bfloat16:
                 self.remainders[name] = torch.zeros_like(weight, dtype=torch.int16)
             else:
-                self._plain[name] = weight.to(accum_dtype(weight.dtype))
+                self._plain[name] = weight
+                if weight.dtype != accum_dtype(weight.dtype):
+                    narrow.append(name)
+        # Main parameters are laid out like the weights, so that few kernels round all of them.
+        for run in adjacent_runs([weights[name] for name in narrow]):
+            names = [narrow[index] for index in run]
+            (flat,) = flat_runs([weights[name] for name in names])
+            main = flat.to(accum_dtype(flat.dtype)).view(-1)
+            self._copies.append((flat.view(-1), main))
+            for name, part in zip(names, main.split([weights[name].numel() for name in names])):
+                self._plain[name] = part.view(weights[name].shape)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.remainders:
@@ -80,8 +97,12 @@ class MainParams(Mapping[str, Tensor]):
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round main parameters to the weights; weights with remainders are up to date already."""
-        copies = [(self.weights[name], main) for name, main in self._plain.items()]
-        copies = [(weight, main) for weight, main in copies if weight.dtype != main.dtype]
-        if copies:
-            weights, mains = zip(*copies)
-            torch._foreach_copy_(weights, mains)
+        small = []
+        for weights, main in self._copies:
+            if weights.numel() >= LARGE_RUN:
+                weights.copy_(main)
+            else:
+                small.append((weights, main))
+        if small:
+            weight_runs, main_runs = zip(*small)
+            torch._foreach_copy_(weight_runs, main_runs)

@@ -19,7 +19,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.rules import Rate
+from megatron.optimizer.rules import Rate, UpdateObserver
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration: small singular values grow fastest, and all end near one."""
@@ -75,7 +75,7 @@ def matrix_shards(spec: ShardSpec, split: bool) -> list[MatrixShard]:
     return matrices
 
 
-def orthogonalize(x: Tensor, part: MatrixShard, group: Group, steps: int) -> Tensor:
+def orthogonalize(x: Tensor, part: MatrixShard, group: Group, steps: int, dtype: torch.dtype | None = None) -> Tensor:
     """Bring the singular values of ``x`` near one, by Newton-Schulz iterations on whole matrices.
 
     With the Gram matrix of the side that is not sharded, ``X <- a X + X (b G + c G^2)``,
@@ -86,6 +86,7 @@ def orthogonalize(x: Tensor, part: MatrixShard, group: Group, steps: int) -> Ten
         part: describes the shard.
         group: the ranks that hold the other shards.
         steps: number of iterations.
+        dtype: of the iterations; that of ``x`` by default. They tolerate bf16, as Muon's authors show.
 
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
@@ -93,12 +94,13 @@ def orthogonalize(x: Tensor, part: MatrixShard, group: Group, steps: int) -> Ten
     if part.sharded_dim is None:
         group = Group()
     square = comm.all_reduce((part.once(x) * x).sum((1, 2), keepdim=True), group)
-    x = x / (square.sqrt() + 1e-7)
+    result_dtype = x.dtype
+    x = (x / (square.sqrt() + 1e-7)).to(dtype)
     for _ in range(steps):
         gram = comm.all_reduce(part.once(x).mT @ x if from_right else x @ x.mT, group)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, x, factor, beta=a) if from_right else torch.baddbmm(x, factor, x, beta=a)
-    return x
+    return x.to(result_dtype)
 
 
 def update_scale(shape: tuple[int, int], mode: str) -> float:
@@ -138,9 +140,19 @@ class Muon:
         self._groups = [mesh.group("etp") if spec.expert else mesh.tp for spec in self._specs]
 
     @torch.no_grad()
-    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        lr: Rate,
+        weight_decay: float,
+        skip: Tensor,
+        observe: UpdateObserver | None = None,
+    ) -> None:
         """Apply one step."""
         config, keep = self.config, skip == 0
+        dtype = None
+        if skip.is_cuda and self.params[0].dtype == torch.float32 and config.muon_fp32_matmul_prec == "medium":
+            dtype = torch.bfloat16
         for i, (param, grad, momentum) in enumerate(zip(self.params, grads, self.state["exp_avg"], strict=True)):
             spec, group = self._specs[i], self._groups[i]
             grad = grad.where(keep, momentum)  # so a skipped step does not change the momentum
@@ -148,8 +160,11 @@ class Muon:
             direction = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
             updated = param * (1.0 - lr * weight_decay)
             for part in self._parts[i]:
-                step = orthogonalize(part.view_in(direction, spec), part, group, config.muon_num_ns_steps)
+                step = orthogonalize(part.view_in(direction, spec), part, group, config.muon_num_ns_steps, dtype)
                 target = updated.view(spec.local_view)[part.local]
                 scale = update_scale(part.shape, config.muon_scale_mode) * config.muon_extra_scale_factor
                 target.sub_(step.view(target.shape) * (lr * scale))
-            param.copy_(updated.where(keep, param))
+            updated = updated.where(keep, param)
+            if observe is not None:
+                observe(i, 0, param, updated)
+            param.copy_(updated)

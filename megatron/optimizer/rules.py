@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -92,6 +92,39 @@ class UpdateRule(Protocol):
         """
 
 
+UpdateObserver = Callable[[int, int, Tensor, Tensor], None]
+"""Called with elements before and after an update: ``(index, start, before, after)``. They are those of parameter
+``index`` from its flat element ``start``, in at least fp32 and of any shape; they must not be changed or kept."""
+
+
+def update_observed(
+    rule: UpdateRule,
+    grads: Sequence[Tensor],
+    lr: Rate,
+    weight_decay: float,
+    skip: Tensor,
+    observe: UpdateObserver,
+    **options: Tensor,
+) -> None:
+    """Call ``rule.update`` for one block of a parameter at a time, so that only a block is kept from before it."""
+    params, state, counts = rule.params, rule.state, rule.step_counts
+    try:
+        for index, param in enumerate(params):
+            for (part,) in iterate_blocks([param]):
+                cut = replace(part, index=index)
+                after = cut.view_in(params)
+                before = after.clone()
+                rule.params = [after]
+                rule.state = {kind: [cut.view_in(tensors)] for kind, tensors in state.items()}
+                rule.step_counts = [counts[index].clone()] if counts else []
+                rule.update([cut.view_in(grads)], lr, weight_decay, skip, **options)
+                observe(index, cut.start, before, after)
+    finally:
+        rule.params, rule.state, rule.step_counts = params, state, counts
+    for count in counts:
+        count.add_(1.0 - skip)
+
+
 class AdamW:
     """Adam with bias correction and decoupled weight decay (Loshchilov & Hutter 2019)."""
 
@@ -103,12 +136,19 @@ class AdamW:
         self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in self.state_kinds}
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
-    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """Apply one step."""
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        lr: Rate,
+        weight_decay: float,
+        skip: Tensor,
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        """Apply one step; ``grad_scale``, fp32 and 0-d, first divides fp32 gradients, in the same pass."""
         if not self.params:
             return
         state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts)
-        self.kernel(state, grads, self.settings, lr, weight_decay, skip)
+        self.kernel(state, grads, self.settings, lr, weight_decay, skip, grad_scale)
 
 
 class SGD:

@@ -128,9 +128,8 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
         name: BucketKey.of(spec, dtype, rule_of(name, spec, config.optimizer) == "muon", parallel.zero_stage == 2)
         for name, spec in specs.items()
     }
-    return plan_buckets(
-        specs, keys, parallel.ddp_bucket_size, lambda axes: _shards(parallel, layout, axes == EXPERT_REDUCE_AXES)
-    )
+    limit = parallel.bucket_size(layout.sizes["dp"] * layout.sizes["cp"])
+    return plan_buckets(specs, keys, limit, lambda axes: _shards(parallel, layout, axes == EXPERT_REDUCE_AXES))
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,17 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
-from megatron.distributed.comm import Group
+from megatron.distributed.comm import Group, symmetric_memory_missing
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.distributed.timing import Clock, Timers, no_clock
 from megatron.kernels.fp8 import Float8Recipe
-from megatron.kernels.registry import select_kernels
+from megatron.kernels.linear import TORCH_LINEAR
+from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -85,6 +87,33 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_tp_overlap(
+    config: RunConfig, kernels: Kernels, tp: Group, device: torch.device
+) -> tuple[TPComm | None, list[str]]:
+    """Return how tensor-parallel communication overlaps with products, and a note on it. Collective over ``tp``.
+
+    Raises:
+        UserError: if symmetric memory is requested, but not available.
+    """
+    parallel = config.parallel
+    if not (parallel.tp_comm_overlap and parallel.sequence_parallel and tp.size > 1):
+        return None, []
+    method = parallel.tp_comm_overlap_method
+    if method == "pipelined":
+        return PIPELINED, ["tensor-parallel overlap: pipelined"]
+    missing: str | None = "it replaces the chosen linear kernel"
+    if config.compute.cuda_graph == "step":
+        missing = "capturing it in --cuda-graph step is untested"
+    elif kernels.linear[:2] == TORCH_LINEAR[:2]:
+        missing = symmetric_memory_missing(tp, device)
+    if missing is None:
+        return SYMMETRIC_MEMORY, ["tensor-parallel overlap: symmetric_memory"]
+    if method is not None:
+        sentence = f"--tp-comm-overlap-method {method} is not possible here: {missing}"
+        raise UserError([Problem("E930", sentence, ("--tp-comm-overlap-method pipelined",))])
+    return PIPELINED, [f"tensor-parallel overlap: pipelined, not by symmetric_memory: {missing}"]
+
+
 def build_trainer(
     config: RunConfig,
     rank: int,
@@ -120,7 +149,9 @@ def build_trainer(
             fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
         kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
         check_same_kernels(notes[0], mesh.world)
-    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient)
+        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device)
+        notes += overlap_notes
+    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     context = BuildContext(
         mesh,
         grad_accumulator,
@@ -128,6 +159,7 @@ def build_trainer(
         device,
         training.seed,
         parallel.sequence_parallel,
+        tp_overlap,
         draw_initial_values=fresh,
         kernels=kernels,
         fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),

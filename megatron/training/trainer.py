@@ -91,7 +91,7 @@ class Trainer:
     prefetched: Prefetched | None = None
     run_id: str = ""  # the same through all starts of the run
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
-    notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
+    notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
 
     def compute(

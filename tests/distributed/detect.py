@@ -340,6 +340,7 @@ DRIFTED = f"copies of the weights differ after step 0: {FLIPPED} is not the same
 DETECTORS: dict[str, Detector] = {
     "tp2": training(TP2),
     "tp2-sp": training(TP2_SP),
+    "tp2-overlap": training(replace(TP2_SP, parallel=replace(TP2_SP.parallel, tp_comm_overlap=True))),
     "dp2": training(DP2),
     "dp2-late": training(DP2_LATE),
     "tp4-gqa": training(TP4_GQA),

@@ -16,6 +16,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
+from megatron.distributed.tensor_parallel import PIPELINED, Product
 from megatron.layers import linear, loss
 from megatron.layers.attention import attention_dropout
 from megatron.layers.context import BuildContext, ForwardContext
@@ -40,6 +41,39 @@ def bias_added_by_every_rank() -> AbstractContextManager[Any]:
         return y if bias is None else y + (wiring.tp.size - 1) * bias
 
     return patch.object(linear._RowParallelFunction, "forward", staticmethod(forward))
+
+
+def _with_parts(change: Callable[[list[Tensor]], list[Tensor]]) -> AbstractContextManager[Any]:
+    """Change the parts of which the product of gathered rows consists."""
+
+    def gather_matmul(x: Tensor, product: Product, group: Group) -> tuple[Tensor, Tensor]:
+        rows, y = PIPELINED.gather_matmul(x, product, group)
+        return rows, torch.cat(change([*y.chunk(group.size)]))
+
+    return patch.object(build_module, "PIPELINED", PIPELINED._replace(gather_matmul=gather_matmul))
+
+
+def parts_in_another_order() -> AbstractContextManager[Any]:
+    """The parts of a pipelined product are in the order in which the second rank multiplies them, its own first."""
+    return _with_parts(lambda parts: parts[::-1])
+
+
+def part_lost() -> AbstractContextManager[Any]:
+    """The product of the last rank's rows is that of the first one's."""
+    return _with_parts(lambda parts: [*parts[:-1], parts[0]])
+
+
+def rows_of_the_part_before() -> AbstractContextManager[Any]:
+    """A broadcast is not waited for: the rows are what another part has left in the buffer."""
+    original = comm.start_broadcast
+    buffers: list[Tensor] = []
+
+    def start(x: Tensor, group: Group, source: int) -> comm.Pending:
+        pending = original(x, group, source)
+        buffers.append(pending.wait().clone())
+        return comm.Pending(buffers[-2] if source and source != group.rank else x)
+
+    return patch.object(comm, "start_broadcast", start)
 
 
 def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
 from megatron.optimizer import distributed_optimizer, grad_buffer
-from megatron.optimizer.grad_buffer import BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
+from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
 from megatron.optimizer.parameter_store import ParameterStore
 
 
@@ -114,12 +113,16 @@ def one_microbatch_dropped() -> AbstractContextManager[Any]:
     return patch.multiple(ShardedBucket, start_step=start_step, _reduce=_reduce)
 
 
-def lent_buffers_not_zeroed() -> AbstractContextManager[Any]:
-    """A spare buffer still holds the micro-batch before."""
-    original = BufferPool.take
+def stale_gradients_added_to() -> AbstractContextManager[Any]:
+    """What an earlier step, or micro-batch, left in a buffer is not overwritten."""
+    return patch.object(Bucket, "is_first", lambda self, name: False)
 
-    def take(self: BufferPool, layout: Any) -> Tensor:
-        with patch.object(torch.Tensor, "zero_", lambda x: x):
-            return original(self, layout)
 
-    return patch.object(BufferPool, "take", take)
+def shards_of_the_last_step_added_to() -> AbstractContextManager[Any]:
+    """The first micro-batch of a step is added to the sum of the step before."""
+    original = BufferPool.reduce
+
+    def reduce(self: BufferPool, buffer: Tensor, layout: Any, own: Tensor, first: bool) -> None:
+        original(self, buffer, layout, own, first=False)
+
+    return patch.object(BufferPool, "reduce", reduce)

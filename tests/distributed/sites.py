@@ -24,7 +24,9 @@ TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
 ROWS_OP = "all_to_all_rows"
-OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), "start_all_to_all", ROWS_OP, *OBJECT_OPS, *CHANNEL_OPS)
+FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+STARTED_OPS = tuple(f"start_{op}" for op in (*TENSOR_OPS, "all_to_all", "broadcast", "reduce"))
+OPS = (*TENSOR_OPS, *STARTED_OPS, ROWS_OP, *FUSED_OPS, *OBJECT_OPS, *CHANNEL_OPS)
 Operation = Callable[..., Any]
 
 
@@ -129,7 +131,7 @@ def mutations(op: str) -> list[str]:
     return ["removed"] if op in OBJECT_OPS else list(MUTATIONS)
 
 
-def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, **__: Any) -> Any:
+def _removed(name: str, original: Operation, value: Any, group: Group, *rest: Any, **__: Any) -> Any:
     """Nothing is sent: the local part stands for all, in the shape the caller expects."""
     if name in OBJECT_OPS:
         return value if name == "broadcast_object" else [value] * group.size
@@ -138,6 +140,8 @@ def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, 
         result = torch.cat([value] * group.size)
     elif name.endswith("reduce_scatter"):
         result = value.chunk(group.size)[group.rank].clone()
+    elif name.endswith("broadcast") and rest[0] != group.rank:
+        result = value.zero_()  # not left to what the memory held before, which may be right
     return _as_returned(name, result)
 
 

@@ -8,6 +8,7 @@ is checked too: against the formula, or the same layer on one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +22,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
+from megatron.distributed.tensor_parallel import PIPELINED, TPComm
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
@@ -138,9 +140,15 @@ class Layer:
     grads: dict[str, Tensor]
 
 
-def make(build: Callable[[BuildContext], nn.Module], mesh: Mesh, sequence_parallel: bool) -> Layer:
+def make(
+    build: Callable[[BuildContext], nn.Module],
+    mesh: Mesh,
+    sequence_parallel: bool,
+    tp_overlap: TPComm | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Layer:
     """Build a layer; parameters that start constant become arange, so that no gradient meets a zero."""
-    context = BuildContext(mesh, GradAccumulator(), torch.float64, sequence_parallel=sequence_parallel)
+    context = BuildContext(mesh, GradAccumulator(), dtype, sequence_parallel=sequence_parallel, tp_overlap=tp_overlap)
     module = build(context)
     for name, parameter in module.named_parameters():
         spec = context.specs[name]
@@ -175,10 +183,10 @@ def row(context: BuildContext) -> RowParallelLinear:
     return RowParallelLinear(context.declare(specs))
 
 
-def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Products:
+def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool, overlap: bool) -> Products:
     """``y = xW + b`` is linear in (x, b) for a fixed W, and in (W, b) for a fixed x."""
     mesh, build = tp_mesh(rank, size), column if kind == "column" else row
-    layer = make(build, mesh, sequence_parallel)
+    layer = make(build, mesh, sequence_parallel, PIPELINED if overlap else None)
     whole_x = draw(1, ROWS, BATCH, WIDTH)
     mine = whole_x.chunk(size, -1)[rank] if kind == "row" else whole_x
     if kind == "column" and sequence_parallel:
@@ -187,7 +195,9 @@ def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Pr
     out = layer.module(x)
     same_x, same_y = kind == "column" and not sequence_parallel, kind == "row" and not sequence_parallel
     y = draw(2 if same_y else 2 + rank, *out.shape)
-    out.backward(y)
+    with layer.context.grad_accumulator.deferring_wgrad(0, 0) if overlap else nullcontext():
+        out.backward(y)
+    layer.context.grad_accumulator.run_deferred(0, 0)
     assert x.grad is not None
     left, dx, weights = dot(out.detach(), y), dot(x.detach(), x.grad), weigh(layer, rank)
     arguments = {
@@ -204,10 +214,12 @@ def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Pr
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "overlap"), [(False, False), (True, False), (True, True)], ids=["copies", "rows", "overlap"]
+)
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_linears(pool: Pool, kind: str, sequence_parallel: bool, size: int) -> None:
-    agree(pool.run(size, apply_linear, kind, sequence_parallel))
+def test_linears(pool: Pool, kind: str, sequence_parallel: bool, overlap: bool, size: int) -> None:
+    agree(pool.run(size, apply_linear, kind, sequence_parallel, overlap))
 
 
 def apply_embedding(rank: int, size: int, sequence_parallel: bool) -> Products:

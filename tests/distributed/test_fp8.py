@@ -168,7 +168,9 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(WeightCasts, "kept", lambda self: nullcontext())
     assert trained(wanted) == kept
     again = len(calls) - count
-    assert again - count == weights * (3 * 2 + 9 * 2)  # the second micro-batch of 3 steps, and of 9 evaluations in 2 parts
+    assert again - count == weights * (
+        3 * 2 + 9 * 2
+    )  # the second micro-batch of 3 steps, and of 9 evaluations in 2 parts
     monkeypatch.setattr(WeightCasts, "kept", never_dropped)
     assert trained(wanted) != kept
 
@@ -197,7 +199,10 @@ def test_the_loss_falls_as_in_bf16() -> None:
 def test_a_curve_of_300_steps_is_within_the_noise_of_bf16() -> None:
     """The noise is the spread of bf16 runs from other initial weights."""
     plain = [final_loss(300, f"--seed {seed}") for seed in (1234, 1, 2, 3)]
-    recipes = ("hybrid --fp8-recipe tensorwise", *(f"e4m3 --fp8-recipe {name}" for name in ("rowwise", "blockwise", "mxfp8")))
+    recipes = (
+        "hybrid --fp8-recipe tensorwise",
+        *(f"e4m3 --fp8-recipe {name}" for name in ("rowwise", "blockwise", "mxfp8")),
+    )
     found = {recipe: final_loss(300, f"--fp8-format {recipe}") for recipe in recipes}
     print("bf16", plain, "fp8", found)
     assert all(abs(loss - sum(plain) / 4) < max(plain) - min(plain) for loss in found.values())

@@ -36,7 +36,11 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
 }
 """By file, function, reduction and mutation."""
 
-GPU_ONLY = {("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured"}
+GPU_ONLY = {
+    ("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured",
+    ("megatron/distributed/tensor_parallel.py", "_fused_gather_matmul"): "symmetric memory",
+    ("megatron/distributed/tensor_parallel.py", "_fused_matmul_scatter"): "symmetric memory",
+}
 """By file and function: what no run on CPUs gets to."""
 
 CALLS = [call for call in calls() if (call.site.file, call.function) not in GPU_ONLY]
@@ -110,6 +114,9 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "bias added tp times, sequence parallel": ("tp2-sp", faults.bias_added_by_every_rank),
     "replicated weight counted twice in the norm": ("tp2", faults.replicas_counted_in_the_norm),
     "local token count": ("dp2", faults.tokens_counted_locally),
+    "parts of a product in another order": ("tp2-overlap", faults.parts_in_another_order),
+    "a part of a product lost": ("tp2-overlap", faults.part_lost),
+    "rows of the part before": ("tp2-overlap", faults.rows_of_the_part_before),
     "local row in dropout": ("tp2-sp", faults.dropout_by_local_row),
     "local head in dropout": ("tp2", faults.dropout_by_local_head),
     "local sample in dropout": ("dp2", faults.dropout_by_local_sample),
@@ -145,7 +152,9 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
     "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),
     "a micro-batch dropped where gradients are cut": ("zero2", faults_of_shares.one_microbatch_dropped),
-    "a spare buffer not zeroed": ("zero2", faults_of_shares.lent_buffers_not_zeroed),
+    "gradients of the last step added to": ("dp2", faults_of_shares.stale_gradients_added_to),
+    "gradients of another micro-batch added to": ("zero2", faults_of_shares.stale_gradients_added_to),
+    "shards of the last step added to": ("zero2", faults_of_shares.shards_of_the_last_step_added_to),
 }
 """The detector that must notice it, and the fault."""
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.arguments.cli import parse
 from megatron.config.batch import get_num_microbatches
 from megatron.config.run import RunConfig
-from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER, SEND
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import data_parallel_traffic
@@ -91,16 +91,21 @@ def test_stages_send_activations_down_and_their_gradients_up(pool: Pool) -> None
 
 def test_tensor_parallel_ranks_send_activations(pool: Pool) -> None:
     flags = "--tensor-model-parallel-size 2 --global-batch-size 1 --untie-embeddings-and-output-weights"
-    found = pool.run(2, step, (flags, f"{flags} --sequence-parallel"))
+    found = pool.run(2, step, (flags, f"{flags} --sequence-parallel", f"{flags} --sequence-parallel --tp-comm-overlap"))
     activation = LENGTH * HIDDEN * 4
     losses = 2 * ring(3 * LENGTH * 4, 2)  # of each token: largest logit, sum, logit of the label
-    for plain, sequence in found:
+    for plain, sequence, overlap in found:
         # Forward after attention, MLP and embedding; backward before attention, MLP and output layer.
         assert of_axes(plain, "tp") == {ALL_REDUCE: 2 * ring((4 * LAYERS + 2) * activation, 2) + losses}
         both = of_axes(sequence, "tp")
         # The input of a column-parallel layer is gathered once more for the gradient of its weight.
         assert both[REDUCE_SCATTER] == ring((4 * LAYERS + 2) * activation, 2)
         assert both[ALL_GATHER] == ring((4 * LAYERS + 2 + 2 * LAYERS) * activation, 2)
+        # Overlap sends as much, but gathers to products, and reduces from products that nothing else hides, in parts.
+        parts = of_axes(overlap, "tp")
+        assert parts[BROADCAST] == ring(4 * LAYERS * activation, 2)
+        assert parts[REDUCE] == ring(2 * LAYERS * activation, 2)
+        assert sum(parts.values()) == sum(both.values())
 
 
 def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:

@@ -70,3 +70,9 @@ def check_fp8_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:
         f"--first-last-layers-bf16 keeps {start} first and {end} last of {layers} layers out of FP8: none is left"
     )
     yield Problem("E924", sentence, (NO_FP8, "--no-first-last-layers-bf16"))
+
+
+def fp8_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note about layers whose communication does not overlap with products."""
+    if config.precision.fp8_format is not None and config.parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap does not apply to layers in FP8"

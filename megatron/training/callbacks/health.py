@@ -53,7 +53,7 @@ class HealthReport(Callback):
         self.interval = interval
 
     def on_step_start(self) -> None:
-        """Register the hooks, and copy the weights to host memory, which is the only wait for the device."""
+        """Register the hooks."""
         trainer = self.trainer
         model = trainer.config.model
         layers = [EMBEDDING, *(f"layers.{i}" for i in range(model.num_layers)), HEAD]
@@ -61,10 +61,11 @@ class HealthReport(Callback):
         self.sums = torch.zeros(len(layers), COLUMNS, dtype=torch.float64, device=trainer.device)
         self.logits = self.sums.new_full((len(layers),), -torch.inf)  # largest attention logit
         self.chosen = self.sums.new_zeros(len(layers), model.num_experts or 0)  # tokens routed to each expert
-        main_params = trainer.optimizer.main_params
-        self._before = {name: param.detach().to("cpu", copy=True) for name, param in main_params.items()}
+        self._counted = trainer.buckets.counted_shards()
         self._seen: dict[tuple[nn.Module, int], MicroBatch] = {}
         self._hooks = ExitStack()
+        self._hooks.callback(setattr, trainer.optimizer, "observe_update", None)
+        trainer.optimizer.observe_update = self._see_update
         for chunk in trainer.chunks.values():
             self._hooks.enter_context(chunk.register_forward_pre_hook(self._enter_chunk))
             for name, module in chunk.named_modules():
@@ -122,30 +123,35 @@ class HealthReport(Callback):
         self._hooks.close()
         trainer = self.trainer
         world = trainer.mesh.world
-        for name, share in trainer.buckets.counted_shards().items():
-            self.sums[self.rows[layer_name(name)]] += self._parameter_sums(name, share)
+        for name in self._counted:
+            row = self.sums[self.rows[layer_name(name)]]
+            for gradient in self._boxes(name, 0, trainer.buckets.grads[name]):
+                row[GRADIENT] += square_sum(gradient)
+                row[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
+                row[ELEMENTS] += gradient.numel()
         sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
         finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
         logits = comm.all_reduce(finite_or_inf, world, op="max")
         return summarize_health(list(self.rows), sums, logits, chosen, metrics)
 
-    def _parameter_sums(self, name: str, share: ParamShard) -> Tensor:
-        """Return the columns of the parameter's elements that this rank counts, fp64 ``[8]``."""
-        trainer = self.trainer
-        spec = trainer.specs[name]
-        out = torch.zeros_like(self.sums[0])
-        first = share.start - trainer.buckets.shards[name].start
-        held = trainer.buckets.grads[name], trainer.optimizer.main_params[name], self._before[name].to(trainer.device)
-        counted = [x.view(-1)[first : first + share.numel] for x in held]
-        for slot in shard_boxes(spec, share, spec.owned):
-            gradient, after, before = (slot.view_in(x) for x in counted)
-            out[GRADIENT] += square_sum(gradient)
-            out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
-            out[ELEMENTS] += gradient.numel()
-            out[WEIGHT] += square_sum(after)
-            out[WEIGHT_BEFORE] += square_sum(before)
-            out[CHANGE] += square_sum(after - before)
-        return out
+    def _see_update(self, name: str, start: int, before: Tensor, after: Tensor) -> None:
+        """Add the squares of weights and of their change, of the elements that this rank counts."""
+        row = self.sums[self.rows[layer_name(name)]]
+        for column, values in ((WEIGHT_BEFORE, before), (WEIGHT, after), (CHANGE, after - before)):
+            for box in self._boxes(name, start, values):
+                row[column] += square_sum(box)
+
+    def _boxes(self, name: str, start: int, values: Tensor) -> Iterator[Tensor]:
+        """Yield views of the elements that this rank counts; ``values`` start at element ``start`` of its shard."""
+        if name not in self._counted:
+            return
+        share, start = self._counted[name], start + self.trainer.buckets.shards[name].start
+        first, stop = max(share.start, start), min(share.stop, start + values.numel())
+        if first < stop:
+            spec = self.trainer.specs[name]
+            counted = values.view(-1)[first - start : stop - start]
+            for slot in shard_boxes(spec, ParamShard(first, stop), spec.owned):
+                yield slot.view_in(counted)
 
 
 def counted_samples(batch: MicroBatch) -> Tensor:

@@ -372,6 +372,8 @@ CASES = (
     Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),
     Case("--cuda-graph step --distributed-backend gloo", ranks=2),
     Case("--cuda-graph step --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0", ranks=2),
+    Case("--tp-comm-overlap --tp-comm-overlap-method symmetric_memory --device cpu", ranks=2),
+    Case("--tp-comm-overlap-method symmetric_memory --cuda-graph step --device cuda", ranks=2),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
     # everything at once
     Case(

@@ -21,7 +21,7 @@ from megatron.config.batch import schedule_lengths
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config.run import KERNEL_CANDIDATES, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
@@ -224,9 +224,9 @@ def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
 
 
 def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
-    for name in ("auto", "flash_attn", "cudnn", "torch"):
+    for name in ("auto", *KERNEL_CANDIDATES["attention"]):
         told = codes(f"--cuda-graph step --reset-attention-mask --kernels compiled attention={name}")
-        assert ("E910" in told) is (name in ("auto", "flash_attn"))
+        assert ("E910" in told) is (name in ("auto", "flash_attn", "varlen"))
     flags = "--cuda-graph step --hidden-dropout 0 --attention-dropout 0 --run-dir runs/a --log-health-interval"
     assert "--cuda-graph step has no effect" in notes(f"{flags} 1")
     assert "--cuda-graph step has no effect" not in notes(f"{flags} 2")

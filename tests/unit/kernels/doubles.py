@@ -75,6 +75,7 @@ class FlashAttention:
         return_attn_probs: bool = False,
     ) -> Tensor:
         assert causal
+        assert window_size[1] == 0
         assert (dropout_p, softmax_scale, softcap, alibi_slopes, return_attn_probs) == (0.0, None, 0.0, None, False)
         self.calls.append(("plain", deterministic))
         return torch.stack([self._attend(*each, window_size) for each in zip(q, k, v)])
@@ -99,6 +100,7 @@ class FlashAttention:
         block_table: Tensor | None = None,
     ) -> Tensor:
         assert causal
+        assert window_size[1] == 0
         assert (dropout_p, softmax_scale, softcap, return_attn_probs, block_table) == (0.0, None, 0.0, False, None)
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -108,12 +110,42 @@ class FlashAttention:
         self.calls.append(("documents", deterministic))
         return torch.cat([self._attend(q[a:b], k[a:b], v[a:b], window_size) for a, b in zip(ends, ends[1:])])
 
-    def _attend(self, q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, window: tuple[int, int]) -> Tensor:
-        s, heads, width = q_SND.shape
-        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_SGD, v_SGD))
+    def aten(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        seqused_k: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> tuple[Tensor, None, None, None, None]:
+        """``aten::_flash_attention_forward`` of torch 2.11; later releases add options at the end."""
+        assert (return_debug_mask, window_size_right, seqused_k) == (False, None, None)
+        window = (-1 if window_size_left is None else window_size_left, 0)
+        options = (dropout_p, scale, is_causal, window, 0.0, alibi_slopes)
+        if cum_seq_q is None or cum_seq_k is None:
+            assert (max_q, max_k) == (query.shape[1], key.shape[1])
+            y = self.flash_attn_func(query, key, value, *options)
+        else:
+            y = self.flash_attn_varlen_func(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, *options)
+        return y, None, None, None, None
+
+    def _attend(self, q_SND: Tensor, k_TGD: Tensor, v_TGD: Tensor, window: tuple[int, int]) -> Tensor:
+        (s, heads, width), t = q_SND.shape, k_TGD.shape[0]
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_TGD, v_TGD))
         scores = torch.einsum("snd,tnd->nst", q_SND, k) * width**-0.5
-        query, key = torch.arange(s).view(-1, 1), torch.arange(s)
+        query, key = torch.arange(t - s, t).view(-1, 1), torch.arange(t)  # the last of both stand together
         seen = key <= query
-        if window != (-1, -1):
-            seen = seen & (key >= query - window[0] - self.too_wide) & (key <= query + window[1])
+        if window[0] != -1:
+            seen = seen & (key >= query - window[0] - self.too_wide)
         return torch.einsum("nst,tnd->snd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)

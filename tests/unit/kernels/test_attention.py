@@ -1,40 +1,60 @@
-"""flash-attn behind its double, and where documents begin. Not run against flash-attn or cuDNN here."""
+"""Kernels of attention behind doubles, and where documents begin. No fused kernel of a GPU runs here."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.kernels.attention import ATTENTION, AttentionMask
-from megatron.kernels.operation import check_kernel
+from megatron.config.run import KERNEL_CANDIDATES
+from megatron.kernels import attention, registry
+from megatron.kernels.attention import ATTENTION, AttentionMask, sdpa
+from megatron.kernels.operation import check_kernel, combine
+from megatron.kernels.registry import select_kernels
 from tests.unit.kernels.doubles import FlashAttention, install
 
 CPU = torch.device("cpu")
+KERNELS = KERNEL_CANDIDATES["attention"]
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, double: FlashAttention) -> FlashAttention:
-    install(
-        monkeypatch,
-        "flash_attn",
-        flash_attn_func=double.flash_attn_func,
-        flash_attn_varlen_func=double.flash_attn_varlen_func,
-    )
+FLASH = ("flash_attn", "varlen")
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
+    """Both FlashAttention kernels, and a torch that can use every fused kernel."""
+    double = FlashAttention()
+    functions = {name: getattr(double, name) for name in ("flash_attn_func", "flash_attn_varlen_func")}
+    install(monkeypatch, "flash_attn", **functions)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", double.aten)
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda params: True)
     return double
 
 
-def test_flash_attn_agrees_on_all_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal, windows, documents and both, with grouped heads: the trials of every attention."""
-    double = installed(monkeypatch, FlashAttention())
-    assert check_kernel(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32) is None
-    assert double.calls == [("plain", False), ("plain", False), ("documents", False), ("documents", False)]
+def wrong(name: str) -> str | None:
+    candidate = ATTENTION.candidates[name]
+    return check_kernel(ATTENTION, candidate.make(), CPU, torch.float32, candidate.covers)
 
 
-def test_flash_attn_gets_the_deterministic_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    double = installed(monkeypatch, FlashAttention())
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attention_agrees_on_all_masks(double: FlashAttention, name: str) -> None:
+    """Causal, windows, documents, both, and cached keys, with grouped heads: the trials of every attention."""
+    assert wrong(name) is None
+    assert [kind for kind, _ in double.calls] == ["plain"] * 2 + ["documents"] * 2 + ["plain"] * 2
+    double.too_wide = 1
+    assert "differs from torch" in str(wrong(name))
+
+
+def test_flash_attn_gets_the_deterministic_option(double: FlashAttention) -> None:
     q, k, v = torch.randn(3, 4, 2, 2, 8)
     torch.use_deterministic_algorithms(True)
     try:
@@ -44,12 +64,79 @@ def test_flash_attn_gets_the_deterministic_option(monkeypatch: pytest.MonkeyPatc
     assert double.calls == [("plain", True)]
 
 
-def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More keys than queries: the mask knows which belong together."""
-    double = installed(monkeypatch, FlashAttention())
-    q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
-    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, AttentionMask.of_sequence(5, CPU, first_query=4))
-    assert (out.shape, double.calls) == (q.shape, [])
+def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttention) -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    of, pieces = AttentionMask.of_sequence, (range(2), range(6, 8))
+
+    def taken(mask: AttentionMask, channels: int = 64, grad: bool = True, names: Sequence[str] = KERNELS) -> str:
+        queries, keys = (sum(map(len, ranges)) for ranges in (mask.queries, mask.keys))
+        q, k = torch.empty(queries, 2, 4, channels), torch.empty(keys, 2, 2, channels)
+        parts = [(lambda *inputs, name=name: name, ATTENTION.candidates[name].covers) for name in names]
+        with torch.set_grad_enabled(grad):
+            name: str = combine(parts)(q, k, k, mask)
+        return name
+
+    plain = of(8, CPU)
+    assert taken(plain) == taken(plain, channels=264) == "cudnn"
+    assert taken(plain, grad=False) == "flash_attn", "no cuDNN plan for every length"
+    masks = of(8, CPU, 3), of(8, CPU, None, ids), of(8, CPU, 3, ids), of(8, CPU, None, None, 7), of(8, CPU, 3, None, 7)
+    for mask in masks:
+        assert taken(mask) == "flash_attn"
+        assert taken(mask, names=("cudnn", "varlen", "torch")) == "varlen"
+        assert taken(mask, channels=60, names=("cudnn", "varlen", "torch")) == "torch"
+        assert taken(mask, channels=264) == "torch"
+    assert taken(of(8, CPU, None, ids, 7)) == "torch", "documents of cached tokens"
+    assert taken(AttentionMask(pieces, (range(8),), CPU)) == "torch", "a context-parallel rank's queries"
+    assert taken(AttentionMask((range(4),), (range(8),), CPU)) == "torch", "keys after the queries"
+
+
+def test_torch_takes_the_calls_that_a_chosen_kernel_does_not(
+    double: FlashAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(ATTENTION.candidates["varlen"], missing=lambda device, dtype: None)
+    operation = replace(ATTENTION, candidates=ATTENTION.candidates | {"varlen": here})
+    monkeypatch.setitem(registry.OPERATIONS, "attention", operation)
+    kernels, notes = select_kernels(("torch", "attention=varlen"), CPU, torch.float32)
+    assert "varlen+torch (attention)" in notes[0]
+    double.calls.clear()
+    q, k, v = torch.randn(3, 8, 1, 2, 8)
+    for queries in ((range(8),), (range(4), range(4, 8))):
+        mask = AttentionMask(queries, (range(8),), CPU, window=3)
+        torch.testing.assert_close(kernels.attention(q, k, v, mask), sdpa(q, k, v, mask))
+        assert len(double.calls) == 1
+
+
+@pytest.mark.parametrize(("capability", "first"), [((8, 0), "flash_attn"), ((9, 0), "cudnn"), ((12, 0), "flash_attn")])
+def test_cudnn_comes_first_where_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch, double: FlashAttention, capability: tuple[int, int], first: str
+) -> None:
+    candidates = {n: replace(c, missing=lambda device, dtype: None) for n, c in ATTENTION.candidates.items()}
+    monkeypatch.setitem(registry.OPERATIONS, "attention", replace(ATTENTION, candidates=candidates))
+    monkeypatch.setattr(registry, "check_kernel", lambda *inputs: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, names in (("auto", first), ("cudnn", "cudnn")):
+        (line,) = select_kernels(("torch", f"attention={name}"), torch.device("cuda"), torch.bfloat16)[1]
+        assert f"; {names}+" in line
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_sdpa_never_picks_cudnn(monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None) -> None:
+    """Its gradients under a mask may be NaN, and each new length costs a plan; other code keeps the choice."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    seen = []
+
+    def observed(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.append(enabled())
+        if error is not None:
+            raise error
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
+    q = torch.randn(8, 1, 2, 8)
+    for mask in (AttentionMask.of_sequence(8, CPU), AttentionMask.of_sequence(8, CPU, 3)):
+        with nullcontext() if error is None else pytest.raises(error):
+            sdpa(q, q, q, mask)
+    assert (seen, enabled()) == ([False] * 2, True)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -61,12 +148,11 @@ def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> Non
     assert found.dtype == torch.int32
 
 
-def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_that_are_known_are_not_looked_for(double: FlashAttention) -> None:
     """Which would wait for the device."""
-    double = installed(monkeypatch, FlashAttention())
     documents, known = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5], dtype=torch.int32)
     q, k, v = torch.randn(3, 5, 1, 2, 8)
-    attend = ATTENTION.candidates["flash_attn"].make()
+    attend = ATTENTION.candidates["varlen"].make()
     expected = attend(q, k, v, AttentionMask.of_sequence(5, CPU, documents=documents))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "nonzero", None)
@@ -76,11 +162,11 @@ def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.Monkey
     assert double.calls == [("documents", False)] * 2
 
 
-def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, FlashAttention())
+@pytest.mark.parametrize("name", FLASH)
+def test_a_mask_is_made_once_and_only_for_those_who_ask(double: FlashAttention, name: str) -> None:
     mask = AttentionMask.of_sequence(5, CPU, window=2)
     q, k, v = torch.randn(3, 5, 2, 2, 8)
-    ATTENTION.candidates["flash_attn"].make()(q, k, v, mask)
+    ATTENTION.candidates[name].make()(q, k, v, mask)
     assert "dense" not in vars(mask)
     ATTENTION.candidates["torch"].make()(q, k, v, mask)
     assert mask.dense is vars(mask)["dense"]
@@ -101,7 +187,7 @@ def test_any_part_of_a_sequence_has_its_part_of_the_mask(window: int | None, doc
 
 
 def test_ranks_that_hold_parts_of_the_queries_compute_the_whole() -> None:
-    """With all keys gathered, each rank's call gives its rows: also through flash-attn, which leaves them to torch."""
+    """With all keys gathered, each rank's call gives its rows."""
     q, k, v = torch.randn(3, 8, 2, 2, 4, dtype=torch.float64)
     whole = AttentionMask.of_sequence(8, CPU, window=3)
     expected = ATTENTION.candidates["torch"].make()(q, k, v, whole)
@@ -112,7 +198,7 @@ def test_ranks_that_hold_parts_of_the_queries_compute_the_whole() -> None:
 
 
 def test_gpu_kernels_are_missing_here() -> None:
-    for name in ("flash_attn", "cudnn"):
+    for name in KERNELS[:-1]:
         missing = ATTENTION.candidates[name].missing
         assert "on a GPU" in str(missing(CPU, torch.bfloat16))
         assert "on a GPU" in str(missing(torch.device("cuda"), torch.float32))

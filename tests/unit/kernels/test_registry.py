@@ -123,6 +123,18 @@ def test_one_that_computes_rightly_in_another_order_is_used(monkeypatch: pytest.
         assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in KERNEL_CANDIDATES if o != 'norm')})"]
 
 
+def test_a_reference_that_fails_on_the_device_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: Tensor, *rest: Any) -> Tensor:
+        return Kernels().norm(x, *rest) if x.dtype == torch.float64 else no_kernel()
+
+    offer(monkeypatch, Candidate(lambda: Kernels().norm), "compiled")
+    offer(monkeypatch, Candidate(lambda: broken), "torch")
+    kernels, notes = select_kernels(("compiled", *OTHERS), CPU, torch.float32)
+    assert kernels == replace(Kernels(), norm=broken)
+    failure = "it cannot be compared with torch, which failed on cpu (RuntimeError: no kernel image)"
+    assert notes == ["kernels: torch", f"kernels: norm=compiled is left out: {failure}"]
+
+
 def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: None, lambda device, dtype: "there is no compiler"), "compiled")
     kernels, notes = select_kernels(("compiled", *OTHERS), CPU, torch.float32)

@@ -138,6 +138,8 @@ def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> 
             kept.append(saved.nbytes)
         return saved
 
+    for bucket in solo.buckets.buckets:
+        bucket.shard.fill_(torch.nan)  # what an earlier step left must not be added to
     solo.buckets.start_step(4)
     grad_accumulator = solo.grad_accumulator if early else GradAccumulator()  # another one is not given the seed
     pipeline = Pipeline({0: solo.chunk}, (0,), 0, {}, lambda batch: torch.empty(0), grad_accumulator)
@@ -148,19 +150,19 @@ def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> 
     return solo, sum(kept)
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_no_gradient_of_an_untied_weight_is_kept_until_backward(dtype: torch.dtype, untied: bool) -> None:
-    """The seed is known before the first forward, so the gradient is accumulated there; to the bit as in backward.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-    That of a tied weight waits, so that its contributions have one order in all schedules.
-    """
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_no_gradient_of_the_weight_is_kept_until_backward(dtype: torch.dtype, untied: bool) -> None:
+    """The seed is known before the first forward, so the gradient is accumulated there."""
     config = tiny(untie_embeddings_and_output_weights=untied, z_loss_coeff=1e-2)
     (early, kept_early), (late, kept_late) = (gradients_of_gpipe(config, dtype, early) for early in (True, False))
     weight = early.params["output_layer.weight" if untied else "embedding.word_embeddings.weight"]
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    assert (kept_early, kept_late) == (0 if untied else kept_late, 4 * weight.numel() * wide)
+    assert (kept_early, kept_late) == (0, 4 * weight.numel() * wide)
     for name, grad in early.buckets.grads.items():
         expected = late.buckets.grads[name]
         assert expected.any()
-        assert torch.equal(grad, expected), name
+        assert (grad - expected).norm() <= TOLERANCE[dtype] * expected.norm(), name

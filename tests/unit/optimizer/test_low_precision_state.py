@@ -145,9 +145,16 @@ def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank:
 
 
 def plain_adam(
-    state: AdamState, grads: Sequence[Tensor], numbers: AdamSettings, lr: float | Tensor, decay: float, skip: Tensor
+    state: AdamState,
+    grads: Sequence[Tensor],
+    numbers: AdamSettings,
+    lr: float | Tensor,
+    decay: float,
+    skip: Tensor,
+    grad_scale: Tensor | None,
 ) -> None:
     """Sums, products and roots only: torch's fused kernel rounds elements at the end of a tensor otherwise."""
+    assert grad_scale is None
     torch._foreach_add_(state.step_counts, 1.0 - skip)
     everything = zip(state.params, grads, state.exp_avgs, state.exp_avg_sqs, state.step_counts)
     for p, g, m, v, count in everything if skip == 0 else ():
