@@ -18,6 +18,7 @@ from megatron.distributed.comm import ALL_GATHER
 from megatron.kernels.fp8 import Float8Kernel, WeightCasts
 from megatron.layers.fp8 import Float8Linear
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate, train_step
 from tests.distributed.drive import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
@@ -207,3 +208,19 @@ def test_a_curve_of_300_steps_is_within_the_noise_of_bf16() -> None:
     found = {recipe: final_loss(300, f"--fp8-format {recipe}") for recipe in recipes}
     print("bf16", plain, "fp8", found)
     assert all(abs(loss - sum(plain) / 4) < max(plain) - min(plain) for loss in found.values())
+
+
+def test_the_planner_knows_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes per weight of a linear in FP8, all kept at the end of a step."""
+    wanted = CASES["first-last"]
+    trainer = build_trainer(replace(wanted, parallel=ParallelConfig(), dp=1).config(), 0, 1)
+    kept: list[int] = []
+    run = trainer.pipeline.run
+
+    def run_and_count(*arguments: Any) -> None:
+        run(*arguments)
+        kept.append(sum(cast.data.nbytes for cast in (trainer.weight_casts._casts or {}).values()))
+
+    monkeypatch.setattr(trainer.pipeline, "run", run_and_count)
+    train_step(trainer, batches_of(trainer, wanted, 0), RATES)
+    assert kept == [fp8_weight_bytes(trainer.config)]
