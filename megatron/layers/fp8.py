@@ -135,7 +135,9 @@ class Float8Linear:
 
         def quantize() -> Float8Tensor:
             block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
-            return self.quantize(weight, block, dtype, ROWS if self.column else COLUMNS, along == ROWS)
+            shared = along == ROWS and block == self.kernel.recipe.block(COLUMNS, weight=True)
+            scale = self.weight_operand(weight, COLUMNS).scale if shared else None
+            return self.quantize(weight, block, dtype, ROWS if self.column else COLUMNS, along == ROWS, scale)
 
         return self.casts.get((self.weight, along), quantize)
 
