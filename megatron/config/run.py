@@ -532,10 +532,10 @@ class RunConfig:
 
 
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
-    "norm": ("apex", "compiled", "torch"),
-    "add_norm": ("compiled", "torch"),
-    "rotary": ("compiled", "torch"),
-    "activation": ("compiled", "torch"),
+    "norm": ("triton", "apex", "compiled", "torch"),
+    "add_norm": ("triton", "compiled", "torch"),
+    "split_qkv": ("triton", "compiled", "torch"),
+    "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
     "attention": ("cudnn", "flash_attn", "varlen", "torch"),
@@ -545,7 +545,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 
-KERNEL_ALIASES = {"weight_gradient": "linear"}
+KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}
 """Earlier names of operations."""
 
 GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")

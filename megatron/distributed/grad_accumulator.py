@@ -119,6 +119,7 @@ class GradAccumulator:
             if grad is not None:
                 self.accumulate(name, grad)
 
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # gradients are not rounded
         parameter.register_post_accumulate_grad_hook(collect)
 
     def wgrad_input(self, x: Tensor, group: Group | None) -> WgradOperand:

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-ActivationKernel = Callable[[Tensor, str], Tensor]
-"""``activation(x, name) -> y``, ``name`` one of :data:`ACTIVATIONS`."""
+ActivationKernel = Callable[[Tensor, Tensor | None, str], Tensor]
+"""``activation(x, bias, name) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see ``kernels/bias.py``."""
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -30,20 +31,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions by the choices of ``--activation``; gated ones take ``[..., 2 * ffn/tp]``, gate first."""
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    """Apply an activation by name."""
-    return ACTIVATIONS[name](x)
+def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    """Apply an activation by name to ``x``, which contains ``bias``."""
+    return ACTIVATIONS[name](with_bias_gradient(x, bias))
 
 
 def _checks() -> Sequence[KernelCheck]:
-    x = 2.0 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = 2.0 * torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def check(name: str) -> KernelCheck:
-        return KernelCheck(lambda f, t: (f(t[0], name),), (x,))
-
-    return [check(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind, because each takes time to compile
+    # One of each kind, because each takes time to compile.
+    return [
+        KernelCheck(lambda f, t: (f(t[0], t[1], "gelu_tanh"),), (x, x[0, 0])),
+        KernelCheck(lambda f, t: (f(t[0], None, "swiglu"),), (x,)),
+    ]
 
 
 ACTIVATION = Operation(
-    {"compiled": Candidate(compiled(activation), compiler_missing), "torch": Candidate(lambda: activation)}, _checks
+    {
+        "triton": Candidate(triton_region("activation"), triton_missing),
+        "compiled": Candidate(compiled(activation), compiler_missing),
+        "torch": Candidate(lambda: activation),
+    },
+    _checks,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.privacy import PRIVATE_FOLDER, check_access
+from megatron.kernels.operation import missing_modules
 
 MAX_COMPILED_SHAPES = 64
 """Maximum number of shapes per compiled function, beyond which torch falls back to eager execution. A run has few:
@@ -29,6 +31,24 @@ def compiler_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if any(map(shutil.which, compilers)):
         return None
     return f"torch.compile needs a C++ compiler; there is no {' or '.join(compilers)}"
+
+
+def triton_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why our Triton kernels cannot work here, or None."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return "it needs fp32, bf16 or fp16 on a GPU"
+    return missing_modules("triton")
+
+
+def triton_region(name: str) -> Callable[[], Callable[..., Any]]:
+    """Return a factory of a function of ``kernels/triton_regions.py``, which cannot be imported without Triton."""
+
+    def make() -> Callable[..., Any]:
+        use_private_cache()
+        function: Callable[..., Any] = getattr(importlib.import_module("megatron.kernels.triton_regions"), name)
+        return function
+
+    return make
 
 
 def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:

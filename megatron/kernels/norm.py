@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32."""
 
-AddNormKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
-"""``add_norm(x_RW, y_RW, weight_W, bias_W, eps) -> (x + y, norm(x + y))``."""
+AddNormKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+"""``add_norm(x_RW, y_RW, y_bias_W, weight_W, bias_W, eps) -> (x + y, norm(x + y))``; on ``y_bias`` see
+``kernels/bias.py``."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -56,9 +58,11 @@ class _LayerNormOnCPU(torch.autograd.Function):
         ), None
 
 
-def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual sum, and its norm."""
-    total = x + y
+def add_norm(
+    x: Tensor, y: Tensor, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the residual sum, and its norm; ``y`` contains ``y_bias``."""
+    total = x + with_bias_gradient(y, y_bias)
     return total, norm(total, weight, bias, eps)
 
 
@@ -85,7 +89,8 @@ def _apex() -> NormKernel:
 
 def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 6, 3, 64, generator=generator, dtype=torch.float64)
+    # More rows than the programs of a kernel, so that some work on several.
+    x, y = torch.randn(2, 300, 2, 64, generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
@@ -96,19 +101,25 @@ def _checks() -> Sequence[KernelCheck]:
 def _sum_checks() -> Sequence[KernelCheck]:
     (x, weight), (y, _, bias) = (check.inputs for check in _checks())
     return [
-        KernelCheck(lambda f, t: f(t[0], t[1], t[2], None, 1e-5), (x, y, weight)),
-        KernelCheck(lambda f, t: f(t[0], t[1], t[2], t[3], 1e-5), (x, y, weight, bias)),
+        KernelCheck(lambda f, t: f(t[0], t[1], None, t[2], None, 1e-5), (x, y, weight)),
+        KernelCheck(lambda f, t: f(t[0], t[1], t[4], t[2], t[3], 1e-5), (x, y, weight, bias, y[0, 0])),
     ]
 
 
 NORM = Operation(
     {
         "apex": Candidate(_apex, _apex_missing, deterministic=False),
+        "triton": Candidate(triton_region("norm"), triton_missing),
         "compiled": Candidate(compiled(norm), compiler_missing),
         "torch": Candidate(lambda: norm),
     },
     _checks,
 )
 ADD_NORM = Operation(
-    {"compiled": Candidate(compiled(add_norm), compiler_missing), "torch": Candidate(lambda: add_norm)}, _sum_checks
+    {
+        "triton": Candidate(triton_region("add_norm"), triton_missing),
+        "compiled": Candidate(compiled(add_norm), compiler_missing),
+        "torch": Candidate(lambda: add_norm),
+    },
+    _sum_checks,
 )

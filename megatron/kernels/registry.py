@@ -20,7 +20,7 @@ from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
-from megatron.kernels.rotary import ROTARY, RotaryKernel, rotary
+from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Kernels:
 
     norm: NormKernel = norm
     add_norm: AddNormKernel = add_norm
-    rotary: RotaryKernel = rotary
+    split_qkv: SplitQKVKernel = split_qkv
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -43,7 +43,7 @@ class Kernels:
 OPERATIONS: dict[str, Operation] = {
     "norm": NORM,
     "add_norm": ADD_NORM,
-    "rotary": ROTARY,
+    "split_qkv": SPLIT_QKV,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.compile import compiled, compiler_missing
-from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,6 @@ def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
     return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)
 
 
-RotaryKernel = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""``rotary(q_SBND, k_SBGD, cos, sin, interleaved) -> (q, k)``, rotated."""
-
-
 def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first channels of every head.
 
@@ -97,27 +90,3 @@ def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
         rotated_90 = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
     rotated = x * cos + rotated_90 * sin
     return rotated if width == x_SBND.shape[-1] else torch.cat((rotated, x_SBND[..., width:]), dim=-1)
-
-
-def rotary(q_SBND: Tensor, k_SBGD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys; see :func:`rotate`."""
-    return rotate(q_SBND, cos, sin, interleaved), rotate(k_SBGD, cos, sin, interleaved)
-
-
-def _checks() -> Sequence[KernelCheck]:
-    generator = torch.Generator().manual_seed(0)
-    angles = 6.0 * torch.rand(5, 1, 1, 8, generator=generator, dtype=torch.float64)
-    q = torch.randn(5, 2, 4, 12, generator=generator, dtype=torch.float64)
-
-    def check(interleaved: bool) -> KernelCheck:
-        # Cosines and sines are constants of a model, so they are computed here and have no gradient.
-        return KernelCheck(
-            lambda f, t: f(t[0], t[1], angles.cos().to(t[0]), angles.sin().to(t[0]), interleaved), (q, q[:, :, :2])
-        )
-
-    return [check(False), check(True)]
-
-
-ROTARY = Operation(
-    {"compiled": Candidate(compiled(rotary), compiler_missing), "torch": Candidate(lambda: rotary)}, _checks
-)

@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention import AttentionMask
 from megatron.kernels.dropout import keep_mask
+from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm
@@ -65,7 +66,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, recompute_core: bool) -> None:
         super().__init__()
-        self.config, self.kernels, self.head_dim = config, context.kernels, config.head_dim
+        self.kernels = context.kernels
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
@@ -74,22 +75,18 @@ class SelfAttention(nn.Module):
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
-        self.groups, rows = context.spec("linear_qkv.weight").local_view[:2]
-        self.queries = rows - 2
-        self.core_attention = CoreAttention(config, context, self.groups, self.queries)
+        groups, rows = context.spec("linear_qkv.weight").local_view[:2]
+        self.heads = groups, config.head_dim
+        self.core_attention = CoreAttention(config, context, groups, rows - 2)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample."""
-        qkv = self.linear_qkv(x_SBH)
-        s, b, _ = qkv.shape
-        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        q, k, v = qkv_SBGXD.split((self.queries, 1, 1), dim=3)
-        q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
-        if ctx.rotary is not None:
-            rotary = ctx.rotary
-            q_SBND, k_SBGD = self.kernels.rotary(q_SBND, k_SBGD, rotary.cos, rotary.sin, rotary.interleaved)
+        norms, q, k = None, self.q_layernorm, self.k_layernorm
+        if q is not None and k is not None:
+            norms = HeadNorms(q.weight, q.bias, k.weight, k.bias, q.eps)
+        q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(
+            self.linear_qkv(x_SBH), self.linear_qkv.bias, self.heads, norms, ctx.rotary
+        )
         if ctx.cache is not None:
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:

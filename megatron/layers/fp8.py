@@ -72,7 +72,6 @@ class Float8Linear:
     casts: WeightCasts
     grad_accumulator: GradAccumulator
     weight: str
-    bias: str
     tp: Group
     sequence_parallel: bool
     # Column-parallel, else row-parallel.
@@ -81,13 +80,10 @@ class Float8Linear:
     @classmethod
     def of(cls, context: BuildContext, column: bool) -> Float8Linear | None:
         """Return those of the layer under construction; None if it is not in FP8."""
-        kernel, weight, bias = context.kernels.fp8, context.name("weight"), context.name("bias")
+        kernel, accumulator, name = context.kernels.fp8, context.grad_accumulator, context.name("weight")
         if kernel is None:
             return None
-        sequence_parallel = context.sequence_parallel
-        return cls(
-            kernel, context.weight_casts, context.grad_accumulator, weight, bias, context.tp, sequence_parallel, column
-        )
+        return cls(kernel, context.weight_casts, accumulator, name, context.tp, context.sequence_parallel, column)
 
     def quantize(
         self,
@@ -160,13 +156,13 @@ class Float8Function(torch.autograd.Function):
         if not layer.column:
             y = comm.reduce_scatter(y, layer.tp) if layer.sequence_parallel else comm.all_reduce(y, layer.tp)
         ctx.save_for_backward(x, weight, operand.shard.scale if recipe.name == "tensorwise" else None)
-        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.layer = layer
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return ``dx``; the gradients of weight and bias go to the accumulator."""
+        """Return ``dx``; the gradient of the weight goes to the accumulator."""
         x, weight, x_scale = ctx.saved_tensors
         layer: Float8Linear = ctx.layer
         recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
@@ -187,7 +183,4 @@ class Float8Function(torch.autograd.Function):
             pending = start(dx, layer.tp)
         multiply = layer.kernel.weight_gradient if recipe.wgrad else None
         dw = accumulator.accumulate_wgrad(layer.weight, x_wgrad, dy_wgrad, multiply=multiply)
-        db = None
-        if ctx.has_bias:
-            db = accumulator.accumulate(layer.bias, dy_rows.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
-        return pending.wait(), dw, db, None
+        return pending.wait(), dw, None, None

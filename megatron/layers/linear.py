@@ -12,6 +12,9 @@ row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the g
 Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
 reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines with the matmul beside them
 (:mod:`megatron.distributed.tensor_parallel`).
+
+The gradient of a bias, the sum of ``dy`` over its rows, is computed by the kernel that consumes ``y``
+(:mod:`megatron.kernels.bias`): its backward has ``dy`` in registers.
 """
 
 from __future__ import annotations
@@ -38,7 +41,6 @@ class _LinearSpec:
     kernel: LinearKernel
     grad_accumulator: GradAccumulator
     weight: str
-    bias: str
     tp: Group
     # The group that shards the sequence outside the tensor-parallel region; None without sequence parallelism.
     sequence_group: Group | None
@@ -48,12 +50,11 @@ class _LinearSpec:
 
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
-        weight, bias = context.name("weight"), context.name("bias")
         kernel, tp = context.kernels.linear, context.tp
         plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
         overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
         sequence_group = tp if context.sequence_parallel else None
-        return cls(kernel, context.grad_accumulator, weight, bias, tp, sequence_group, overlapped, plain)
+        return cls(kernel, context.grad_accumulator, context.name("weight"), tp, sequence_group, overlapped, plain)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
         """``x -> x W^T + b``."""
@@ -74,7 +75,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.layer = layer
         _, y = layer.tp_comm.gather_matmul(x, layer.product(weight, bias), layer.tp)
         return y
 
@@ -88,8 +89,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
         tp_comm = layer.tp_comm if layer.grad_accumulator.defers_wgrad else layer.hidden_tp_comm
         wait_dx = tp_comm.matmul_scatter(dy, layer.gradient_product(weight), layer.tp)
         dw = layer.grad_accumulator.accumulate_wgrad(layer.weight, wgrad_input, WgradOperand(dy))
-        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
-        return wait_dx(), dw, db, None
+        return wait_dx(), dw, None, None
 
 
 class _RowParallelFunction(torch.autograd.Function):
@@ -97,15 +97,16 @@ class _RowParallelFunction(torch.autograd.Function):
 
     Backward: ``dY = gather(dy)``, ``dx = dY W``, ``dW = dY^T x``.
 
-    The bias is added once, after the reduction; with sequence parallelism ``db`` covers this rank's rows only.
+    The bias is added once, after the reduction.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
-        y = layer.tp_comm.matmul_scatter(x, layer.product(weight, None), layer.tp)()
-        return y if bias is None else y.add_(bias)
+        ctx.layer = layer
+        in_product = x.is_cuda and layer.tp.size == 1  # cuBLASLt adds the bias without another pass
+        y = layer.tp_comm.matmul_scatter(x, layer.product(weight, bias if in_product else None), layer.tp)()
+        return y if bias is None or in_product else y.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -113,12 +114,11 @@ class _RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _LinearSpec = ctx.layer
         full_dy, dx = layer.tp_comm.gather_matmul(dy, layer.gradient_product(weight), layer.tp)
-        db = layer.grad_accumulator.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         wgrad_dy = WgradOperand(dy, layer.sequence_group, Pending(full_dy))
         dw = layer.grad_accumulator.accumulate_wgrad(
             layer.weight, layer.grad_accumulator.wgrad_input(x, None), wgrad_dy
         )
-        return dx, dw, db, None
+        return dx, dw, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -126,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight, self.bias = context.parameter("weight"), context.bias()
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=True)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight, self.bias = context.parameter("weight"), context.bias()
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=False)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
@@ -149,8 +149,3 @@ class RowParallelLinear(nn.Module):
         function, spec = (_RowParallelFunction, self._spec) if self._fp8 is None else (Float8Function, self._fp8)
         y: Tensor = function.apply(x_SBI, self.weight, self.bias, spec)
         return y
-
-
-def _bias_gradient(dy: Tensor) -> Tensor:
-    """``[..., O] -> [O]``, summed in at least fp32."""
-    return dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))

@@ -24,4 +24,4 @@ class MLP(nn.Module):
         return recompute_producer(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, self.activation)
+        return self.kernels.activation(x, self.linear_fc1.bias, self.activation)

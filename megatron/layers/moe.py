@@ -247,7 +247,7 @@ class Experts(nn.Module):
         return recompute_producer(self._activate, up, lambda x: self.linear_fc2(x, rows), self.drop_activation)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, self.activation)
+        return self.kernels.activation(x, None, self.activation)
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.bias import with_bias_gradient
 from megatron.layers.context import BuildContext
+
+
+class Residual(NamedTuple):
+    """The hidden state as a sum ``x + y`` that is still to be taken: the next norm takes it in its own kernel."""
+
+    x: Tensor
+    # Output of attention or of the MLP; None if there is nothing to add.
+    y: Tensor | None = None
+    # The bias that y contains, if its gradient is still to be taken (see :mod:`megatron.kernels.bias`).
+    y_bias: Tensor | None = None
+
+    def sum(self) -> Tensor:
+        """Return ``x + y``."""
+        return self.x if self.y is None else self.x + with_bias_gradient(self.y, self.y_bias)
 
 
 class Norm(nn.Module):
@@ -19,13 +36,9 @@ class Norm(nn.Module):
         self.eps, self.kernels = config.norm_epsilon, context.kernels
         self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return ``norm(x)``, or ``(x + y, norm(x + y))``."""
-        if y is None:
-            return self.kernels.norm(x, self.weight, self.bias, self.eps)
-        return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)
-
-    def forward_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Residual) -> tuple[Tensor, Tensor]:
         """Return ``(x + y, norm(x + y))``."""
-        total, normed = self(x, y)  # called as a module, so that its hooks run
-        return total, normed
+        x, y, y_bias = residual
+        if y is None:
+            return x, self.kernels.norm(x, self.weight, self.bias, self.eps)
+        return self.kernels.add_norm(x, y, y_bias, self.weight, self.bias, self.eps)

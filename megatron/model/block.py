@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
+from megatron.kernels.bias import with_bias_gradient
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mlp import MLP
 from megatron.layers.moe import MixtureOfExperts
-from megatron.layers.norm import Norm
+from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute import recompute, recompute_producer
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on ``[S(/tp), B, H]``.
 
-    Also returns the router's losses, ``[2]``, or None in a block without experts.
+    Takes and returns the hidden state as a :class:`Residual`, whose sum the next norm takes. Also returns the router's
+    losses, ``[2]``, or None in a block without experts.
     """
 
     def __init__(self, config: ModelConfig, context: BuildContext, recomputed: frozenset[str]) -> None:
@@ -33,23 +40,33 @@ class Block(nn.Module):
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
         self.mlp = feed_forward(config, context.submodule("mlp"), drop_activation)
 
-    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def forward(self, residual: Residual, ctx: ForwardContext) -> tuple[Residual, Tensor | None]:
         """Apply the block."""
-        drop_norm = "layernorm" in self.recomputed
-        y = recompute_producer(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, ctx), drop_norm)
-        y = hidden_dropout(y, self.dropout, ctx, self.attention_site)
+        x_SBH, y = self._apply_to_norm(self.input_layernorm, residual, lambda n: self.self_attention(n, ctx))
+        residual = self._residual(x_SBH, y, self.self_attention.linear_proj.bias, ctx, self.attention_site)
         if "mlp" in self.recomputed:
-            x_SBH = x_SBH + y
-            y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), ctx), x_SBH)
-        elif drop_norm:
-            x_SBH = x_SBH + y
-            y, losses = recompute_producer(
-                self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, ctx), drop=True
-            )
+            x_SBH = residual.sum()
+            y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(Residual(x))[1], ctx), x_SBH)
         else:
-            x_SBH, n_SBH = self.pre_mlp_layernorm.forward_sum(x_SBH, y)
-            y, losses = self._feed_forward(n_SBH, ctx)
-        return x_SBH + hidden_dropout(y, self.dropout, ctx, self.mlp_site), losses
+            x_SBH, (y, losses) = self._apply_to_norm(
+                self.pre_mlp_layernorm, residual, lambda n: self._feed_forward(n, ctx)
+            )
+        bias = self.mlp.linear_fc2.bias if isinstance(self.mlp, MLP) else None
+        return self._residual(x_SBH, y, bias, ctx, self.mlp_site), losses
+
+    def _apply_to_norm(self, norm: Norm, residual: Residual, function: Callable[[Tensor], T]) -> tuple[Tensor, T]:
+        """Return ``x`` and ``function(norm(x))``, x the sum of the residual."""
+        if "layernorm" in self.recomputed:
+            x_SBH = residual.sum()
+            return x_SBH, recompute_producer(lambda x: norm(Residual(x))[1], x_SBH, function, drop=True)
+        x_SBH, n_SBH = norm(residual)
+        return x_SBH, function(n_SBH)
+
+    def _residual(self, x_SBH: Tensor, y_SBH: Tensor, bias: Tensor | None, ctx: ForwardContext, site: str) -> Residual:
+        """Return ``x + drop(y)``; ``y`` contains ``bias``."""
+        if self.dropout == 0.0 or not ctx.training:
+            return Residual(x_SBH, y_SBH, bias)
+        return Residual(x_SBH, hidden_dropout(with_bias_gradient(y_SBH, bias), self.dropout, ctx, site), None)
 
     def _feed_forward(self, n_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.mlp, MixtureOfExperts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
-from megatron.layers.norm import Norm
+from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute import recompute
 from megatron.model.block import Block, hidden_dropout
 from megatron.model.objective import make_objective
@@ -119,8 +120,8 @@ class GPTChunk(nn.Module):
             x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
-        x_SBH, router_losses = self._run_blocks(x_SBH, ctx)
-        out = self._loss(x_SBH, batch) if self.last else x_SBH
+        residual, router_losses = self._run_blocks(x_SBH, ctx)
+        out = self._loss(residual, batch) if self.last else residual.sum()
         if router_losses is None:
             return out, torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
         self.sums.add("router losses", router_losses)
@@ -142,10 +143,11 @@ class GPTChunk(nn.Module):
             raise ValueError("logits are those of a whole model after .eval()")
         batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
         ctx = self._forward_context(batch, cache)
-        x_SBH, _ = self._run_blocks(self._embed(self.embedding, ctx), ctx)
+        residual, _ = self._run_blocks(self._embed(self.embedding, ctx), ctx)
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
-        return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
+        _, n_SBH = self.final_layernorm(Residual(residual.sum()[-last:]))  # -0 is the first row
+        return self.output_layer.logits(n_SBH)
 
     def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
@@ -161,28 +163,34 @@ class GPTChunk(nn.Module):
         x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
-    def _loss(self, x_SBH: Tensor, batch: MicroBatch) -> Tensor:
+    def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:
         if self.final_layernorm is None or self.output_layer is None:
             raise ValueError("only the last chunk has a loss")
-        loss, metrics = self.objective(self.final_layernorm(x_SBH), batch, self.output_layer)
+        _, n_SBH = self.final_layernorm(residual)
+        loss, metrics = self.objective(n_SBH, batch, self.output_layer)
         for name, value in {"lm loss": loss, **metrics}.items():
             self.sums.add(name, value)
         return loss
 
-    def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Residual, Tensor | None]:
         """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
         blocks = list(self.layers.values())
 
-        def run(x: Tensor, losses: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        def run(x: Tensor, losses: Tensor | None, start: int, stop: int) -> tuple[Residual, Tensor | None]:
+            residual = Residual(x)
             for block in blocks[start:stop]:
-                x, added = block(x, ctx)
+                residual, added = block(residual, ctx)
                 losses = added if losses is None else losses + added
-            return x, losses
+            return residual, losses
+
+        def run_summed(*inputs: Any) -> tuple[Tensor, Tensor | None]:
+            residual, losses = run(*inputs)
+            return residual.sum(), losses  # one tensor to keep for the next recomputation, not two
 
         losses, done = None, 0
         while self.training and done < self.recompute.blocks:
             stop = min(done + self.recompute.group, self.recompute.blocks)
-            (x_SBH, losses), done = recompute(run, x_SBH, losses, done, stop), stop
+            (x_SBH, losses), done = recompute(run_summed, x_SBH, losses, done, stop), stop
         return run(x_SBH, losses, done, len(blocks))
 
 

@@ -23,6 +23,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
 from megatron.distributed.tensor_parallel import PIPELINED, TPComm
+from megatron.kernels.bias import with_bias_gradient
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
@@ -192,7 +193,7 @@ def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool, overl
     if kind == "column" and sequence_parallel:
         mine = rows_of(whole_x, rank, size)
     x = mine.clone().requires_grad_()
-    out = layer.module(x)
+    out = with_bias_gradient(layer.module(x), layer.module.bias)
     same_x, same_y = kind == "column" and not sequence_parallel, kind == "row" and not sequence_parallel
     y = draw(2 if same_y else 2 + rank, *out.shape)
     with layer.context.grad_accumulator.deferring_wgrad(0, 0) if overlap else nullcontext():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map
 
 from megatron.config.run import TrainingConfig
 from megatron.training.build import build_trainer
@@ -43,7 +44,7 @@ def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
     calls = iter(range(1000))
 
     def spoil(module: Module, inputs: Any, output: Any) -> Any:
-        bad = (output[0] * NAN, *output[1:]) if isinstance(output, tuple) else output * NAN
+        bad = tree_map(lambda t: t * NAN if isinstance(t, Tensor) else t, output)
         return bad if next(calls) >= microbatch else None
 
     part(trainer, module).register_forward_hook(spoil)
@@ -81,7 +82,7 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
     "tp2-sp, gradient": (
         TP2_SP,
         ((1, bad_gradient, (FC1,)),),
-        f"rank 1: gradient of {FC1}.bias, micro-batch 0",
+        f"rank 1: gradient of {FC1}.weight, micro-batch 0",
     ),
     "dp2": (DP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [2, 3]"),
     "dp2, the earlier micro-batch": (
@@ -107,7 +108,7 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
     "pp2 vpp2, gradients of stages in backward's order": (
         PP2_VPP2,
         ((0, bad_gradient, ("layers.2.mlp.linear_fc1",)), (1, bad_gradient, (FC1,))),
-        "rank 0: gradient of layers.2.mlp.linear_fc1.bias, micro-batch 0",
+        "rank 0: gradient of layers.2.mlp.linear_fc1.weight, micro-batch 0",
     ),
     "pp4 vpp2, the sixth stage": (
         PP4_VPP2,
@@ -117,7 +118,7 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
     "pp4 in a v, gradient": (
         PP4_V,
         ((2, bad_gradient, ("layers.5.mlp.linear_fc1",)), (3, bad_gradient, ("layers.4.mlp.linear_fc1",))),
-        "rank 2: gradient of layers.5.mlp.linear_fc1.bias, micro-batch 0",
+        "rank 2: gradient of layers.5.mlp.linear_fc1.weight, micro-batch 0",
     ),
 }
 

@@ -210,8 +210,11 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
         return read_in_blocks(source, name, spec.view, whole_box(spec.view), torch.float32).reshape(spec.shape)
 
     weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
-    blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].transpose(0, 1))
-    normed = _OutputRecorder([norm], lambda out: out)
+    for name, module in chunk.named_modules():
+        if name.endswith(("q_layernorm", "k_layernorm")):  # small, and applied by the kernel that splits q, k and v
+            weights.load(module)
+    blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].sum().transpose(0, 1))
+    normed = _OutputRecorder([norm], lambda out: out[1])
     chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
     weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.text import listed_ranks
@@ -102,7 +103,7 @@ class HealthReport(Callback):
             self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
 
     def _see_output(self, layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        x_SBH, batch = (output, self._chunk_batch) if layer == EMBEDDING else (output[0], inputs[1].batch)
+        x_SBH, batch = (output, self._chunk_batch) if layer == EMBEDDING else (output[0].sum(), inputs[1].batch)
         if self._is_first_forward(module, batch):
             counts_B = counted_samples(batch)
             counted_SBH = x_SBH.detach().where(counts_B.view(1, -1, 1) > 0, 0.0)
@@ -261,8 +262,8 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
     outputs: list[tuple[int, str, bool]] = []  # stage, name and finiteness of modules, in the order of execution
 
     def record_output(stage: int, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = output if isinstance(output, tuple) else (output,)
-        outputs.append((stage, name, all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))))
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        outputs.append((stage, name, all(bool(t.isfinite().all()) for t in tensors)))
 
     trainer.buckets.start_step(len(batches))
     with trainer.buckets.without_reduction(), ExitStack() as hooks:

@@ -31,7 +31,7 @@ def test_kernels_of_every_operation_and_of_one() -> None:
     asked = kernel_choices(("compiled", "norm=compiled", "rotary=auto"))
     assert asked["norm"] == KernelChoice("compiled", alone=True)
     assert asked["add_norm"] == KernelChoice("compiled", alone=False)
-    assert asked["rotary"] == KernelChoice("auto", alone=False)
+    assert asked["split_qkv"] == KernelChoice("auto", alone=False)
     for word in ("auto", "torch", "compiled", *(f"{o}={n}" for o in KERNEL_CANDIDATES for n in KERNEL_CANDIDATES[o])):
         assert list(kernel_problems((word,))) == []
 

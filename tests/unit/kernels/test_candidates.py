@@ -34,7 +34,7 @@ def test_formula_values_and_gradients(with_bias: bool) -> None:
     weight, bias = torch.randn(2, 16, dtype=torch.float64)
     bias = bias if with_bias else None
     inputs = [t.requires_grad_() for t in (x, y, weight, bias) if t is not None]
-    total, normed = add_norm(x, y, weight, bias, EPS)
+    total, normed = add_norm(x, y, None, weight, bias, EPS)
     seeds = torch.randn_like(total), torch.randn_like(normed)
     ours = torch.autograd.grad((total, normed), inputs, seeds)
     exact = torch.autograd.grad((x + y, by_formula(x + y, weight, bias)), inputs, seeds)

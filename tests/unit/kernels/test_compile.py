@@ -114,10 +114,10 @@ def test_what_recomputation_drops_is_dropped(drop: bool) -> None:
         return y.matmul(weight)
 
     x, weight = torch.randn(48, 64, requires_grad=True), torch.randn(32, 8, requires_grad=True)
-    out = recompute_producer(lambda t: compiled_kernels().activation(t, "swiglu"), x, consume, drop)
+    out = recompute_producer(lambda t: compiled_kernels().activation(t, None, "swiglu"), x, consume, drop)
     assert made[0].expired() is drop
     out.sum().backward()
-    expected = Kernels().activation(x, "swiglu").t() @ torch.ones(48, 8)
+    expected = Kernels().activation(x, None, "swiglu").t() @ torch.ones(48, 8)
     torch.testing.assert_close(weight.grad, expected.detach())
 
 
@@ -208,7 +208,7 @@ def test_no_thread_runs_out_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation(name: str) -> None:
     x = torch.randn(6, 2, 32, requires_grad=True)
-    ours, eager = (f.activation(x, name) for f in (compiled_kernels(), Kernels()))
+    ours, eager = (f.activation(x, None, name) for f in (compiled_kernels(), Kernels()))
     torch.testing.assert_close(ours, eager)
     seed = torch.randn_like(eager)
     torch.testing.assert_close(torch.autograd.grad(ours, x, seed), torch.autograd.grad(eager, x, seed))

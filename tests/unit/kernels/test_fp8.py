@@ -71,7 +71,7 @@ def operands(recipe: Float8Recipe) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer(recipe: Float8Recipe, accumulator: GradAccumulator) -> Float8Linear:
-    return Float8Linear(Float8Kernel(recipe), WeightCasts(), accumulator, "weight", "bias", Group(), False, column=True)
+    return Float8Linear(Float8Kernel(recipe), WeightCasts(), accumulator, "weight", Group(), False, column=True)
 
 
 def outcome(recipe: Float8Recipe) -> list[Tensor]:

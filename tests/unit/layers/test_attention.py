@@ -21,6 +21,7 @@ from megatron.layers import parameters
 from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.norm import Residual
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
@@ -61,7 +62,7 @@ def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
 
 def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documents: Tensor | None) -> Tensor:
     """One head, one query at a time, from the weights' stored rows."""
-    c = layer.config
+    c = layer.core_attention.config
     d, per_group = c.head_dim, c.heads_per_group
     qkv = x_SBH @ layer.linear_qkv.weight.t()
     if layer.linear_qkv.bias is not None:
@@ -72,7 +73,7 @@ def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documen
         rows = [first + (head % per_group) * d, first + per_group * d, first + (per_group + 1) * d]
         q, k, v = (qkv[..., r : r + d] for r in rows)
         if layer.q_layernorm is not None and layer.k_layernorm is not None:
-            q, k = layer.q_layernorm(q), layer.k_layernorm(k)
+            (_, q), (_, k) = layer.q_layernorm(Residual(q)), layer.k_layernorm(Residual(k))
         if scene.rotary is not None:
             rotary = scene.rotary
             q, k = (rotate(t.unsqueeze(2), rotary.cos, rotary.sin, rotary.interleaved).squeeze(2) for t in (q, k))

@@ -1,0 +1,101 @@
+"""Triton kernels in Triton's interpreter on a CPU, against stock PyTorch in fp64.
+
+Needs Triton, which PyTorch's build for CPUs lacks: ``TRITON_INTERPRET=1 python -m pytest`` with this file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # read when kernels are defined, Triton's own included
+    pytest.skip("runs in Triton's interpreter only", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from megatron.kernels import triton_regions as regions
+from megatron.kernels.activation import ACTIVATIONS, activation
+from megatron.kernels.norm import add_norm, norm
+from megatron.kernels.qkv import split_qkv
+from megatron.kernels.rotary import RotaryCosSin
+
+ROWS, BATCH = 5, 3
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows per program, several tiles per row, and the last of each incomplete."""
+    monkeypatch.setattr(regions, "PROGRAMS", 4)
+    monkeypatch.setattr(regions, "TILE", 32)
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()  # NumPy 2.5 rejects int() of an array of one element
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def agree(ours: Callable[..., Any], eager: Callable[..., Any], inputs: Sequence[Tensor | None], *options: Any) -> None:
+    """Compare values and all gradients in fp32; gradients of outputs are strided, as attention's are."""
+    outcomes = []
+    for function, dtype in ((ours, torch.float32), (eager, torch.float64)):
+        leaves = [t if t is None else t.to(dtype).requires_grad_() for t in inputs]
+        out = function(*leaves, *options)
+        outputs = out if isinstance(out, tuple) else (out,)
+        seeds = [draw(*y.shape[1::-1], *y.shape[2:]).transpose(0, 1).to(dtype) for y in outputs]
+        outcomes.append([*outputs, *torch.autograd.grad(outputs, [t for t in leaves if t is not None], seeds)])
+    for mine, right in zip(*outcomes, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("width", [48, 64])
+def test_norms(width: int, with_bias: bool) -> None:
+    x, y = draw(ROWS, BATCH, width), draw(ROWS, BATCH, width).flip(0)
+    bias = draw(width).flip(0) if with_bias else None
+    agree(regions.norm, norm, (x, draw(width), bias), 1e-5)
+    agree(regions.add_norm, add_norm, (x, y, None, draw(width), bias), 1e-5)
+    agree(regions.add_norm, add_norm, (x, y, draw(width), draw(width), bias), 1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, with_bias: bool) -> None:
+    agree(regions.activation, activation, (draw(ROWS, BATCH, 80), draw(80) if with_bias else None), name)
+
+
+def test_an_activation_of_no_rows() -> None:
+    x = torch.empty(0, 8, requires_grad=True)
+    regions.activation(x, None, "swiglu").sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("angles", [None, (12, 1, False), (8, BATCH, False), (8, 1, True), (12, BATCH, True)])
+def test_split(angles: tuple[int, int, bool] | None, with_bias: bool) -> None:
+    """Any cosines and sines, for all or some channels, per sample or for all samples."""
+    qkv, bias = draw(ROWS, BATCH, 2 * 5 * 12), draw(2 * 5 * 12) if with_bias else None
+
+    def split(function: Any) -> Callable[..., Any]:
+        def run(x: Tensor, bias: Tensor | None) -> Any:
+            rotary = None
+            if angles is not None:
+                width, batch, interleaved = angles
+                cos, sin = (draw(ROWS, batch, 1, width + i)[..., :width].to(x.dtype) for i in range(2))
+                rotary = RotaryCosSin(cos, sin, interleaved)
+            return function(x, bias, (2, 12), None, rotary)
+
+        return run
+
+    agree(split(regions.split_qkv), split(split_qkv), (qkv, bias))
