@@ -185,6 +185,25 @@ def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
             yield name, shard, min((shard + 1) * length, stop) - max(shard * length, start)
 
 
+def fp8_weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step."""
+    model, precision = config.model, config.precision
+    by_stage = []
+    for pp in range(config.parallel.pipeline_model_parallel_size):
+        specs = rank_parameters(model, config.parallel, pp).items()
+        blocks = [(name.split("."), spec) for name, spec in specs if name.startswith("layers.")]
+        by_stage.append(
+            sum(
+                2 * prod(spec.local_shape)
+                for (_, layer, *_, module, kind), spec in blocks
+                if module.startswith("linear_")
+                and kind == "weight"
+                and precision.layer_in_fp8(int(layer), model.num_layers)
+            )
+        )
+    return max(by_stage)
+
+
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     """Return an upper bound for the bytes of gradient reduction in flight on the rank with the most.
 

@@ -33,6 +33,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.distributed.timing import Clock, Timers, no_clock
 from megatron.kernels.compile import set_matmul_precision
+from megatron.kernels.fp8 import Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.context import DTYPES, BuildContext
@@ -149,7 +150,11 @@ def build_trainer(
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
         if device.type == "cuda":
             set_matmul_precision(compute.reduced_precision_reduction)
-        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
+        precision = config.precision
+        fp8 = None
+        if precision.fp8_format is not None:
+            fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
+        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
         check_same_kernels(notes[0], mesh.world)
         tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device, world_size)
         notes += overlap_notes
@@ -164,6 +169,7 @@ def build_trainer(
         tp_overlap,
         draw_initial_values=fresh,
         kernels=kernels,
+        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
     layers = stage_layers(model, parallel)
     pp_rank = mesh.coordinate["pp"]
@@ -186,7 +192,19 @@ def build_trainer(
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
-        config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
+        config,
+        mesh,
+        device,
+        chunks,
+        pipeline,
+        specs,
+        params,
+        buckets,
+        optimizer,
+        scaler,
+        timers,
+        notes=tuple(notes),
+        weight_casts=context.weight_casts,
     )
     if fresh:
         with clock("data"):

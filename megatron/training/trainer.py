@@ -30,6 +30,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
+from megatron.kernels.fp8 import WeightCasts
 from megatron.model.gpt import GPTChunk
 from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -91,6 +92,7 @@ class Trainer:
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
     run_id: str = ""  # the same through all starts of the run
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
     notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
 
@@ -113,7 +115,8 @@ class Trainer:
             program = self.programs[key]
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
-        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
+        with self.weight_casts.kept():
+            self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
 
     def discard_step(self) -> None:
         """Forget a step whose capture failed. Nothing of it was computed, and nothing of it may be waited for."""

@@ -381,6 +381,14 @@ CASES = (
         " --tensor-model-parallel-size 2 --hidden-dropout 2 --lr-warmup-iters 200",
         ranks=4,
     ),
+    # FP8
+    Case("--fp8-format hybrid --fp8-recipe delayed"),
+    Case("--fp8-format hybrid --fp8-recipe mxfp8"),
+    Case("--fp8-format e4m3 --num-experts 4"),
+    Case("--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 2", ranks=2),
+    Case("--fp8-format hybrid --seq-length 1000"),
+    Case("--fp8-format hybrid --first-last-layers-bf16"),
+    Case("--fp8-format hybrid --fp8-output-proj"),
 )
 
 

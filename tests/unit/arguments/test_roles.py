@@ -180,6 +180,7 @@ LEFT_OUT = {
         distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
+        fp8_format fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
