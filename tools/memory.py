@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
-from megatron.planner.memory import STATE_KINDS, max_state_bytes, reduction_buffer_bytes
+from megatron.planner.memory import STATE_KINDS, communicator_bytes, max_state_bytes, reduction_buffer_bytes
 
 REQUIRED_FLAGS = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
@@ -78,6 +78,9 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     yield ""
     yield row("in flight", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
     yield "(gradients being reduced during backward: at most this much more, freed after the step)"
+    if any(buffers := [communicator_bytes(stage, world_size) for stage in stages]):
+        yield row("NCCL, estimated", gibibytes(buffers))
+        yield "(buffers of the communicators, outside of PyTorch's memory; all-to-alls and NVLS need more)"
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 

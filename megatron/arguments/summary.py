@@ -27,7 +27,7 @@ from megatron.pipeline.plan import (
     stage_layers,
     virtual_stages,
 )
-from megatron.planner.memory import checkpoint_bytes, max_rank_parameters, max_state_bytes
+from megatron.planner.memory import checkpoint_bytes, communicator_bytes, max_rank_parameters, max_state_bytes
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
@@ -131,7 +131,9 @@ def _memory(config: RunConfig, world_size: int) -> str:
     parts = max_state_bytes(config, world_size)
     by_part = ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10)
     holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
-    return f"{format_bytes(sum(parts.values()))} on {holder}, without activations: {by_part}"
+    row = f"{format_bytes(sum(parts.values()))} on {holder}, without activations: {by_part}"
+    buffers = communicator_bytes(config, world_size)
+    return row + (f"; estimated {format_bytes(buffers)} more for NCCL" if buffers else "")
 
 
 def _holder(config: RunConfig) -> str:

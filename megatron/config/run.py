@@ -254,8 +254,11 @@ class ComputeConfig:
     (torch.compile between the matrix products), or OPERATION=NAME. The last one given for an operation wins."""
     deterministic: bool = option(False, role="free", aliases={"--deterministic-mode": True})
     """Make repeated runs bitwise equal, or refuse to run."""
-    cuda_graph: str = option("none", role="free", choices=("none", "optimizer", "step"))
-    """Part captured and replayed as a CUDA graph: the optimizer, or the whole step."""
+    cuda_graph: str = option("auto", role="free", choices=("none", "optimizer", "step", "auto"))
+    """Part captured and replayed as a CUDA graph: the optimizer, the whole step, or auto: on GPUs the step where it can
+    be captured and micro-batches are so short that the host would be the limit, else none."""
+    reduced_precision_reduction: bool = option(False, role="free")
+    """Let matrix products on GPUs add partial sums in bf16 or fp16, as PyTorch does by default, instead of fp32."""
 
 
 RULE_STATE = {

@@ -3,7 +3,7 @@
 The parameters are those that the layers declare (:mod:`megatron.layers.parameters`), in the buckets that a run lays
 them out in (:func:`megatron.distributed.param_layout.plan_buckets`), so alignment and uneven shards are counted
 exactly. Left out are scalars (a few bytes each), activations, and buffers that exist only within a step;
-`reduction_buffer_bytes` estimates the largest of these.
+`reduction_buffer_bytes` estimates the largest of these, and `communicator_bytes` NCCL's own buffers.
 
 All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
 distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.
@@ -20,12 +20,13 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, state_kinds
-from megatron.distributed.layout import Layout
+from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout
 from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, BucketKey, BucketShape, plan_buckets
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
 
@@ -211,6 +212,55 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
             total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
         by_stage.append(total)
     return max(by_stage)
+
+
+NCCL_CHANNELS = 16
+"""Channels of a communicator: NCCL takes 16 to 32 on nodes with NVLink."""
+
+RECEIVE_BYTES, SEND_BYTES = 10 * 2**20, 2 * 2**20
+"""Bytes of NCCL's buffers of a connection, per channel: 4 MiB of ``NCCL_BUFFSIZE`` and those of two other protocols on
+the receiving side (allocations on H100s, NVIDIA/nccl#1685)."""
+
+
+def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int, int, int]:
+    """Return the number of communicators of the first rank of a pipeline stage, as :class:`Mesh` creates them.
+
+    Returns:
+        Those of groups with torch.distributed's own, of channels that receive, and of channels that send.
+    """
+    parallel, layout = config.parallel, Layout.from_config(config.parallel, world_size)
+    rank = layout.group_of(0, ("pp",))[pp_rank]
+    placement = stage_placement(parallel, virtual_stages(config.model, parallel))
+    found = {layout.group_of(rank, axes) for axes in AXES_IN_USE}
+    found.add(layout.group_of(rank, ("tp",))[: max(1, layout.sizes["tp"] // config.model.kv_groups)])
+    ends = sorted({placement[0], placement[-1]})
+    if pp_rank in ends:
+        found.add(tuple(layout.group_of(rank, ("pp",))[end] for end in ends))
+    gathers = set()
+    for axes in REDUCTION_GROUPS:
+        replicas = layout.group_of(rank, axes)
+        size = len(replicas) // (parallel.optimizer_instances or len(replicas))
+        found |= {replicas[:size], replicas[::size]}
+        if parallel.overlap_param_gather and parallel.zero_stage:
+            gathers.add(replicas[:size])
+    edges = channels(placement)
+    received, sent = (sum(edge[end] == pp_rank for edge in edges) for end in (1, 0))
+    return 1 + sum(len(ranks) > 1 for of_use in (found, gathers) for ranks in of_use), received, sent
+
+
+def communicator_bytes(config: RunConfig, world_size: int) -> int:
+    """Return an estimate of the bytes of NCCL's buffers on the rank with the most; 0 without NCCL.
+
+    A group is counted as a ring: a rank receives from one neighbour and sends to another. Left out are NVLS, and the
+    further connections of an all-to-all.
+    """
+    if world_size == 1 or config.training.device == "cpu" or config.parallel.distributed_backend == "gloo":
+        return 0
+    by_rank = (communicators(config, world_size, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
+    return max(
+        NCCL_CHANNELS * ((groups + received) * RECEIVE_BYTES + (groups + sent) * SEND_BYTES)
+        for groups, received, sent in by_rank
+    )
 
 
 def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool:

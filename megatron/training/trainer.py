@@ -73,6 +73,8 @@ class Trainer:
     optimizer: DistributedOptimizer
     scaler: LossScaler
     timers: Timers
+    # 0-d, nonzero after a step that is to end the run: later steps change nothing. None for a run that never ends so.
+    halted: Tensor | None = None
     goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
     startup: StartupTimer = field(default_factory=StartupTimer)
     # schedules of steps, and with True of evaluations, by number of micro-batches
@@ -112,6 +114,14 @@ class Trainer:
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
         self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
+
+    def discard_step(self) -> None:
+        """Forget a step whose capture failed. Nothing of it was computed, and nothing of it may be waited for."""
+        for chunk in self.chunks.values():
+            chunk.sums.pop()
+        self.pipeline.discard()
+        self.buckets.discard()
+        self.optimizer.weights.discard()
 
     def start_at(
         self,

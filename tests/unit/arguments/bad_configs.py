@@ -97,7 +97,7 @@ CASES = (
     Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),
     Case("--num-distributed-optimizer-instances 2 --overlap-param-gather", ranks=2),
     Case("--use-distributed-optimizer --num-distributed-optimizer-instances 3", ranks=4),
-    Case("--use-distributed-optimizer --cuda-graph optimizer --device cuda", ranks=2),
+    Case("--use-distributed-optimizer --overlap-param-gather --cuda-graph optimizer --device cuda", ranks=2),
     Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
     Case("--reset-position-ids --eod-mask-loss --train-data-path a b"),

@@ -137,6 +137,7 @@ CHANGED = {
     "lion_beta2": "0.1",
     "muon_momentum": "0.5",
     "muon_num_ns_steps": "2",
+    "muon_fp32_matmul_prec": "high",
     "muon_scale_mode": "unit_rms_norm",
     "muon_extra_scale_factor": "0.5",
     "moe_router_topk": "1",
@@ -180,7 +181,7 @@ LEFT_OUT = {
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
         loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
-    "it needs a GPU": "cuda_graph",
+    "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
         multiple_validation_sets validation_set_names
