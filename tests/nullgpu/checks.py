@@ -83,33 +83,37 @@ def late_modules(steps: Sequence[Trace], warm_up: int) -> list[str]:
     ]
 
 
+Lane = tuple[int, int]
+"""A stream and the capture that it is part of, 0 outside: captured work is not done when others go on."""
+
+
 class StreamClocks:
-    """How much of every stream's work is done before the next work of a stream begins, by the events between them."""
+    """How much of every lane's work is done before the next work of a lane begins, by the events between them."""
 
     def __init__(self) -> None:
-        self.issued: Counter[int] = Counter()
-        self._known: dict[int, Counter[int]] = defaultdict(Counter)
-        self._events: dict[int, Counter[int]] = {}
-        self._host: dict[int, Counter[int]] = defaultdict(Counter)  # by thread
+        self.issued: Counter[Lane] = Counter()
+        self._known: dict[Lane, Counter[Lane]] = defaultdict(Counter)
+        self._events: dict[int, Counter[Lane]] = {}
+        self._host: dict[int, Counter[Lane]] = defaultdict(Counter)  # by thread
 
-    def known(self, event: Event, other: int) -> int:
-        """Return how many operations of the stream ``other`` are done before that of ``event`` begins."""
-        if event.stream == other:
-            return self.issued[other]
-        return max(self._known[event.stream][other], self._host[event.thread][other])
+    def known(self, event: Event, other: Lane) -> int:
+        """Return how many operations of the lane ``other`` are done before that of ``event`` begins."""
+        lane = event.stream, event.capture
+        return self.issued[other] if lane == other else max(self._known[lane][other], self._host[event.thread][other])
 
     def add(self, event: Event) -> None:
         """Take the next call into account."""
-        known = self._known[event.stream]
+        lane = event.stream, event.capture
+        known = self._known[lane]
         if event.kind in WORK and event.name not in ("beginCapture", "endCapture"):
-            self.issued[event.stream] += 1
+            self.issued[lane] += 1
             known |= self._host[event.thread]
         elif event.name == "eventRecord":
-            self._events[event.a] = known | Counter({event.stream: self.issued[event.stream]})
+            self._events[event.a] = known | Counter({lane: self.issued[lane]})
         elif event.kind == "wait":
             known |= self._events.get(event.a, Counter())
         elif event.name == "streamSynchronize":
-            self._host[event.thread] |= known | Counter({event.stream: self.issued[event.stream]})
+            self._host[event.thread] |= known | Counter({lane: self.issued[lane]})
         elif event.name == "eventSynchronize":
             self._host[event.thread] |= self._events.get(event.b, Counter())
         elif event.name == "deviceSynchronize":
@@ -119,14 +123,16 @@ class StreamClocks:
 def unordered_collectives(trace: Trace) -> list[str]:
     """Collectives that may begin before the computation that was launched ahead of them: on the wrong stream."""
     problems = []
-    clocks, compute, allowed = StreamClocks(), 0, compute_streams(trace)
+    clocks, allowed = StreamClocks(), compute_streams(trace)
+    compute: dict[int, Lane] = {}  # the last one of each capture
     for event in trace:
         if event.kind in COMPUTE and event.stream in allowed:
-            compute = event.stream
-        if event.kind == "nccl" and not event.name.startswith("init"):
-            done, issued = clocks.known(event, compute), clocks.issued[compute]
+            compute[event.capture] = event.stream, event.capture
+        if event.kind == "nccl" and event.stream not in allowed and event.capture in compute:
+            lane = compute[event.capture]
+            done, issued = clocks.known(event, lane), clocks.issued[lane]
             if done < issued:
-                problems.append(f"{short(event)} begins after {done} of {issued} operations of stream {compute:#x}")
+                problems.append(f"{short(event)} begins after {done} of {issued} operations of stream {lane[0]:#x}")
         clocks.add(event)
     return problems
 
@@ -135,9 +141,7 @@ def hidden_work(trace: Trace) -> list[tuple[Collective, int]]:
     """Return every collective on a stream of its own, and the computation launched before anything waits for it."""
     streams = compute_streams(trace)
     recorded: dict[int, tuple[int, int]] = {}  # by event: its stream, and the index of the record
-    waits: dict[int, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # by stream waited for: index of the wait, of the record
+    waits: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by stream: indices of the wait and of the record
     computed = [0]
     for index, event in enumerate(trace):
         computed.append(computed[-1] + (event.kind in ("kernel", "gemm") and event.stream in streams))

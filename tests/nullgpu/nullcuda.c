@@ -216,13 +216,13 @@ EXPORT cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, 
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     Event *awaited = (Event *)event;
     Stream *joining = stream_at(stream);
-    record(WAIT, "streamWaitEvent", (uint64_t)event, (uint64_t)awaited->stream, stream);
     if (awaited->capture && capture_of(awaited->stream) == awaited->capture) {
         if (!joining) return cudaErrorStreamCaptureImplicit;
         joining->capture = awaited->capture;
     } else if (joining && joining->capture && joining->capture != awaited->capture && awaited->stream) {
         return cudaErrorStreamCaptureIsolation;
     }
+    record(WAIT, "streamWaitEvent", (uint64_t)event, (uint64_t)awaited->stream, stream);
     return OK;
 }
 
@@ -591,7 +591,8 @@ EXPORT const char *cudaGetErrorString(cudaError_t error) {
 
 // ----------------------------------------------------------------------------------------------------------- memory
 
-enum { PINNED = 1, DEVICE };
+// RESERVED addresses are those of device memory that is allocated apart from them.
+enum { PINNED = 1, DEVICE, RESERVED };
 
 typedef struct {
     char *start;
@@ -742,7 +743,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attrib
     memset(attributes, 0, sizeof(*attributes));
     pthread_mutex_lock(&mutex);
     Block *block = block_at(pointer);
-    attributes->type = !block ? cudaMemoryTypeUnregistered : block->kind == DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+    attributes->type = !block ? cudaMemoryTypeUnregistered : block->kind == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
     attributes->device = block ? block->device : 0;
     attributes->hostPointer = block && block->kind == PINNED ? (void *)pointer : 0;
     pthread_mutex_unlock(&mutex);
@@ -842,14 +843,27 @@ static int describe_error(int error, const char **text) {
     return 0;
 }
 
-// Memory that GPUs share: ranks exchange file descriptors, which stand for nothing, and map addresses of their own.
+// Virtual memory, of expandable segments and of memory that GPUs share. A handle of memory is its number of bytes. Ranks
+// exchange file descriptors, which stand for nothing, and map addresses of their own.
 static int allocation_granularity(size_t *bytes, const void *properties, int option) {
     *bytes = 2 << 20;
     return 0;
 }
 
 static int create_memory(unsigned long long *memory, size_t bytes, const void *properties, unsigned long long flags) {
+    record(MALLOC, "cuMemCreate", bytes, 0, 0);
+    if (used[device] + bytes > TOTAL_MEMORY) return cudaErrorMemoryAllocation;
+    pthread_mutex_lock(&mutex);
+    used[device] += bytes;
+    pthread_mutex_unlock(&mutex);
     *memory = bytes;
+    return 0;
+}
+
+static int release_memory(unsigned long long memory) {
+    pthread_mutex_lock(&mutex);
+    used[device] -= memory;
+    pthread_mutex_unlock(&mutex);
     return 0;
 }
 
@@ -859,12 +873,20 @@ static int export_memory(void *handle, unsigned long long memory, int type, unsi
 }
 
 static int import_memory(unsigned long long *memory, void *handle, int type) {
-    *memory = 1;
+    *memory = 0;
     return 0;
 }
 
 static int reserve_addresses(void **start, size_t bytes, size_t alignment, void *wanted, unsigned long long flags) {
-    return cudaMalloc(start, bytes);
+    if (!(*start = map(bytes))) return cudaErrorMemoryAllocation;
+    add_block(*start, bytes, RESERVED);
+    return 0;
+}
+
+static int free_addresses(void *start, size_t bytes) {
+    Block block = remove_block(start);
+    if (block.start) munmap(start, block.bytes);
+    return 0;
 }
 
 static int launch_by_driver(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
@@ -887,6 +909,8 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **o
     else if (!strcmp(symbol, "cuMemExportToShareableHandle")) *out = export_memory;
     else if (!strcmp(symbol, "cuMemImportFromShareableHandle")) *out = import_memory;
     else if (!strcmp(symbol, "cuMemAddressReserve")) *out = reserve_addresses;
+    else if (!strcmp(symbol, "cuMemAddressFree")) *out = free_addresses;
+    else if (!strcmp(symbol, "cuMemRelease")) *out = release_memory;
     else *out = succeed;
     return OK;
 }

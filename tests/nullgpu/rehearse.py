@@ -134,9 +134,11 @@ def marks(rank: int, world_size: int, report: Report) -> Iterator[None]:
     run_step, next_batches = StepRunner.__call__, Trainer.next_batches
 
     def step(runner: StepRunner, *arguments: Any) -> Any:
+        mark("pause end")
         mark("step begin")
         metrics = run_step(runner, *arguments)
         mark("step end")
+        mark("pause begin")
         if not report.allocated:
             report.allocated = torch.cuda.memory_allocated()
             report.planned = sum(rank_state_bytes(runner.trainer.config, world_size, rank).values())

@@ -34,7 +34,7 @@ build() { # target source options...
     local folders=("$NULLGPU/include" "$site/nvidia/cu13/include" "$site/nvidia/nccl/include"
         "$site/triton/backends/nvidia/include")
     # a new file, because running processes may have mapped the old one
-    gcc -O2 -shared -fPIC -w "${folders[@]/#/-I}" -o "$target.new" "$source" "${@:3}" && mv "$target.new" "$target"
+    gcc -O2 -shared -fPIC -w "${folders[@]/#/-I}" -o "$target.$$" "$source" "${@:3}" && mv "$target.$$" "$target"
 }
 build libnullcuda.so nullcuda.c -ldl -lpthread
 build libcuda.so.1 nulldriver.c -Wl,-soname,libcuda.so.1 -ldl

@@ -29,7 +29,7 @@ MODEL = (
     "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
     "--clip-grad 1 --train-iters 8 --eval-iters 0 --log-interval 3 --hidden-dropout 0 --attention-dropout 0 "
-    "--distributed-timeout-minutes 10"
+    "--distributed-timeout-minutes 10 --cuda-graph none"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
@@ -50,6 +50,8 @@ class Case:
     # Part of the collectives on their own streams that computation must hide.
     hidden: float = 0.0
     dtype: str = "bf16"
+    # The host does not wait between steps either, without log lines.
+    between: bool = False
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
@@ -58,7 +60,9 @@ ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 
 CASES = {
     "gpt": Case(1, ""),
-    "llama": Case(1, LLAMA),
+    "llama": Case(1, LLAMA, between=True),
+    "graph by choice": Case(1, f"{LLAMA} --cuda-graph auto", between=True),
+    "graph by choice, ZeRO-1": Case(2, f"{LLAMA} --use-distributed-optimizer --cuda-graph auto", between=True),
     "graph of the step": Case(1, f"{LLAMA} --cuda-graph step"),
     "graph of the optimizer": Case(1, f"{LLAMA} --cuda-graph optimizer"),
     "deterministic": Case(1, f"{LLAMA} --deterministic --hidden-dropout 0.1"),
@@ -79,7 +83,7 @@ CASES = {
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
     "experts": Case(1, MOE, waits=64),
     "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
-    "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5),
+    "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
     "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
     "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
@@ -132,6 +136,8 @@ def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
         steps, batches = checks.regions(trace, "step"), checks.regions(trace, "batch")
         steady = steps[warm_up:]
         mine = [problem for step in steady for problem in checks.host_waits(step, case.waits)]
+        if case.between:
+            mine += [f"between steps: {problem}" for problem in checks.host_waits(checks.regions(trace, "pause")[6])]
         if not case.waits:
             mine += [problem for part in (*steady, *batches[1:]) for problem in checks.pageable_copies(part)]
         mine += checks.stray_kernels(trace, case.streams)
