@@ -177,7 +177,7 @@ LEFT_OUT = {
         expert_model_parallel_size expert_tensor_parallel_size
         use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
         overlap_param_gather grad_reduce_in_bf16
-        distributed_backend distributed_timeout_minutes device""",
+        tp_comm_overlap_method distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
         fp8_format fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
