@@ -1,31 +1,27 @@
-"""Everything to be known about this code on one GPU, in one command of nine minutes.
+"""Measure training steps on one GPU beside `transformers`, in nine minutes, or run the tests of `tests/gpu`.
 
-    python -m benchmarks.gpu                        # on a machine with a GPU
-    python -m benchmarks.gpu --cases 1B-s2048 --skip-tests --minutes 4
-    python -m benchmarks.gpu --cases                # the tests alone
-    python -m benchmarks.gpu --rehearse             # in miniature, on a CPU
+    python -m benchmarks.gpu                        # all cases, on a machine with a GPU
+    python -m benchmarks.gpu --cases 1B-s2048 --minutes 4
+    python -m benchmarks.gpu --tests                # the tests instead
+    python -m benchmarks.gpu --rehearse             # tiny models, on a CPU
 
-First the tests of `tests/gpu`; then, case by case, the speed of a training step, eager and at its best, beside that of
-`transformers` at its best. What is found goes to `gpu.json`, `gpu.md` and `gpu_profile_CASE.txt` under `--output`,
-after every case, so that a run that is ended keeps what it has. A later run on the same machine adds to it: what it
-does not measure again stays.
+Every case compares our step, eager and at its fastest, with that of `transformers` at its fastest. The results go to
+`gpu.json`, `gpu.md` and `gpu_profile_CASE.txt` in `--output`, after every case. A later run on the same machine adds to
+them: what it does not measure again stays.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,77 +29,52 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CASES = ("124M-s1024", "1B-s2048", "1B-s4096", "8B-shape-s8192")
 SPEEDUP = 1.2
-"""Times as fast as `transformers` at its best: what is aimed at."""
-
-TESTS_SECONDS = 120.0
-"""For the tests, at most, where cases follow."""
+"""Goal: tokens per second, relative to the fastest `transformers`."""
 
 CASE_SECONDS = 90.0
-"""What a case needs for a verdict: rather fewer cases than none that has one."""
-
-ALONE = "of time"
-TESTS = {ALONE: ["tests/gpu/test_timers.py"], "others": ["tests/gpu", "--ignore=tests/gpu/test_timers.py"]}
-"""Arguments for pytest, in this order."""
-
-TEST_PROCESSES = 6
-"""That share the GPU for the other tests."""
+"""What a case needs for a verdict. Fewer cases are measured if time is short."""
 
 GRACE = 20.0
-"""Seconds that a case may take beyond its share before it is ended."""
+"""Seconds after its time until a case is killed."""
+
+PUBLISHED = {
+    "8B-shape-s8192": "torchtitan publishes 6,667 tokens/s per GPU for all 32 layers (33% to 39% MFU): bf16, FSDP and "
+    "torch.compile on 8 H100 (96 GB, 2.4 TB/s, 500 W), local batch 2, selective activation checkpointing, 2024-12 "
+    "(github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)"
+}
+"""Figures of others, measured elsewhere."""
 
 Values = dict[str, Any]
 
 
 def test(seconds: float, rehearse: bool, log: Path) -> str:
-    """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``.
-
-    Those that measure time come first and alone; the others share the GPU.
-    """
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--show-capture=no"]
+    """Run the tests for one GPU; return pytest's last line. ``log`` receives all output."""
+    command = [sys.executable, "-m", "pytest", "-o", "minversion=8", "-m", "gpu", "-v", "--tb=short", "tests/gpu"]
     environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
-    end, summaries = time.monotonic() + seconds, []
-    log.write_text("")
-    for name, tests in TESTS.items():
-        together: list[str] = []
-        if name != ALONE and importlib.util.find_spec("xdist") is not None:
-            together = ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
-            cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))  # each would take all of them
-            environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
-        summaries.append(f"{name}: {_tested([*command, *tests, *together], environment, end - time.monotonic(), log)}")
-    return "; ".join(summaries)
-
-
-def _tested(command: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path) -> str:
-    """Return the summary of a pytest run, or its last line after ``seconds``."""
-    before = log.stat().st_size
-    with log.open("a") as out:
+    with log.open("w") as out:
         tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            tests.wait(max(seconds, 0.0))
+            tests.wait(seconds)
         except subprocess.TimeoutExpired:
-            through = Counter(re.findall(r"\b(PASSED|FAILED|ERROR)\b", log.read_text()[before:]))
-            counts = ", ".join(f"{count} {word.lower()}" for word, count in through.items()) or "none through"
-            return f"ended after {seconds:.0f} s, by then {counts}: see {log.name}"
-        finally:
-            if tests.poll() is None:  # their workers, too, would share the GPU with what is measured next
-                os.killpg(tests.pid, signal.SIGKILL)
-                tests.wait()
-    lines = log.read_text()[before:].strip().splitlines()
+            os.killpg(tests.pid, signal.SIGKILL)  # with the processes that tests have started
+            tests.wait()
+            return f"stopped after {seconds:.0f} s: see {log.name}"
+    lines = log.read_text().strip().splitlines()
     return lines[-1].strip("= ") if lines else "no output"
 
 
 def measure(case: str, seconds: float, rehearse: bool) -> Values:
-    """Measure a case in a process of its own; return the results it has written by its end."""
+    """Measure a case in its own process; return what it has written, also if it fails."""
+    failure = None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "case.json")
         command = [sys.executable, "-m", "benchmarks.gpu_case", case, "--seconds", f"{seconds:.0f}", "--out", str(out)]
+        command += ["--rehearse"] * rehearse
         try:
-            ended = subprocess.run(
-                [*command, *["--rehearse"] * rehearse], cwd=ROOT, timeout=seconds + GRACE, check=False
-            ).returncode
-            failure = str(ended) if ended else None
+            ended = subprocess.run(command, cwd=ROOT, timeout=seconds + GRACE, check=False)
+            failure = str(ended.returncode) if ended.returncode else None
         except subprocess.TimeoutExpired:
-            failure = "ended: out of time"
+            failure = "out of time"
         found: Values = {"case": case}
         try:
             found |= json.loads(out.read_text()) if out.exists() else {}
@@ -113,7 +84,7 @@ def measure(case: str, seconds: float, rehearse: bool) -> Values:
 
 
 def machine() -> dict[str, str]:
-    """Return the GPU, driver and library versions."""
+    """Return the GPU and versions."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu"}
@@ -122,43 +93,42 @@ def machine() -> dict[str, str]:
     return found
 
 
-def speed(case: Mapping[str, Any], seconds: Sequence[float], peak_bytes: int) -> Values:
-    """Of a contestant: tokens per second, MFU by 6N + 12Lhs, seconds of a step and GiB."""
-    step = statistics.median(seconds)
-    rate = case["tokens"] / step
-    mfu = rate * case["flops_per_token"] / case["peak_flops"] if case["peak_flops"] else None
-    return {"tokens/s": rate, "MFU": mfu, "seconds": step, "GiB": peak_bytes / 2**30}
-
-
 def standings(case: Mapping[str, Any]) -> dict[str, Values]:
-    """Return the contestants of a case, from their turns or, for those without, from their trials."""
+    """Return the figures of each line of the table: of the alternating rounds if it took part, else of its trial."""
     trials = {trial["name"]: trial for trial in case.get("trials", ()) if trial["seconds"]}
     found = {}
-    for name, setting in case.get("winners", {}).items():
-        if name in case.get("final", {}):
-            measured, how = case["final"][name], "in turns"
-        elif setting in trials:
-            measured, how = trials[setting], "alone"
-        else:
+    for line, setting in case.get("fastest", {}).items():
+        measured = case.get("final", {}).get(line) or trials.get(setting)
+        if measured is None:
             continue
-        found[name] = speed(case, measured["seconds"], measured["peak_bytes"]) | {"setting": setting, "how": how}
+        seconds = statistics.median(measured["seconds"])
+        rate, peak = case["tokens"] / seconds, case["peak_flops"]
+        found[line] = {
+            "tokens/s": rate,
+            "MFU": rate * case["flops_per_token"] / peak if peak else None,
+            "causal": rate * case["flops_per_token_causal"] / peak if peak else None,
+            "seconds": seconds,
+            "GiB": measured["peak_bytes"] / 2**30,
+            "setting": setting,
+            "how": "alternating" if line in case.get("final", {}) else "alone",
+        }
     return found
 
 
 def verdict(case: Mapping[str, Any], found: Mapping[str, Values]) -> list[str]:
-    """Goals beside what was reached."""
-    lines = []
-    best, theirs = found.get("best"), found.get("transformers")
-    if best and best["MFU"] is not None:
+    """Return the goals, and whether they are met."""
+    if "best" not in found:
+        return []
+    best, lines = found["best"], []
+    if best["MFU"] is not None:
         lines.append(f"MFU {best['MFU']:.1%}, goal {case['goal']:.0%}: {_met(best['MFU'] >= case['goal'])}")
-    if best and theirs:
-        ratio = best["tokens/s"] / theirs["tokens/s"]
-        rivals = [t for t in case["trials"] if t["whose"] == "transformers" and t["seconds"]]
-        judged = any(t["name"].endswith("compiled") for t in rivals)
-        reached = _met(ratio >= SPEEDUP) if judged else "open, as it was not measured compiled"
+    ratios = {line: best["tokens/s"] / other["tokens/s"] for line, other in found.items()}
+    if (ratio := ratios.get("transformers")) is not None:
+        theirs = [trial["name"] for trial in case["trials"] if trial["implementation"] == "transformers"]
+        compiled = any(name.endswith("compiled") for name in theirs)
+        reached = _met(ratio >= SPEEDUP) if compiled else "open, as it was not measured compiled"
         lines.append(f"{ratio:.2f} times as fast as transformers, goal {SPEEDUP}: {reached}")
-    if best and (alike := found.get("transformers, fp32 weights")):
-        ratio = best["tokens/s"] / alike["tokens/s"]
+    if (ratio := ratios.get("transformers, fp32 weights")) is not None:
         lines.append(f"{ratio:.2f} times as fast as transformers with fp32 weights under autocast")
     return lines
 
@@ -168,54 +138,56 @@ def _met(yes: bool) -> str:
 
 
 def table(case: Mapping[str, Any]) -> list[str]:
-    """Return a case as Markdown."""
+    """Return the Markdown of a case."""
     lines = ["", f"## {case['case']}", ""]
     if "failure" in case:
-        lines += [f"The process ended with {case['failure']}; its results up to then follow.", ""]
+        lines += [f"The process failed ({case['failure']}). These are its results until then.", ""]
     found = standings(case)
-    lines += ["| | tokens/s | MFU | ms a step | GiB | measured | setting |", "|---|---|---|---|---|---|---|"]
-    for name, v in found.items():
-        mfu = f"{v['MFU']:.1%}" if v["MFU"] is not None else "-"
+    lines += [
+        "| | tokens/s | MFU | causal | ms a step | GiB | measured | setting |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line, v in found.items():
+        mfu = f"{v['MFU']:.1%} | {v['causal']:.1%}" if v["MFU"] is not None else "- | -"
         figures = f"{v['tokens/s']:,.0f} | {mfu} | {1e3 * v['seconds']:.1f} | {v['GiB']:.1f}"
-        lines.append(f"| {name} | {figures} | {v['how']} | `{v['setting']}` |")
-    lines += ["", *(f"* {line}" for line in verdict(case, found)), *(f"* {note}" for note in case.get("notes", ()))]
-    lines += ["", "All settings that were tried:", "", "| whose | setting | ms a step | GiB |", "|---|---|---|---|"]
+        lines.append(f"| {line} | {figures} | {v['how']} | `{v['setting']}` |")
+    notes = [*verdict(case, found), *([PUBLISHED[case["case"]]] if case["case"] in PUBLISHED else [])]
+    lines += ["", *(f"* {note}" for note in [*notes, *case.get("notes", ())])]
+    lines += ["", "All trials:", "", "| | setting | ms a step | GiB |", "|---|---|---|---|"]
     for trial in case.get("trials", ()):
         time_of = f"{1e3 * statistics.median(trial['seconds']):.1f}" if trial["seconds"] else trial["error"]
-        lines.append(f"| {trial['whose']} | `{trial['name']}` | {time_of} | {trial['peak_bytes'] / 2**30:.1f} |")
+        cells = trial["implementation"], f"`{trial['name']}`", time_of, f"{trial['peak_bytes'] / 2**30:.1f}"
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def write(folder: Path, results: Mapping[str, Any]) -> None:
     """Write the files of results."""
-    folder.mkdir(parents=True, exist_ok=True)
     for case in results["cases"]:
-        if "profiles" in case:
-            shown = "\n\n".join(f"==== {name}: one step\n\n{text}" for name, text in case["profiles"].items())
+        if profiles := case.pop("profiles", None):
+            shown = "\n\n".join(f"==== {line}: one step\n\n{text}" for line, text in profiles.items())
             (folder / f"gpu_profile_{case['case']}.txt").write_text(shown + "\n")
-    kept = [{key: value for key, value in case.items() if key != "profiles"} for case in results["cases"]]
     part = folder / "gpu.json.part"
-    part.write_text(json.dumps(dict(results) | {"cases": kept}, indent=1) + "\n")
+    part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(folder / "gpu.json")
-    rehearsed = " (a rehearsal in miniature: the figures mean nothing)" if results["rehearsed"] else ""
     lines = [
-        f"# One GPU{rehearsed}",
+        f"# One GPU{' (a rehearsal: the figures mean nothing)' if results['rehearsed'] else ''}",
         "",
         ", ".join(f"{key} {value}" for key, value in results["machine"].items()) + ".",
         "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
-        "peak of the data sheet. Ours keeps fp32 main parameters and gradients; transformers keeps bf16 weights, or",
-        "fp32 weights under autocast. transformers runs eagerly and with the whole model compiled by",
-        "`torch.compile(model, dynamic=False)`, without `reduce-overhead`; tables show the micro-batch sizes tried.",
+        "peak of the data sheet; causal MFU leaves out masked scores. Ours has fp32 main parameters and gradients;",
+        "transformers has bf16 weights, or fp32 weights under autocast. It runs eagerly, and with the whole model",
+        "compiled by `torch.compile(model, dynamic=False)`, without `reduce-overhead`. All trials are listed.",
         "",
         f"Tests (`tests/gpu`): {results['tests']}",
+        *(line for case in results["cases"] for line in table(case)),
     ]
-    lines += [line for case in results["cases"] for line in table(case)]
     (folder / "gpu.md").write_text("\n".join(lines) + "\n")
 
 
 def earlier(folder: Path, where: Mapping[str, str], rehearsed: bool) -> Values:
-    """Return the results of an earlier run in the folder if it was on the same machine, else empty results."""
-    new: Values = {"machine": dict(where), "rehearsed": rehearsed, "tests": "left out", "cases": []}
+    """Return the results in a folder if they are of this machine, else empty ones."""
+    new: Values = {"machine": dict(where), "rehearsed": rehearsed, "tests": "not run", "cases": []}
     try:
         results: Values = json.loads((folder / "gpu.json").read_text())
     except FileNotFoundError:
@@ -224,46 +196,48 @@ def earlier(folder: Path, where: Mapping[str, str], rehearsed: bool) -> Values:
         results = {}
     if all(results.get(key) == new[key] for key in ("machine", "rehearsed")):
         return results
-    print(f"the results in {folder} are of another machine, a rehearsal, or unreadable, and are replaced", flush=True)
+    print(f"the results in {folder} are of another machine, of a rehearsal, or unreadable: replaced", flush=True)
     return new
 
 
+def measure_cases(names: Sequence[str], end: float, results: Values, args: argparse.Namespace) -> None:
+    """Measure as many of the cases as fit, and write the results after each."""
+    needed = 10.0 if args.rehearse else CASE_SECONDS
+    for number, name in enumerate(names):
+        left = end - time.monotonic()
+        if left < needed:
+            print(f"{name}: skipped, {left:.0f} s are too few; --cases {name} measures it alone", flush=True)
+            continue
+        seconds = max(needed, left / (len(names) - number)) - 5
+        print(f"{name}: {seconds:.0f} s", flush=True)
+        case = measure(name, seconds, args.rehearse)
+        measured = {other["case"]: other for other in results["cases"]} | {name: case}
+        results["cases"] = [measured[other] for other in CASES if other in measured]
+        write(args.output, results)
+        print(*(f"  {line}" for line in verdict(case, standings(case))), sep="\n", flush=True)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Test, measure, write."""
+    """Measure, or test, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
-    parser.add_argument("--rehearse", action="store_true", help="in miniature, on a CPU; the figures mean nothing")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--tests", action="store_true", help="run the tests instead")
+    default = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=default, help="folder; default: $OUT, else benchmarks/results")
+    parser.add_argument("--rehearse", action="store_true", help="use tiny models, also without a GPU")
     args = parser.parse_args(argv)
-    end = time.monotonic() + 60 * args.minutes - GRACE
-    where = machine()
+    end, where = time.monotonic() + 60 * args.minutes - GRACE, machine()
     if where["device"] == "cpu" and not args.rehearse:
-        print("there is no GPU here; --rehearse runs everything in miniature on a CPU", file=sys.stderr)
+        print("there is no GPU here; --rehearse measures tiny models on a CPU", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     results = earlier(args.output, where, args.rehearse)
-    if not args.skip_tests:
-        left = end - time.monotonic()
-        log = args.output / "gpu_tests.txt"
-        results["tests"] = test(min(left, TESTS_SECONDS) if args.cases else left, args.rehearse, log)
-        print(f"tests: {results['tests']}", flush=True)
-    for number, case in enumerate(args.cases):
-        left, needed = end - time.monotonic(), 10.0 if args.rehearse else CASE_SECONDS
-        if number and left < needed:
-            print(f"{case}: left out, as {left:.0f} s are too few; --skip-tests --cases {case} measures it alone")
-            continue
-        fitting = max(1, min(len(args.cases) - number, int(left / needed)))
-        seconds = max(10.0, left / fitting - 5)
-        print(f"{case}: {seconds:.0f} s", flush=True)
-        found = measure(case, seconds, args.rehearse)
-        measured = {other["case"]: other for other in results["cases"]} | {case: found}
-        results["cases"] = [measured[name] for name in CASES if name in measured]
+    if args.tests:
+        results["tests"] = test(end - time.monotonic(), args.rehearse, args.output / "gpu_tests.txt")
         write(args.output, results)
-        for line in verdict(found, standings(found)):
-            print(f"  {line}", flush=True)
-    write(args.output, results)
+    else:
+        measure_cases(args.cases, end, results, args)
     print((args.output / "gpu.md").read_text())
     return 0
 

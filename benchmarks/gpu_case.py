@@ -1,9 +1,8 @@
-"""One model on one GPU: our step, eager and at its best, beside that of `transformers` at its best.
+"""Measure one model on one GPU: our step, eager and at its fastest, and that of `transformers` at its fastest.
 
-`python -m benchmarks.gpu` runs this for every case, each in a process of its own: memory starts unfragmented, and what
-one case does to the process ends with it. First comes what a verdict needs: each side as it is and as it is probably
-fastest. Then, as long as there is time, one change after another, each kept if it is faster; then the winners take
-turns. Everything is written down as soon as it is known, so that a case that is cut short keeps what it has.
+`python -m benchmarks.gpu` runs every case in its own process, so that memory starts unfragmented. What a verdict needs
+is measured first. While time is left, single options are changed, and kept if faster; then the fastest settings
+alternate. The file of results is rewritten after every measurement, so that an interrupted case keeps its figures.
 """
 
 from __future__ import annotations
@@ -28,113 +27,94 @@ from megatron.training.cuda_graphs import WARM_UP_STEPS
 from megatron.training.metrics import device_name, peak_flops
 
 ROUNDS = 5
-"""Turns that the winners take."""
+"""Rounds in which the fastest settings alternate."""
 
-TURN = 0.3
-"""Seconds of a turn, or one step where that is longer."""
-
-MARGIN = 1.2
-"""Time is taken to run out by that much earlier."""
+ROUND_SECONDS = 0.3
+"""Time of a setting in a round, or one step if longer."""
 
 PROFILE_SECONDS = 15.0
-"""That profiling may take."""
-
-FIRST_TIME = 45.0
-"""Seconds that the first setting of its kind is expected to take, most of them for compiling."""
+REFINING_SHARE = 0.6
+"""Share of the time after which no further options are tried, so that rounds and profiles get the rest."""
 
 
 @dataclass
-class Result:
-    """What became of a setting.
+class Trial:
+    """The measurement of one setting."""
 
-    Attributes:
-        name: of the setting.
-        seconds: of a step; empty where it failed.
-        peak_bytes: most memory that was allocated at once.
-        loss: after the warm-up.
-        error: why it failed.
-        took: seconds from building to the last step.
-    """
-
+    implementation: str
     name: str
+    # Of single steps; empty if it failed.
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    # After the warm-up.
     loss: float | None = None
     error: str | None = None
-    took: float = 0.0
 
     @property
     def median(self) -> float:
-        """Of a step; infinite where the setting failed."""
+        """Return the median time of a step, or infinity if the setting failed."""
         return statistics.median(self.seconds) if self.seconds else float("inf")
 
 
-def kind(setting: Setting) -> tuple[bool, bool]:
-    """Return the kind of a setting (contestant, compiled or not); settings of a kind take about equally long to try."""
-    ours = isinstance(setting, Ours)
-    return ours, setting != Ours(setting.micro_batch) if isinstance(setting, Ours) else setting.compiled
-
-
 class Bench:
-    """Measures the settings of one case within its time, and keeps the file of results up to date.
-
-    Attributes:
-        results: of the settings that were tried.
-        winners: the fastest setting so far, by contestant.
-        steps: of the winners, built and warm.
-        report: content of the file.
-    """
+    """The trials of one case within its time."""
 
     def __init__(self, name: str, case: Case, device: torch.device, seconds: float, out: Path) -> None:
         self.case, self.device, self.out = case, device, out
-        self.deadline = time.monotonic() + seconds
-        self.room = 0.85 * torch.cuda.mem_get_info()[0] if device.type == "cuda" else float("inf")
+        self.cuda = device.type == "cuda"
+        self.start, self.seconds = time.monotonic(), seconds
+        self.memory = 0.85 * torch.cuda.mem_get_info()[0] if self.cuda else float("inf")
         config = Ours(case.micro_batches[0]).config(case, device)
-        self.report: dict[str, object] = {
+        flops = FlopsPerToken.from_config(config)
+        # Content of the file.
+        self.report: dict[str, Any] = {
             "case": name,
             "device": device_name(device),
             "peak_flops": peak_flops(device_name(device), "bf16"),
-            "flops_per_token": FlopsPerToken.from_config(config).full,
+            "flops_per_token": flops.full,
+            "flops_per_token_causal": flops.causal,
             "tokens": case.samples * config.training.seq_length,
             "parameters": num_parameters(config.model),
             "goal": case.goal,
             "trials": [],
             "notes": [],
         }
-        self.results: dict[Setting, Result] = {}
-        self.winners: dict[str, Setting] = {}
+        self.trials: dict[Setting, Trial] = {}
+        # The fastest setting for each line of the table.
+        self.fastest: dict[str, Setting] = {}
+        # Steps that are built and warm.
         self.steps: dict[Setting, Step] = {}
 
     @property
     def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
+        """Return the seconds that are left."""
+        return self.start + self.seconds - time.monotonic()
 
-    def note(self, text: str) -> None:
-        """Add a note for the readers of the results."""
-        self.keep(notes=[*self.report["notes"], text])
-
-    def keep(self, **values: object) -> None:
-        """Write down what is known; a reader always finds a complete version of the file."""
+    def save(self, **values: object) -> None:
+        """Update the file of results atomically."""
         self.report |= values
         part = self.out.with_suffix(".part")
         part.write_text(json.dumps(self.report, indent=1) + "\n")
         part.replace(self.out)
 
-    def sync(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def note(self, text: str) -> None:
+        """Add a note to the results."""
+        self.save(notes=[*self.report["notes"], text])
 
-    def keep_only(self, kept: Collection[Setting]) -> None:
-        """Give back the memory of all other steps."""
+    def free(self, kept: Collection[Setting] = ()) -> None:
+        """Free the memory of all steps but these."""
         self.steps = {setting: step for setting, step in self.steps.items() if setting in kept}
         gc.collect()
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.empty_cache()
 
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
     def timed(self, step: Step, steps: int) -> float:
-        """Seconds per step."""
+        """Return the seconds per step."""
         self.sync()
         start = time.perf_counter()
         for _ in range(steps):
@@ -142,172 +122,133 @@ class Bench:
         self.sync()
         return (time.perf_counter() - start) / steps
 
-    def attempt(self, setting: Setting) -> Result:
-        """Try a setting; a failure, such as running out of memory, is recorded and ends nothing."""
-        if setting in self.results:
-            return self.results[setting]
-        start = time.monotonic()
-        peaks = [result.peak_bytes for result in self.results.values()]
-        if sum(self.results[alive].peak_bytes for alive in self.steps) + max(peaks, default=0) > self.room:
-            self.keep_only(())
-        result = self._try(setting)
-        if result.error and "OutOfMemory" in result.error and self.steps:  # it may fit where nothing else is
-            self.keep_only(())
+    def measure(self, setting: Setting) -> Trial:
+        """Measure a setting once; failures, such as running out of memory, are recorded."""
+        if setting in self.trials:
+            return self.trials[setting]
+        trial = self._try(setting)
+        if trial.error and "OutOfMemory" in trial.error and self.steps:  # it may fit alone
+            self.free()
             torch._dynamo.reset()
-            result = self._try(setting)
-        result.took = time.monotonic() - start
-        self.results[setting] = result
-        ours = "ours" if isinstance(setting, Ours) else "transformers"
-        self.keep(trials=[*self.report["trials"], {"whose": ours} | asdict(result)])
-        print(f"  {ours:12} {result.name:70} {result.error or f'{1e3 * result.median:.1f} ms'}", flush=True)
-        return result
+            trial = self._try(setting)
+        self.trials[setting] = trial
+        self.save(trials=[*self.report["trials"], asdict(trial)])
+        shown = trial.error or f"{1e3 * trial.median:.1f} ms"
+        print(f"  {trial.implementation:12} {trial.name:70} {shown}", flush=True)
+        return trial
 
-    def _try(self, setting: Setting) -> Result:
-        result = Result(setting.name)
+    def _try(self, setting: Setting) -> Trial:
+        implementation = "ours" if isinstance(setting, Ours) else "transformers"
+        trial = Trial(implementation, setting.name)
         try:
-            self.steps[setting] = self._measure(setting, result)
+            before = torch.cuda.memory_allocated() if self.cuda else 0
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()  # replays of a graph do not show its activations, the capture does
+            step = setting.make(self.case, self.device)
+            for _ in range(WARM_UP_STEPS + 1):  # compiles and captures
+                loss = step()
+            trial.loss = loss.item()
+            once = self.timed(step, 1)
+            trial.seconds = [once, *(self.timed(step, 1) for _ in range(2 if once > 0.5 else 4))]
+            trial.peak_bytes = torch.cuda.max_memory_allocated() - before if self.cuda else 0
+            self.steps[setting] = step
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
-            result = Result(setting.name, error=f"{type(error).__name__}: {first[:200]}")
-        return result
+            trial = Trial(implementation, setting.name, error=f"{type(error).__name__}: {first[:200]}")
+        return trial
 
-    def _measure(self, setting: Setting, result: Result) -> Step:
-        cuda = self.device.type == "cuda"
-        before = torch.cuda.memory_allocated() if cuda else 0
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()  # now: a recorded step's activations show only while it is eager
-        step = setting.make(self.case, self.device)
-        for _ in range(WARM_UP_STEPS + 1):  # compiles, and records where something is recorded
-            loss = step()
-        result.loss = loss.item()
-        once = self.timed(step, 1)
-        result.seconds = [once, *(self.timed(step, 1) for _ in range(2 if once > 0.5 else 4))]
-        result.peak_bytes = torch.cuda.max_memory_allocated() - before if cuda else 0
+    def challenge(self, line: str, setting: Setting) -> None:
+        """Measure a setting, and make it the one of ``line`` if it is the fastest, while there is time."""
+        if self.left < 0:
+            self.note(f"no time for {setting.name}")
+            return
+        trial = self.measure(setting)
+        if line not in self.fastest or trial.median < self.trials[self.fastest[line]].median:
+            self.fastest[line] = setting
+            self.save(fastest={line: setting.name for line, setting in self.fastest.items()})
+        self.free(self.fastest.values())
+
+    def warm_step(self, setting: Setting) -> Step:
+        """Return the step of a setting, built again if its memory was freed."""
+        built = setting in self.steps
+        step = self.steps[setting] if built else setting.make(self.case, self.device)
+        self.timed(step, 1 if built else WARM_UP_STEPS + 1)
         return step
 
-    def challenge(self, name: str, rival: Setting, needed: bool = False) -> None:
-        """Let ``rival`` take the place of the winner of that name if it is faster.
 
-        It is passed over where no time is left for it and the turns; what is ``needed``, only where none is left.
-        """
-        if self.left < (0 if needed else MARGIN * (self.expected(rival) + self.turns())):
-            self.note(f"no time for {rival.name}")
-            return
-        result = self.attempt(rival)
-        if name not in self.winners or result.median < self.results[self.winners[name]].median:
-            self.winners[name] = rival
-            self.keep(winners={name: setting.name for name, setting in self.winners.items()})
-        self.keep_only(self.winners.values())
-
-    def expected(self, setting: Setting) -> float:
-        """Seconds that a trial will take: as long as the longest of its kind, and nothing where it is known."""
-        tried = [result.took for other, result in self.results.items() if kind(other) == kind(setting)]
-        return 0.0 if setting in self.results else max(tried, default=FIRST_TIME)
-
-    def turns(self) -> float:
-        """Seconds that the turns of the winners will take."""
-        results = {setting: self.results[setting] for setting in self.winners.values()}
-        finished = {setting: result for setting, result in results.items() if result.seconds}
-        building = sum(result.took for setting, result in finished.items() if setting not in self.steps)
-        return building + sum(result.median + ROUNDS * max(result.median, TURN) for result in finished.values())
-
-
-def take_turns(bench: Bench) -> None:
-    """Run the winners in turns, so that clock changes of the GPU affect all of them; then profile each."""
-    steps = {name: warm_step(bench, setting) for name, setting in bench.winners.items()}
-    results = {name: bench.results[setting] for name, setting in bench.winners.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            seconds[name].append(bench.timed(step, max(1, min(10, int(TURN / results[name].median)))))
-    bench.keep(
-        final={
-            name: {"setting": results[name].name, "seconds": s, "peak_bytes": results[name].peak_bytes}
-            for name, s in seconds.items()
-        }
-    )
+def alternate(bench: Bench) -> None:
+    """Run the fastest settings in turn, so that changes of the clock rate affect all of them."""
+    steps = {line: bench.warm_step(setting) for line, setting in bench.fastest.items()}
+    trials = {line: bench.trials[setting] for line, setting in bench.fastest.items()}
+    seconds: dict[str, list[float]] = {line: [] for line in steps}
+    for done in range(ROUNDS):
+        if done and bench.left < 0:
+            break
+        for line, step in steps.items():
+            seconds[line].append(bench.timed(step, max(1, min(10, int(ROUND_SECONDS / trials[line].median)))))
+    final = {
+        line: {"setting": trials[line].name, "seconds": times, "peak_bytes": trials[line].peak_bytes}
+        for line, times in seconds.items()
+    }
+    bench.save(final=final)
     if bench.left > PROFILE_SECONDS:
-        bench.keep(profiles={name: profile(bench, step) for name, step in steps.items()})
-
-
-def warm_step(bench: Bench, setting: Setting) -> Step:
-    """Return the step of a setting, ready to be measured: the one at hand, or a new one."""
-    if setting in bench.steps:
-        step, steps = bench.steps[setting], 1
-    else:
-        step, steps = setting.make(bench.case, bench.device), WARM_UP_STEPS + 1
-    bench.timed(step, steps)
-    return step
+        bench.save(profiles={line: profile(bench, step) for line, step in steps.items()})
 
 
 def profile(bench: Bench, step: Step) -> str:
-    """Return the longest kernels of one step."""
-    cuda, activity = bench.device.type == "cuda", torch.profiler.ProfilerActivity
+    """Return a table of the longest kernels of one step."""
+    activity = torch.profiler.ProfilerActivity
     bench.sync()
-    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * cuda]) as recorded:
+    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * bench.cuda]) as recorded:
         step()
         bench.sync()
-    order = f"self_{'device' if cuda else 'cpu'}_time_total"
+    order = f"self_{'device' if bench.cuda else 'cpu'}_time_total"
     return recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
 
 
-REFINEMENTS: tuple[tuple[str, Callable[[Any, int], Setting]], ...] = (
-    ("best", lambda ours, size: ours.changed("--cross-entropy-chunk-size 8192")),
-    ("best", lambda ours, size: ours.changed("--cuda-graph step")),
-    ("transformers", lambda theirs, size: replace(theirs, micro_batch=size)),
-    ("best", lambda ours, size: replace(ours, micro_batch=size)),
-)
-"""Changes of the winner of that name, given the case's other micro-batch size, the most promising first."""
-
-
 def run(bench: Bench) -> None:
-    """Everything about a case, what matters most first, as time may run out."""
-    cuda, (size, other) = bench.device.type == "cuda", bench.case.micro_batches
-    bench.challenge("best", Ours(size), needed=True)
-    bench.challenge("transformers", Theirs(size), needed=True)
-    bench.challenge("eager", Ours(size), needed=True)
-    bench.challenge("best", Ours(size, "--kernels auto"), needed=True)
-    if cuda:
-        bench.challenge("transformers", Theirs(size, compiled=True), needed=True)
-    bench.challenge("transformers, fp32 weights", Theirs(size, weights="fp32", compiled=cuda))
-    for name, change in REFINEMENTS:
-        rival = change(bench.winners[name], other) if name in bench.winners else None
-        if rival is None or ("--cuda-graph" in rival.name and not cuda):
-            continue
-        theirs = {setting.micro_batch for setting in bench.results if isinstance(setting, Theirs)}
-        if isinstance(rival, Ours) and rival.micro_batch not in theirs:
-            bench.note(f"{rival.name} was left out, as transformers was not tried with such micro-batches")
-        else:
-            bench.challenge(name, rival)
-    if bench.winners.get("eager") == bench.winners.get("best"):
-        bench.winners.pop("eager", None)
-    for name in [name for name, setting in bench.winners.items() if not bench.results[setting].seconds]:
-        del bench.winners[name]
-    best = bench.winners.get("best")
-    leave_out(bench)
+    """Measure a case, in the order of importance, as time may run out."""
+    size, other = bench.case.micro_batches
+    bench.challenge("best", Ours(size))
+    bench.challenge("transformers", Theirs(size))
+    bench.challenge("eager", Ours(size))
+    bench.challenge("best", Ours(size, "--kernels auto"))
+    if bench.cuda:
+        bench.challenge("transformers", Theirs(size, compiled=True))
+    changes: list[tuple[str, Callable[[Any], Setting]]] = [
+        ("best", lambda ours: ours.changed(f"--cross-entropy-chunk-size {bench.case.chunk}")),
+        ("transformers", lambda theirs: replace(theirs, micro_batch=other)),
+        ("best", lambda ours: replace(ours, micro_batch=other)),
+        ("transformers, fp32 weights", lambda _: Theirs(size, weights="fp32", compiled=bench.cuda)),
+    ]
+    if bench.cuda:  # FlashAttention 2 instead of cuDNN; a graph where auto uses none
+        changes.append(("best", lambda ours: ours.changed("--kernels auto attention=torch")))
+        changes.append(("best", lambda ours: ours.changed("--cuda-graph step")))
+    for line, change in changes:
+        if bench.left < (1 - REFINING_SHARE) * bench.seconds:
+            bench.note("no time for further settings")
+            break
+        bench.challenge(line, change(bench.fastest.get(line)))
+    finish(bench)
+
+
+def finish(bench: Bench) -> None:
+    """Let as many of the fastest settings alternate as fit into memory together."""
+    best = bench.fastest.get("best")
+    if bench.fastest.get("eager") == best:
+        bench.fastest.pop("eager", None)
+    bench.fastest = {line: setting for line, setting in bench.fastest.items() if bench.trials[setting].seconds}
+    while bench.fastest and sum(bench.trials[s].peak_bytes for s in bench.fastest.values()) > bench.memory:
+        line, _ = bench.fastest.popitem()
+        bench.note(f"{line} was measured alone: not all fit into memory together")
+        bench.free(bench.fastest.values())
     try:
-        if len(bench.winners) >= 2:
-            take_turns(bench)
-        else:
-            bench.note("no turns were taken")
-            if best is not None and bench.left > MARGIN * bench.results[best].took + PROFILE_SECONDS:
-                bench.keep(profiles={"best": profile(bench, warm_step(bench, best))})
+        if len(bench.fastest) >= 2:
+            alternate(bench)
+        elif best is not None and bench.left > PROFILE_SECONDS:
+            bench.save(profiles={"best": profile(bench, bench.warm_step(best))})
     except Exception as error:
-        bench.note(f"the turns ended: {type(error).__name__}: {str(error)[:200]}")
-
-
-def leave_out(bench: Bench) -> None:
-    """Let only as many winners take turns as there is time and memory for."""
-    while bench.winners:
-        if sum(bench.results[setting].peak_bytes for setting in bench.winners.values()) > bench.room:
-            why = "not all fit into the memory together"
-        elif bench.left < MARGIN * bench.turns():
-            why = "there was no time for all"
-        else:
-            return
-        name, _ = bench.winners.popitem()
-        bench.note(f"{name} took no part in the turns: {why}")
-        bench.keep_only(bench.winners.values())
+        bench.note(f"the last rounds failed: {type(error).__name__}: {str(error)[:200]}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -316,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--rehearse", action="store_true", help="in miniature, on whatever there is")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model, on any device")
     args = parser.parse_args(argv)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     case = (REHEARSAL if args.rehearse else CASES)[args.case]

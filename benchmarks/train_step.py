@@ -45,12 +45,12 @@ Step = Callable[[], float]
 """Takes one training step and returns its loss."""
 
 
-def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_parallel: bool = False) -> Trainer:
+def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, more: Sequence[str] = ()) -> Trainer:
     """Build a trainer as the command line would."""
     flags = ["--preset", "gpt2-124m", "--num-layers", str(args.num_layers), "--seq-length", "512", "--mock-data"]
     flags += ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", "1000", "--device", "cpu"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--clip-grad", str(CLIP)]
-    flags += ["--tensor-model-parallel-size", str(tp)] + ["--sequence-parallel"] * sequence_parallel
+    flags += ["--tensor-model-parallel-size", str(tp), *more]
     config = parse(flags, {"RANK": str(rank), "WORLD_SIZE": str(tp)}).config
     return build_trainer(config, rank, tp)
 
@@ -144,15 +144,13 @@ def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> No
         dist.broadcast(loss, 0)  # the other ranks wait and receive the loss
         return loss.item()
 
-    seconds = take_turns(
-        {
-            "one process": one_process,
-            f"TP={args.tp}": our_step(our_trainer(args, rank, args.tp)),
-            f"TP={args.tp}, sequence parallel": our_step(our_trainer(args, rank, args.tp, sequence_parallel=True)),
-        },
-        args,
-        dist.barrier,
-    )
+    variants = {
+        f"TP={args.tp}": (),
+        f"TP={args.tp}, sequence parallel": ("--sequence-parallel",),
+        f"TP={args.tp}, sequence parallel, overlap": ("--sequence-parallel", "--tp-comm-overlap"),
+    }
+    steps = {name: our_step(our_trainer(args, rank, args.tp, flags)) for name, flags in variants.items()}
+    seconds = take_turns({"one process": one_process} | steps, args, dist.barrier)
     if rank == 0:
         Path(folder, "seconds").write_text(json.dumps(seconds))
     dist.destroy_process_group()

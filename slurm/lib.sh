@@ -454,13 +454,6 @@ prepare() {
     [ -z "$SMALL" ] || RANKS=${RANKS_PER_NODE:-4}
     [ -n "$RANKS" ] || refuse "the number of ranks per node is not specified" "fix: sbatch --gpus-per-node=8 ..."
     choose_nodes "$@"
-    # 1 starts kernels in launch order: a transfer before the matrix product that hides it. In a pipeline, a transfer that
-    # waits for its peer would hold up all others behind it.
-    if [ "$TP" -gt 1 ] && [ "$PP" = 1 ]; then
-        set_default CUDA_DEVICE_MAX_CONNECTIONS 1
-    else
-        set_default CUDA_DEVICE_MAX_CONNECTIONS 32
-    fi
     [ ${#NODES[@]} = 0 ] || build_command "$@"
 }
 

@@ -29,6 +29,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
+from megatron.layers.norm import Residual
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
 from megatron.training.trainer import Trainer
@@ -74,8 +75,9 @@ def spoil_step(trainer: Trainer) -> None:
     """Make the output of this rank's first block NaN until the step is counted."""
     step = trainer.iteration
 
-    def spoil(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
-        return (output[0] * float("nan"), output[1]) if trainer.iteration == step else None
+    def spoil(module: torch.nn.Module, inputs: Any, output: tuple[Residual, Tensor | None]) -> Any:
+        residual, losses = output
+        return (residual._replace(x=residual.x * torch.nan), losses) if trainer.iteration == step else None
 
     chunk = next(iter(trainer.chunks.values()))
     block = next(module for name, module in chunk.named_modules() if is_layer(name))

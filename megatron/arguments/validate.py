@@ -16,7 +16,7 @@ from os.path import exists, isdir  # unlike pathlib's they do not raise for a ve
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.arguments.checks import checkpoint, data, model, training
+from megatron.arguments.checks import checkpoint, data, fp8, model, training
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration
@@ -88,6 +88,9 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 NO_CUDA_GRAPH = "--cuda-graph none"
 
+CAPTURES = ("optimizer", "step")
+"""Values of ``--cuda-graph`` that always capture; ``auto`` does only where nothing speaks against it."""
+
 
 def no_gpu_problem(mode: str) -> Problem:
     """Return the problem of a run that captures ``mode`` on a CPU."""
@@ -99,7 +102,7 @@ OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
 
 def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that CUDA graphs run on a GPU."""
-    if config.compute.cuda_graph != "none" and config.training.device == "cpu":
+    if config.compute.cuda_graph in CAPTURES and config.training.device == "cpu":
         yield no_gpu_problem(config.compute.cuda_graph)
 
 
@@ -113,7 +116,7 @@ def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]
 def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject a changing weight decay: it is captured as a constant."""
     mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
-    if mode != "none" and style != "constant":
+    if mode in CAPTURES and style != "constant":
         needed = f"--cuda-graph {mode} needs a constant weight decay"
         sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
@@ -122,19 +125,19 @@ def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Pro
 def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject gloo: it communicates from the CPU, which a graph does not capture."""
     mode, parallel = config.compute.cuda_graph, config.parallel
-    if mode == "none" or parallel.distributed_backend != "gloo":
+    if mode not in CAPTURES or parallel.distributed_backend != "gloo":
         return
     if (parallel.model_ranks if mode == "optimizer" else world_size) > 1:
         sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
 
 
-def check_graph_sharding(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject a sharded optimizer, which is untested."""
-    mode = config.compute.cuda_graph
-    if mode != "none" and config.parallel.zero_stage:
-        sentence = f"--cuda-graph {mode} is untested with a sharded optimizer"
-        yield Problem("E913", sentence, (NO_CUDA_GRAPH, "--data-parallel-sharding-strategy no_shard"))
+def check_graph_gather(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject all-gathers of weights that one step starts and the next one waits for: a graph ends with its step."""
+    mode, parallel = config.compute.cuda_graph, config.parallel
+    if mode in CAPTURES and parallel.overlap_param_gather and parallel.zero_stage:
+        sentence = f"--cuda-graph {mode} cannot capture --overlap-param-gather, which ends in the next step"
+        yield Problem("E913", sentence, ("--no-overlap-param-gather", NO_CUDA_GRAPH))
 
 
 def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -168,6 +171,49 @@ def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if config.compute.cuda_graph == "step":
         sentence = f"--tp-comm-overlap-method {method} is untested with --cuda-graph step"
         yield Problem("E931", sentence, (*fixes, *OPTIMIZER_ONLY))
+
+
+GRAPH_CHECKS = (
+    check_graph_dropout,
+    check_graph_weight_decay,
+    check_graph_backend,
+    check_graph_gather,
+    check_graph_pipeline,
+    check_graph_documents,
+    check_tp_overlap,
+    model.check_graph_experts,
+)
+"""Checks of ``--cuda-graph step`` on a GPU."""
+
+MAX_GRAPH_ELEMENTS = 2**25
+"""Largest hidden state of a micro-batch, in elements on a rank, for which ``--cuda-graph auto`` captures steps. A layer
+of this size keeps a GPU busy for milliseconds, longer than the host needs to launch its kernels; a graph would gain
+nothing, and keep its memory."""
+
+
+def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> tuple[str, str]:
+    """Return the part of a step to capture, and why ``--cuda-graph auto`` chooses it.
+
+    Args:
+        config: resolved or not.
+        world_size: number of ranks.
+        cuda: True if the run uses a GPU.
+    """
+    mode, training, parallel = config.compute.cuda_graph, config.training, config.parallel
+    if mode != "auto":
+        return mode, ""
+    if not cuda:
+        return "none", "this run uses a CPU"
+    step = replace(config, compute=replace(config.compute, cuda_graph="step"))
+    problems = [problem.sentence for check in GRAPH_CHECKS for problem in check(step, world_size)]
+    if problems:
+        return "none", problems[0]
+    tokens, hidden = training.micro_batch_size * training.seq_length, config.model.hidden_size
+    elements = tokens * hidden // (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
+    size = f"a micro-batch of {tokens:,} tokens x {hidden:,} has {elements:,} elements on a rank"
+    if elements > MAX_GRAPH_ELEMENTS:
+        return "none", f"{size}, above {MAX_GRAPH_ELEMENTS:,}: the GPU is slower than the host"
+    return "step", f"{size}, at most {MAX_GRAPH_ELEMENTS:,}: the host would be the limit"
 
 
 def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -308,7 +354,7 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
-    modules = (model, training, data, checkpoint, sys.modules[__name__])
+    modules = (model, training, fp8, data, checkpoint, sys.modules[__name__])
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 
@@ -321,6 +367,7 @@ NOTES = (
     model.pipeline_notes,
     model.expert_notes,
     model.sharding_notes,
+    fp8.fp8_notes,
 )
 """Functions of a configuration without problems and the number of ranks; they yield notes of one line."""
 

@@ -31,6 +31,8 @@ DYNAMIC_LOSS_SCALE = Need(
     lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
     "a dynamic loss scale",
 )
+FP8 = Need("fp8_format")
+FIRST_LAST_LAYERS_BF16 = Need("first_last_layers_bf16")
 FULL_RECOMPUTE = Need("recompute_granularity=full")
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
@@ -159,6 +161,25 @@ class PrecisionConfig:
     """Steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = option(2, role="free", at_least=1, needs=(FP16, DYNAMIC_LOSS_SCALE))
     """The dynamic scale halves at the N-th overflow since it last doubled, and at each one after it."""
+    fp8_format: str | None = option(None, role="free", choices=("e4m3", "hybrid"))
+    """Multiply the linears of blocks in FP8. hybrid: gradients as e5m2, the rest as e4m3. Weights keep their type."""
+    fp8_recipe: str = option(
+        "tensorwise", role="free", choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"), needs=FP8
+    )
+    """Elements that share a scale: a tensor, a row, 1 x 128 (weights 128 x 128), or 1 x 32. delayed is refused."""
+    fp8_wgrad: bool = option(True, role="free", aliases={"--disable-fp8-wgrad": False}, needs=FP8)
+    """Multiply weight gradients in FP8 too."""
+    first_last_layers_bf16: bool = option(False, role="free", needs=FP8)
+    """Keep the first and the last layers out of FP8."""
+    num_layers_at_start_in_bf16: int = option(1, role="free", at_least=0, needs=(FP8, FIRST_LAST_LAYERS_BF16))
+    """Number of first layers out of FP8."""
+    num_layers_at_end_in_bf16: int = option(1, role="free", at_least=0, needs=(FP8, FIRST_LAST_LAYERS_BF16))
+    """Number of last layers out of FP8."""
+
+    def layer_in_fp8(self, layer: int, num_layers: int) -> bool:
+        """Return True if the linears of a block, by its global index, are in FP8."""
+        start, end = self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16
+        return self.fp8_format is not None and (not self.first_last_layers_bf16 or start <= layer < end)
 
 
 def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
@@ -254,8 +275,11 @@ class ComputeConfig:
     (torch.compile between the matrix products), or OPERATION=NAME. The last one given for an operation wins."""
     deterministic: bool = option(False, role="free", aliases={"--deterministic-mode": True})
     """Make repeated runs bitwise equal, or refuse to run."""
-    cuda_graph: str = option("none", role="free", choices=("none", "optimizer", "step"))
-    """Part captured and replayed as a CUDA graph: the optimizer, or the whole step."""
+    cuda_graph: str = option("auto", role="free", choices=("none", "optimizer", "step", "auto"))
+    """Part captured and replayed as a CUDA graph: the optimizer, the whole step, or auto: on GPUs the step where it can
+    be captured and micro-batches are so short that the host would be the limit, else none."""
+    reduced_precision_reduction: bool = option(False, role="free")
+    """Let matrix products on GPUs add partial sums in bf16 or fp16, as PyTorch does by default, instead of fp32."""
 
 
 RULE_STATE = {
@@ -520,6 +544,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "attention": ("cudnn", "flash_attn", "varlen", "torch"),
     "linear": ("apex", "addmm", "torch"),
     "adam": ("apex", "torch"),
+    "fp8": ("compiled", "scaled_mm", "torch"),
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 

@@ -29,6 +29,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -44,8 +45,7 @@ BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send
 class CommMeter(Stopwatch):
     """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
 
-    Bytes are counted when a collective is called. So a CUDA graph counts once, when it is captured, and its replays
-    count nothing.
+    Bytes are counted when a collective is called, so replays of a CUDA graph count nothing.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -102,6 +102,11 @@ class Group:
         """True if the group has peers that take part in collectives; those of a fake process group do not."""
         return self.size > 1 and dist.get_backend(self.handle) != FAKE_BACKEND
 
+    @property
+    def uses_nccl(self) -> bool:
+        """True if NCCL communicates."""
+        return self.size > 1 and dist.get_backend(self.handle) == "nccl"
+
     def blocked(self, x: Tensor) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles."""
         return profiler_range(COMMUNICATION_PREFIX + self.axes, self.meter.span(self.axes, x.is_cuda))
@@ -146,6 +151,32 @@ class Pending:
     def is_done(self) -> bool:
         """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
         return self.work is None or self.work.is_completed()
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    """Create a process group; collective over all ranks of the world.
+
+    On NCCL its kernels run on a stream of high priority: a transfer and the matrix product that hides it become ready
+    together, and the transfer has to start first.
+
+    Args:
+        ranks: of the group.
+        timeout: of its collectives; None for the default.
+        description: appears in NCCL's error messages and flight recorder.
+    """
+    options = None
+    if dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            options._timeout = timeout
+    return dist.new_group([*ranks], timeout=timeout, pg_options=options, group_desc=description)
+
+
+def open_communicator(handle: dist.ProcessGroup | None) -> None:
+    """Create the communicator of a group, which NCCL leaves to the first collective, and wait for it; collective."""
+    if handle is not None and dist.get_backend(handle) == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=handle)
+        torch.cuda.synchronize()
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
@@ -365,8 +396,8 @@ def _encode(value: object, group: Group) -> Tensor:
         raise TypeError(f"ranks exchange only JSON, which {value!r:.200} is not: {error}") from error
     if not is_same:
         raise TypeError(f"ranks exchange only JSON, which {value!r:.200} is not: it would arrive as {text:.200}")
-    on_gpu = group.has_peers and dist.get_backend(group.handle) == "nccl"
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to("cuda" if on_gpu else "cpu")
+    device = "cuda" if group.uses_nccl else "cpu"
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
 
 
 def _pad(content: Tensor, group: Group) -> tuple[list[int], Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,22 @@ from megatron.distributed.comm import Group, Pending
 from megatron.kernels.linear import accumulate_wgrad
 
 
+class Operand(Protocol):
+    """An operand of a weight gradient, which may have to be gathered over the sequence-parallel ranks first."""
+
+    def start(self) -> Operand:
+        """Start the all-gather, if there is one."""
+
+    def ungathered(self) -> Operand:
+        """Return the operand without its gathered rows, to be gathered again later."""
+
+    def wait(self) -> Any:
+        """Return all rows."""
+
+
 @dataclass
 class WgradOperand:
-    """An operand of a weight gradient, which may have to be gathered over the sequence-parallel ranks first."""
+    """An operand in the dtype of the activations."""
 
     # This rank's rows.
     shard: Tensor
@@ -47,7 +61,7 @@ class WgradOperand:
         return pending.wait() if pending is not None else self.shard
 
 
-DeferredWgrad = tuple[str, WgradOperand, WgradOperand, Sequence[int] | None]
+DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[..., None]]
 """A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
 
 
@@ -114,7 +128,12 @@ class GradAccumulator:
         return rows if self._deferred_to else rows.start()
 
     def accumulate_wgrad(
-        self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
+        self,
+        name: str,
+        x: Operand,
+        dy: Operand,
+        rows: Sequence[int] | None = None,
+        multiply: Callable[..., None] | None = None,
     ) -> Tensor | None:
         """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring_wgrad`, in the W action.
 
@@ -123,20 +142,23 @@ class GradAccumulator:
             x: input of the layer ``[..., in]``.
             dy: gradient of its output ``[..., out]``.
             rows: for stacked weights, the number of input rows of each.
+            multiply: the kernel to use instead of :attr:`multiply`.
 
         """
+        multiply = multiply or self.multiply
         if self._deferred_to is not None:
-            self._queues.setdefault(self._deferred_to, []).append((name, x.ungathered(), dy.ungathered(), rows))
+            deferred = name, x.ungathered(), dy.ungathered(), rows, multiply
+            self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
         target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
         first = self._is_first(name)
         if rows is None:
-            self.multiply(target, x_rows, dy_rows, beta=float(not first))
+            multiply(target, x_rows, dy_rows, beta=float(not first))
         else:
             split = zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True)
             for weight_target, weight_x, weight_dy in split:
                 if len(weight_x):
-                    self.multiply(weight_target, weight_x, weight_dy, beta=float(not first))
+                    multiply(weight_target, weight_x, weight_dy, beta=float(not first))
                 elif first:
                     weight_target.zero_()
         self._contributed(name)
@@ -216,10 +238,10 @@ class GradAccumulator:
         """
         queue = self._queues.pop((chunk, microbatch), [])[::-1]
         while queue:
-            name, x, dy, rows = queue.pop()
+            name, x, dy, rows, multiply = queue.pop()
             for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
                 operand.start()
-            self.accumulate_wgrad(name, x, dy, rows)
+            self.accumulate_wgrad(name, x, dy, rows, multiply)
 
     @property
     def defers_wgrad(self) -> bool:

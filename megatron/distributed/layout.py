@@ -16,6 +16,21 @@ from megatron.config.parallel import ParallelConfig
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
+AXES_IN_USE: tuple[tuple[str, ...], ...] = (
+    ("tp",),
+    ("dp", "cp"),
+    ("pp",),
+    ("pp", "tp"),
+    ("pp", "dp", "cp", "tp"),
+    ("edp",),
+    ("ep", "etp"),
+    ("etp",),
+)
+"""Axes of every group that training uses, in the order of creation."""
+
+REDUCTION_GROUPS: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
+"""Groups over which gradients are summed: of dense parameters, and of experts."""
+
 
 @dataclass(frozen=True)
 class Layout:

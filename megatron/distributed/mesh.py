@@ -14,23 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Channel, CommMeter, Group
-from megatron.distributed.layout import DENSE_AXES, Layout
+from megatron.distributed.layout import AXES_IN_USE, DENSE_AXES, REDUCTION_GROUPS, Layout
 
-AXES_IN_USE: tuple[tuple[str, ...], ...] = (
-    ("tp",),
-    ("dp", "cp"),
-    ("pp",),
-    ("pp", "tp"),
-    ("pp", "dp", "cp", "tp"),
-    ("edp",),
-    ("ep", "etp"),
-    ("etp",),
-)
-"""Axes of every group that training uses, in the order of creation."""
-
-REDUCTION_GROUPS: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
-"""Groups over which gradients are summed: of dense parameters, and of experts."""
+CHANNEL_USES = "up", "down"
+"""Uses of the groups whose pairs of ranks are channels."""
 
 DENSE_EQUIVALENT: dict[str, tuple[str, ...]] = {"edp": ("dp", "cp"), "ep": (), "etp": ("tp",)}
 """Expert axes and the dense axes that they coincide with without expert parallelism."""
@@ -206,7 +195,7 @@ class Mesh:
         communicator.)
         """
         pipelines = self.layout.groups(("pp",))
-        groups = {use: self._create(pipelines, "pp", use) for use in ("up", "down")} if edges else {}
+        groups = {use: self._create(pipelines, "pp", use) for use in CHANNEL_USES} if edges else {}
         opened = {}
         for source, target in alternate_edges(edges):
             group = groups["up" if source < target else "down"]
@@ -219,6 +208,8 @@ class Mesh:
                 dist.send(message, channel.target, channel.handle)
             else:
                 dist.recv(message, channel.source, channel.handle)
+            if message.is_cuda:
+                torch.cuda.synchronize()
         return opened
 
     def _name(self, axes: tuple[str, ...]) -> str:
@@ -231,7 +222,10 @@ class Mesh:
         return "-".join(axis for axis in axes if sizes[axis] > 1)
 
     def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "", label: str = "") -> Group:
-        """Return this rank's group of a partition of all ranks.
+        """Return this rank's group of a partition of all ranks, and open its communicator.
+
+        All ranks create and open their groups in one order. So the first group that is not open yet has all its ranks
+        waiting at it or on their way to it, and no group waits for a later one.
 
         Equal partitions with the same ``use`` share their communicators; ``label`` only names new ones.
         """
@@ -243,9 +237,11 @@ class Mesh:
             description = f"{name} {label or use}".rstrip()
             self.created += [GroupInfo(description, count, size) for size, count in sizes.items()]
             for ranks in partition:
-                handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
+                handle = comm.new_group(ranks, self._timeout, description) if len(ranks) > 1 else None
                 if ranks == mine:
                     self._handles[key] = handle
+            if use not in CHANNEL_USES:
+                comm.open_communicator(self._handles[key])
         return Group(mine, mine.index(self.rank), self._handles[key], name, self.meter)
 
 

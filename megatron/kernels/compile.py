@@ -78,6 +78,16 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     return make
 
 
+def set_matmul_precision(reduced: bool) -> None:
+    """Let matrix products on GPUs use TF32 never, and add partial sums in bf16 or fp16 only if ``reduced``.
+
+    NVIDIA's images set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``, which turns TF32 on for fp32 runs.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced
+
+
 CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 """Variables that name a folder of compiled code, and the name of our own one."""
 

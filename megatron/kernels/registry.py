@@ -16,6 +16,7 @@ from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, AttentionKernel, sdpa
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
+from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
@@ -35,6 +36,8 @@ class Kernels:
     attention: AttentionKernel = sdpa
     linear: LinearKernel = TORCH_LINEAR
     adam: AdamKernel = adam
+    # Of the linears in blocks; None without FP8.
+    fp8: Float8Kernel | None = None
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -57,6 +60,7 @@ def select_kernels(
     dtype: torch.dtype,
     deterministic: bool = False,
     attention_dropout: bool = False,
+    fp8: Float8Recipe | None = None,
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -66,6 +70,7 @@ def select_kernels(
         dtype: of parameters and activations.
         deterministic: exclude implementations that are not bitwise reproducible.
         attention_dropout: the run drops attention weights, which only PyTorch's attention does.
+        fp8: the recipe of linears in FP8, if there are any.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -79,12 +84,15 @@ def select_kernels(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    for operation, choice in kernel_choices(words).items():
+    operations = OPERATIONS if fp8 is None else OPERATIONS | {"fp8": fp8_operation(fp8)}
+    choices = kernel_choices(words)
+    for operation in operations:
+        choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         parts: dict[str, tuple[Any, Covers | None]] = {}
-        for name in _candidates(operation, choice, device):
-            found = _try(operation, name, device, dtype, deterministic)
+        for name in _candidates(operations[operation], operation, choice, device):
+            found = _try(operations[operation], operation, name, device, dtype, deterministic)
             if not isinstance(found, _Refusal):
                 parts[name] = found
                 if found[1] is None:
@@ -94,6 +102,10 @@ def select_kernels(
             elif choice.name == name or not found.absent:
                 notes.append(f"kernels: {operation}={name} is left out: {found.reason}")
         selected[operation], names[operation] = combine(list(parts.values())), "+".join(parts)
+    if fp8 is not None and device.type == "cuda" and names["fp8"] == "torch" and choices["fp8"].name == "auto":
+        reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
+        fixes = ("--fp8-recipe tensorwise" if dtype == torch.bfloat16 else "--bf16", "--kernels fp8=torch")
+        problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]
@@ -109,22 +121,22 @@ class _Refusal:
     code: str = "E903"
 
 
-def _candidates(operation: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
+def _candidates(operation: Operation, of: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
     """Return the candidates to try, best first and torch last; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
-        names = KERNEL_CANDIDATES[operation] if device.type == "cuda" else ("torch",)
-        return [name for name in names if OPERATIONS[operation].candidates[name].fast(device)]
+        names = KERNEL_CANDIDATES[of] if device.type == "cuda" else ("torch",)
+        return [name for name in names if operation.candidates[name].fast(device)]
     return ("torch",) if choice.name == "torch" else (choice.name, "torch")
 
 
 def _try(
-    operation: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+    operation: Operation, of: str, name: str, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> tuple[Any, Covers | None] | _Refusal:
     """Return an implementation and the calls that it covers, or why it is not used."""
-    candidates = OPERATIONS[operation].candidates
-    candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{operation}={name}"]
+    candidates = operation.candidates
+    candidate: Candidate = candidates[name] if name in candidates else registered("kernel")[f"{of}={name}"]
     if name == "torch":
         return candidate.make(), None
     if deterministic and not candidate.deterministic:
@@ -136,7 +148,7 @@ def _try(
         implementation = candidate.make()
     except Exception as error:  # an installed package may still fail to load, in any way
         return _Refusal(f"it cannot be loaded ({error_summary(error)})")
-    wrong = check_kernel(OPERATIONS[operation], implementation, device, dtype, candidate.covers)
+    wrong = check_kernel(operation, implementation, device, dtype, candidate.covers)
     return (implementation, candidate.covers) if wrong is None else _Refusal(f"it {wrong}")
 
 

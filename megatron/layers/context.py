@@ -15,6 +15,7 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
 from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention import AttentionMask
+from megatron.kernels.fp8 import WeightCasts
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
 from megatron.layers.kv_cache import KVCache
@@ -43,6 +44,9 @@ class BuildContext:
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
     draw_initial_values: bool = True
     kernels: Kernels = Kernels()
+    # Global indices of the blocks whose linears are in FP8, and their quantised weights.
+    fp8_layers: frozenset[int] = frozenset()
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -61,6 +65,11 @@ class BuildContext:
     def name(self, parameter: str) -> str:
         """Return the global name of a parameter or submodule of this module."""
         return f"{self.prefix}.{parameter}" if self.prefix else parameter
+
+    def block(self, layer: int) -> BuildContext:
+        """Return the context of a block, by its global index."""
+        context = self.submodule(f"layers.{layer}")
+        return context if layer in self.fp8_layers else replace(context, kernels=replace(self.kernels, fp8=None))
 
     @property
     def tp(self) -> Group:

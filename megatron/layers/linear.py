@@ -31,6 +31,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.kernels.linear import LinearKernel
 from megatron.layers.context import BuildContext
+from megatron.layers.fp8 import Float8Function, Float8Linear
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
-        self._spec = _LinearSpec.of(context)
+        self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=True)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _ColumnParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
+        function, spec = (_ColumnParallelFunction, self._spec) if self._fp8 is None else (Float8Function, self._fp8)
+        y: Tensor = function.apply(x_SBI, self.weight, self.bias, spec)
         return y
 
 
@@ -140,9 +142,10 @@ class RowParallelLinear(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
-        self._spec = _LinearSpec.of(context)
+        self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, column=False)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _RowParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
+        function, spec = (_RowParallelFunction, self._spec) if self._fp8 is None else (Float8Function, self._fp8)
+        y: Tensor = function.apply(x_SBI, self.weight, self.bias, spec)
         return y

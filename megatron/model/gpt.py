@@ -94,7 +94,7 @@ class GPTChunk(nn.Module):
         self.last = stage.last
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.submodule(f"layers.{i}"), self.recompute.modules) for i in stage.layers}
+            {str(i): Block(config, context.block(i), self.recompute.modules) for i in stage.layers}
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None

@@ -112,6 +112,10 @@ class Bucket(ABC):
         """Forget the gradients of the previous step."""
 
     @abstractmethod
+    def discard(self) -> None:
+        """Forget reductions that were captured, and so never ran, and buffers that belong to the graph."""
+
+    @abstractmethod
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
 
@@ -157,6 +161,10 @@ class GradBucket(Bucket):
         self.wait()  # a step that was aborted may have left a reduction in flight
         self._stale = set(self.specs)
         self._started = False
+
+    def discard(self) -> None:
+        """Forget a reduction that was captured, and so never ran."""
+        self._sum = None
 
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
@@ -218,6 +226,11 @@ class BufferPool:
             own.copy_(total.wait()) if first else own.add_(total.wait())
             self._free[buffer.numel(), buffer.dtype].append(buffer)
 
+    def discard(self) -> None:
+        """Forget all buffers and reductions."""
+        self._free.clear()
+        self._in_flight.clear()
+
 
 class ShardedBucket(Bucket):
     """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
@@ -244,6 +257,11 @@ class ShardedBucket(Bucket):
     def start_step(self) -> None:
         """Forget the gradients of the previous step."""
         self._pool.wait(0)  # a step that was aborted may have left reductions in flight
+        self._reset()
+
+    def discard(self) -> None:
+        """Forget reductions that were captured, and so never ran, and buffers that belong to the graph."""
+        self._pool.discard()
         self._reset()
 
     def target(self, name: str) -> Tensor:
@@ -404,6 +422,11 @@ class GradBuffer:
         self._bf16_in_flight.clear()
         for bucket in self.buckets:
             bucket.start_step()
+
+    def discard(self) -> None:
+        """Forget the reductions of a step that was captured, and so never ran."""
+        for bucket in self.buckets:
+            bucket.discard()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:

@@ -70,9 +70,9 @@ class LossScaler:
         self._good_steps.copy_(torch.where(grow, 0, good_steps))
         self._lives.copy_(torch.where(grow, self.hysteresis, lives))
 
-    def can_shrink(self, scale: Tensor) -> bool:
-        """Return True if a step that overflowed at ``scale`` may succeed at a smaller one. Synchronises."""
-        return self.dynamic and scale.item() > self.minimum
+    def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
+        """Return ``found_inf`` of a step at ``scale``, or 0 if the step may succeed at a smaller scale."""
+        return found_inf * (scale <= self.minimum) if self.dynamic else found_inf
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as plain numbers; empty unless dynamic. Synchronises host and device."""

@@ -87,6 +87,10 @@ class ParameterStore:
         """Wait for all weights."""
         self._wait_for(tuple(self._pending))
 
+    def discard(self) -> None:
+        """Forget all-gathers that were captured, and so never ran."""
+        self._pending.clear()
+
     def _wait_for(self, buffers: Iterable[int]) -> None:
         for index in buffers:
             if index in self._pending:

@@ -91,6 +91,10 @@ class Stage:
             raise RuntimeError(f"the output of stage {self.number} does not depend on its input")
         return None if x is None else x.grad
 
+    def discard(self) -> None:
+        """Forget the micro-batches that wait for their backward."""
+        self._kept.clear()
+
 
 class Pipeline:
     """The stages of one rank, and its channels to the ranks with neighbouring stages."""
@@ -168,6 +172,12 @@ class Pipeline:
         finally:
             self._grad_accumulator.loss_grad = None
         self.at = None
+
+    def discard(self) -> None:
+        """Forget what a run that raised an error has left behind."""
+        for stage in self._stages.values():
+            stage.discard()
+        self._received, self._to_send, self._sends = {}, {}, defaultdict(dict)
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action

@@ -3,7 +3,7 @@
 The parameters are those that the layers declare (:mod:`megatron.layers.parameters`), in the buckets that a run lays
 them out in (:func:`megatron.distributed.param_layout.plan_buckets`), so alignment and uneven shards are counted
 exactly. Left out are scalars (a few bytes each). :func:`max_peak_bytes` adds what exists only within a step:
-activations (:mod:`megatron.planner.activations`) and gradients that are being reduced.
+activations (:mod:`megatron.planner.activations`), gradients that are being reduced, and buffers of NCCL.
 
 All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
 distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.
@@ -20,12 +20,13 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, state_kinds
-from megatron.distributed.layout import Layout
+from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout
 from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, BucketKey, BucketShape, plan_buckets
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
 from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations
@@ -79,13 +80,15 @@ def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes at the peak of a step on the rank with the most.
 
     By :data:`STATE_KINDS`, ``reduction`` (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
-    keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), and ``temporary`` tensors: logits
-    or a block's backward. CUDA graphs, communicators and libraries need more.
+    keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
+    those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), and an estimate for NCCL.
     """
     layout = Layout.from_config(config.parallel, world_size)
     activations = peak_activations(config, layout.sizes["dp"])
+    fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
+    others = {"FP8 weights": fp8, "NCCL (estimate)": communicator_bytes(config, world_size)}
     peaks = [
-        state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp]
+        state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp] | others
         for pp, state in enumerate(_state_by_stage(config, world_size))
     ]
     return max(peaks, key=lambda peak: sum(peak.values()))
@@ -205,6 +208,25 @@ def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
             yield name, shard, min((shard + 1) * length, stop) - max(shard * length, start)
 
 
+def fp8_weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step."""
+    model, precision = config.model, config.precision
+    by_stage = []
+    for pp in range(config.parallel.pipeline_model_parallel_size):
+        specs = rank_parameters(model, config.parallel, pp).items()
+        blocks = [(name.split("."), spec) for name, spec in specs if name.startswith("layers.")]
+        by_stage.append(
+            sum(
+                2 * prod(spec.local_shape)
+                for (_, layer, *_, module, kind), spec in blocks
+                if module.startswith("linear_")
+                and kind == "weight"
+                and precision.layer_in_fp8(int(layer), model.num_layers)
+            )
+        )
+    return max(by_stage)
+
+
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     """Return an upper bound for the bytes of gradient reduction in flight on the rank with the most.
 
@@ -233,6 +255,55 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
         keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
+
+
+NCCL_CHANNELS = 16
+"""Channels of a communicator: NCCL takes 16 to 32 on nodes with NVLink."""
+
+RECEIVE_BYTES, SEND_BYTES = 10 * 2**20, 2 * 2**20
+"""Bytes of NCCL's buffers of a connection, per channel: 4 MiB of ``NCCL_BUFFSIZE`` and those of two other protocols on
+the receiving side (allocations on H100s, NVIDIA/nccl#1685)."""
+
+
+def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int, int, int]:
+    """Return the number of communicators of the first rank of a pipeline stage, as :class:`Mesh` creates them.
+
+    Returns:
+        Those of groups with torch.distributed's own, of channels that receive, and of channels that send.
+    """
+    parallel, layout = config.parallel, Layout.from_config(config.parallel, world_size)
+    rank = layout.group_of(0, ("pp",))[pp_rank]
+    placement = stage_placement(parallel, virtual_stages(config.model, parallel))
+    found = {layout.group_of(rank, axes) for axes in AXES_IN_USE}
+    found.add(layout.group_of(rank, ("tp",))[: max(1, layout.sizes["tp"] // config.model.kv_groups)])
+    ends = sorted({placement[0], placement[-1]})
+    if pp_rank in ends:
+        found.add(tuple(layout.group_of(rank, ("pp",))[end] for end in ends))
+    gathers = set()
+    for axes in REDUCTION_GROUPS:
+        replicas = layout.group_of(rank, axes)
+        size = len(replicas) // (parallel.optimizer_instances or len(replicas))
+        found |= {replicas[:size], replicas[::size]}
+        if parallel.overlap_param_gather and parallel.zero_stage:
+            gathers.add(replicas[:size])
+    edges = channels(placement)
+    received, sent = (sum(edge[end] == pp_rank for edge in edges) for end in (1, 0))
+    return 1 + sum(len(ranks) > 1 for of_use in (found, gathers) for ranks in of_use), received, sent
+
+
+def communicator_bytes(config: RunConfig, world_size: int) -> int:
+    """Return an estimate of the bytes of NCCL's buffers on the rank with the most; 0 without NCCL.
+
+    A group is counted as a ring: a rank receives from one neighbour and sends to another. Left out are NVLS, and the
+    further connections of an all-to-all.
+    """
+    if world_size == 1 or config.training.device == "cpu" or config.parallel.distributed_backend == "gloo":
+        return 0
+    by_rank = (communicators(config, world_size, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
+    return max(
+        NCCL_CHANNELS * ((groups + received) * RECEIVE_BYTES + (groups + sent) * SEND_BYTES)
+        for groups, received, sent in by_rank
+    )
 
 
 def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool:

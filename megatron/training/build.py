@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import time
 from datetime import timedelta
 from functools import partial
 from socket import gethostname
@@ -15,10 +17,12 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
+from megatron.arguments.validate import choose_cuda_graph
 from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
+from megatron.config.text import echo
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, symmetric_memory_missing
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -28,6 +32,8 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.distributed.timing import Clock, Timers, no_clock
+from megatron.kernels.compile import set_matmul_precision
+from megatron.kernels.fp8 import Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.context import DTYPES, BuildContext
@@ -87,7 +93,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_tp_overlap(
-    config: RunConfig, kernels: Kernels, tp: Group, device: torch.device
+    config: RunConfig, kernels: Kernels, tp: Group, device: torch.device, world_size: int
 ) -> tuple[TPComm | None, list[str]]:
     """Return how tensor-parallel communication overlaps with products, and a note on it. Collective over ``tp``.
 
@@ -101,7 +107,7 @@ def choose_tp_overlap(
     if method == "pipelined":
         return PIPELINED, ["tensor-parallel overlap: pipelined"]
     missing: str | None = "it replaces the chosen linear kernel"
-    if config.compute.cuda_graph == "step":
+    if choose_cuda_graph(config, world_size, device.type == "cuda")[0] == "step":
         missing = "capturing it in --cuda-graph step is untested"
     elif kernels.linear[:2] == TORCH_LINEAR[:2]:
         missing = symmetric_memory_missing(tp, device)
@@ -142,9 +148,15 @@ def build_trainer(
     dtype = DTYPES[config.precision.params_dtype]
     with clock("kernels"):
         compute, unfused = config.compute, config.model.attention_dropout > 0.0
-        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused)
+        if device.type == "cuda":
+            set_matmul_precision(compute.reduced_precision_reduction)
+        precision = config.precision
+        fp8 = None
+        if precision.fp8_format is not None:
+            fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
+        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
         check_same_kernels(notes[0], mesh.world)
-        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device)
+        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device, world_size)
         notes += overlap_notes
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     context = BuildContext(
@@ -157,6 +169,7 @@ def build_trainer(
         tp_overlap,
         draw_initial_values=fresh,
         kernels=kernels,
+        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
     layers = stage_layers(model, parallel)
     pp_rank = mesh.coordinate["pp"]
@@ -179,7 +192,19 @@ def build_trainer(
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
-        config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
+        config,
+        mesh,
+        device,
+        chunks,
+        pipeline,
+        specs,
+        params,
+        buckets,
+        optimizer,
+        scaler,
+        timers,
+        notes=tuple(notes),
+        weight_casts=context.weight_casts,
     )
     if fresh:
         with clock("data"):
@@ -196,7 +221,11 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         check_same_schedule(program, world_group(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     tp_ranks_per_kv_head = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    return Mesh(
+    opens = rank == 0 and world_group(rank, world_size).uses_nccl
+    began = time.monotonic()
+    if opens:
+        echo(f"opening the communicators of {world_size} ranks", file=sys.stderr, flush=True)
+    mesh = Mesh(
         layout,
         rank,
         timeout,
@@ -206,6 +235,10 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         parallel.optimizer_instances,
         separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
     )
+    if opens:
+        names = ", ".join(group.name for group in mesh.created)
+        echo(f"opened in {time.monotonic() - began:.1f}s, in this order: {names}", file=sys.stderr, flush=True)
+    return mesh
 
 
 def allocate_hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

@@ -280,6 +280,12 @@ class Checkpointer:
                 log.warning(f"the save in progress failed, too: {other}")
             raise
 
+    @property
+    def is_due(self) -> bool:
+        """True if the current step is to be saved."""
+        options = self.options
+        return bool(options.save and options.save_interval and self.trainer.iteration % options.save_interval == 0)
+
     def maybe_save(self, window: MetricsWindow, last: bool) -> None:
         """Save if a save is due, or after the last step of this start; collective. Report a finished background save.
 
@@ -289,9 +295,7 @@ class Checkpointer:
             StorageError: if the last checkpoint cannot be written.
         """
         self._poll()
-        interval = self.options.save_interval
-        due = interval is not None and self.trainer.iteration % interval == 0
-        if self.options.save is not None and (last or due):
+        if self.is_due or (last and self.options.save is not None):
             with window.paused():
                 self.save(needed=last)
 

@@ -3,24 +3,28 @@
 A graph replays the same kernels on the same memory. Values that change between steps must therefore live in that
 memory: the batch and the learning rate are copied into fixed buffers, and the optimizer and the loss scaler update
 their state in place. The first steps of every shape run eagerly and are normal steps of training.
+
+A capture computes nothing. So if it fails, a step that is taken again eagerly starts from the same values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron.arguments.validate import NO_CUDA_GRAPH, no_gpu_problem
+from megatron.arguments.validate import NO_CUDA_GRAPH, choose_cuda_graph, no_gpu_problem
 from megatron.config.errors import Problem, UserError
+from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.operation import error_summary
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.loggers.console import print_warning
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -56,17 +60,28 @@ class CudaGraphRecorder:
         """Capture ``work``; return its result, with tensors not computed yet, and a function that computes them.
 
         Raises:
-            UserError: if part of it cannot be captured, or memory runs out.
+            RuntimeError: if part of it cannot be captured, or memory runs out.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # thread-local, because NCCL's watchdog thread queries events at any time
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
-        except RuntimeError as error:
-            sentence = f"--cuda-graph could not capture the step: {error_summary(error)}"
-            raise UserError([Problem("E911", sentence, (NO_CUDA_GRAPH,))]) from error
+        except RuntimeError:
+            with suppress(RuntimeError):  # if PyTorch has ended the capture in order, there is nothing to end here
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
+                torch._C._cuda_releasePool(self._stream.device_index, pool)
+            raise
         return result, graph.replay
+
+
+class CaptureError(RuntimeError):
+    """A step could not be captured on all ranks."""
+
+    def __init__(self, rank: int, reason: str | None) -> None:
+        """Keep the highest rank that failed, and why this one has, if it has."""
+        super().__init__(reason or f"rank {rank} failed")
+        self.rank = rank
 
 
 class GraphedCallable(Generic[T]):
@@ -75,10 +90,22 @@ class GraphedCallable(Generic[T]):
     Only the latest graph is kept. Results are copied after every replay, so that the next one does not change them.
     """
 
-    def __init__(self, work: Callable[[Any, Inputs], T], recorder: CudaGraphRecorder) -> None:
-        """Wrap a function of constants and tensors that returns a dataclass; its tensor fields are the results."""
+    def __init__(
+        self,
+        work: Callable[[Any, Inputs], T],
+        recorder: CudaGraphRecorder,
+        capture: Callable[[Callable[[], Any]], Any] = lambda record: record(),
+    ) -> None:
+        """Wrap ``work``.
+
+        Args:
+            work: function of constants and tensors that returns a dataclass; its tensor fields are the results.
+            recorder: captures it.
+            capture: calls its argument, which captures ``work``, and returns the result.
+        """
         self._work = work
         self._recorder = recorder
+        self._capture = capture
         self._key: Hashable = None
         self._eager_calls = 0
         self._buffers: list[Tensor | None] = []
@@ -105,7 +132,9 @@ class GraphedCallable(Generic[T]):
                 return self._work(constants, inputs)
         if self._replay is None:
             self._buffers = [None if t is None else t.clone() for t in inputs]
-            self._result, self._replay = self._recorder.record(lambda: self._work(constants, self._buffers))
+            self._result, self._replay = self._capture(
+                lambda: self._recorder.record(lambda: self._work(constants, self._buffers))
+            )
         for buffer, value in zip(self._buffers, inputs):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
@@ -135,35 +164,79 @@ class StepRunner:
             UserError: if a GPU is needed and this run has none.
         """
         self.trainer = trainer
-        self.mode = trainer.config.compute.cuda_graph
+        cuda, option = trainer.device.type == "cuda", trainer.config.compute.cuda_graph
+        self._is_optional = option == "auto"
+        # What is captured: none, optimizer or step. Changes to none after an optional capture has failed.
+        mode, why = choose_cuda_graph(trainer.config, trainer.mesh.world.size, cuda or recorder is not None)
+        self.mode = mode
+        # Lines for the start of the log.
+        self.notes = [f"cuda graph: {mode}, because {why}"] if self._is_optional and cuda else []
         self.recording: GraphedCallable[Any] | None = None
-        if self.mode != "none":
+        if mode != "none":
             if recorder is None:
-                if trainer.device.type != "cuda":
-                    raise UserError([no_gpu_problem(self.mode)])
+                if not cuda:
+                    raise UserError([no_gpu_problem(mode)])
                 recorder = CudaGraphRecorder(trainer.device)
-            work: Callable[[Any, Inputs], Any] = self._update if self.mode == "optimizer" else self._step
-            self.recording = GraphedCallable(work, recorder)
+            work: Callable[[Any, Inputs], Any] = self._update if mode == "optimizer" else self._step
+            self.recording = GraphedCallable(work, recorder, self._capture)
 
     def __call__(self, batches: Sequence[MicroBatch], rates: Rates, eager: bool = False) -> StepMetrics:
-        """Run :func:`megatron.training.step.train_step`; ``eager`` if hooks observe modules, as for health reports."""
+        """Run :func:`megatron.training.step.train_step`; ``eager`` if hooks observe modules, as for health reports.
+
+        Raises:
+            UserError: if the capture that an option asks for fails.
+        """
         recording = self.recording
         if recording is not None or self.trainer.device.type == "cuda":
             rates = self._on_device(rates)
         if recording is None or eager:
             return train_step(self.trainer, batches, rates)
-        if self.mode == "step":
-            extra = tuple(batches[0].extra)
-            inputs: list[Any] = [rates.lr, rates.decoupled_lr]
-            for batch in batches:
-                inputs += [getattr(batch, name) for name in TENSOR_FIELDS]
-                inputs += [batch.extra[name] for name in extra]
-            return recording((rates.weight_decay, extra), inputs)
+        try:
+            if self.mode == "step":
+                return self._replay_step(recording, batches, rates)
 
-        def update(rates: Rates, loss_scale: Tensor, loss: Tensor) -> UpdateResult:
-            return recording(rates.weight_decay, [rates.lr, rates.decoupled_lr, loss_scale, loss])
+            def update(rates: Rates, loss_scale: Tensor, loss: Tensor) -> UpdateResult:
+                return recording(rates.weight_decay, [rates.lr, rates.decoupled_lr, loss_scale, loss])
 
-        return train_step(self.trainer, batches, rates, update)
+            return train_step(self.trainer, batches, rates, update)
+        except CaptureError as error:
+            sentence = f"--cuda-graph {self.mode} could not capture it: {error}"
+            if not self._is_optional:
+                raise UserError([Problem("E911", sentence, (NO_CUDA_GRAPH,))]) from error
+            if self.trainer.mesh.world.rank == error.rank:  # it knows why
+                print_warning(f"{sentence}; all steps are taken eagerly")
+            self.mode, self.recording = "none", None
+        self.trainer.discard_step()
+        return train_step(self.trainer, batches, rates)
+
+    def _capture(self, record: Callable[[], T]) -> T:
+        """Call ``record`` on all ranks; collective, because a graph must be replayed by all of them or by none.
+
+        Raises:
+            CaptureError: if it fails on any rank.
+        """
+        world, failure = self.trainer.mesh.world, None
+        with world.meter.paused():
+            try:
+                captured = record()
+            except RuntimeError as error:
+                failure = error
+            highest = 0 if failure is None else world.rank + 1
+            if world.size > 1:
+                highest = int(comm.all_reduce(torch.tensor(highest, device=self.trainer.device), world, op="max"))
+        if highest:
+            raise CaptureError(highest - 1, None if failure is None else error_summary(failure)) from failure
+        return captured
+
+    def _replay_step(
+        self, recording: GraphedCallable[StepMetrics], batches: Sequence[MicroBatch], rates: Rates
+    ) -> StepMetrics:
+        extra = tuple(batches[0].extra)
+        inputs: list[Any] = [rates.lr, rates.decoupled_lr]
+        for batch in batches:
+            inputs += [getattr(batch, name) for name in TENSOR_FIELDS]
+            inputs += [batch.extra[name] for name in extra]
+        return recording((rates.weight_decay, extra), inputs)
 
     def _on_device(self, rates: Rates) -> Rates:
         """Return the learning rates as device scalars, filled in by a kernel and so without synchronisation."""

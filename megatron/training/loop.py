@@ -2,6 +2,10 @@
 
 ``StopRequest`` stops all ranks after the same step, on a signal to any of them, a time limit, or a file. Requests for
 a profile travel in the same collective, so they cost nothing extra.
+
+On GPUs the host reads what a step has computed one step later, so that it never waits while the GPU has nothing to do:
+whether a gradient was not finite (``NonFiniteCheck``), and whether to stop. It reads at once before a log line, an
+evaluation, a save or the end.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.data.dataset import split_kind
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck, explain_nonfinite
@@ -97,24 +104,37 @@ def take_steps(
     if stop_code or trainer.iteration >= trainer.total_steps:
         return exit_status(stop_code)
     training, log_interval = trainer.config.training, trainer.config.logging.log_interval
-    window = start_window(trainer)
+    window = start_window(trainer, run_step)
+    check = NonFiniteCheck(trainer)
     trainer.startup.enter("first step")
     leave = False
     while not leave:
         callbacks.on_step_start(window)
         samples, rates = trainer.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
-        metrics = take_step(trainer, run_step, samples, rates, eager=callbacks.observes_modules)
+        metrics = take_step(trainer, run_step, check, samples, rates, eager=callbacks.observes_modules)
         window.add(metrics, samples)
         iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
         read = partial(window.read, iteration=iteration, consumed_samples=consumed_samples, rates=rates)
         log.stepped(iteration, consumed_samples, partial(read, alone=True))  # read if the run fails early
+        last = iteration == trainer.total_steps
+        # what follows waits for the device anyway, and uses the step's results
+        settled = (
+            last
+            or any(is_due(interval, iteration) for interval in (training.exit_interval, log_interval))
+            or bool(evaluations_due(trainer))
+            or checkpointer.is_due
+            or callbacks.pausing
+        )
+        if settled:
+            check.settle()
         callbacks.on_step_end(window, metrics)
         if trainer.startup.running:
             log_startup(trainer, log)
 
-        stop_code = stop.poll()
-        last = iteration == trainer.total_steps
+        stop_code = stop.poll(settled)
         leave = bool(stop_code) or last or is_due(training.exit_interval, iteration)
+        if leave:
+            check.settle()
         if leave or is_due(log_interval, iteration):
             record = read(samples_digest=f"{trainer.samples_digest():016x}")
             log.train(record)
@@ -132,23 +152,84 @@ def take_steps(
     return exit_status(stop_code)
 
 
-def take_step(trainer: Trainer, run_step: StepRunner, samples: int, rates: Rates, eager: bool) -> StepMetrics:
+def take_step(
+    trainer: Trainer, run_step: StepRunner, check: NonFiniteCheck, samples: int, rates: Rates, eager: bool
+) -> StepMetrics:
     """Take the next step, of ``samples`` samples, and count it; ``eager`` without CUDA graphs.
 
     Raises:
-        NonFiniteError: with ``on_nonfinite`` stop, unless a smaller loss scale can cure it.
+        NonFiniteError: see :class:`NonFiniteCheck`.
     """
     with trainer.timers("batch-generator"):
         batches = trainer.next_batches()
     metrics = run_step(batches, rates, eager)
     if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
         trainer.prefetch()
-    nonfinite = trainer.config.training.on_nonfinite == "stop" and metrics.nonfinite.item()
-    if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
-        raise NonFiniteError(explain_nonfinite(trainer, batches))
+    check.add(batches)
     trainer.iteration += 1
     trainer.consumed_samples += samples
     return metrics
+
+
+class HostCopy:
+    """A small tensor on its way to the host, copied without waiting for the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Start the copy."""
+        self._event = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = tensor.clone()
+
+    def read(self) -> Any:
+        """Return the values as Python numbers; wait for them if they have not arrived."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+class NonFiniteCheck:
+    """Ends the run after a step whose loss or gradient is not finite, with ``on_nonfinite`` stop.
+
+    Not if a smaller loss scale can cure it. On GPUs the flag is read after the next step. ``Trainer.halted`` keeps that
+    step from changing anything, so the failed one is explained with the weights that it has used.
+    """
+
+    def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
+        """Start with no step; ``late`` reads flags one step late, by default on GPUs."""
+        self._trainer = trainer
+        self._late = trainer.device.type == "cuda" if late is None else late
+        self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
+        if trainer.config.training.on_nonfinite == "stop":
+            trainer.halted = torch.zeros((), device=trainer.device)
+
+    def add(self, batches: Sequence[MicroBatch]) -> None:
+        """Check the step before the one that has just been taken, of ``batches``, or this one unless it is ``late``.
+
+        Raises:
+            NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite.
+        """
+        if self._trainer.halted is None:
+            return
+        previous, self._unread = self._unread, (HostCopy(self._trainer.halted), batches)
+        self._check(previous) if self._late else self.settle()
+
+    def settle(self) -> None:
+        """Check the last step.
+
+        Raises:
+            NonFiniteError: see :meth:`add`.
+        """
+        unread, self._unread = self._unread, None
+        self._check(unread)
+
+    def _check(self, step: tuple[HostCopy, Sequence[MicroBatch]] | None) -> None:
+        if step is not None and step[0].read():
+            raise NonFiniteError(explain_nonfinite(self._trainer, step[1]))
 
 
 def is_due(interval: int | None, iteration: int) -> bool:
@@ -185,7 +266,7 @@ def finish_previous_start(
     return 0
 
 
-def start_window(trainer: Trainer) -> MetricsWindow:
+def start_window(trainer: Trainer, run_step: StepRunner) -> MetricsWindow:
     """Return the window that collects step metrics; its clock starts on all ranks together."""
     return MetricsWindow(
         trainer.device,
@@ -194,7 +275,7 @@ def start_window(trainer: Trainer) -> MetricsWindow:
         timers=trainer.timers,
         goodput=trainer.goodput,
         timing_option=trainer.config.logging.timing_log_option,
-        recorded=trainer.config.compute.cuda_graph,
+        recorded=lambda: run_step.mode,
     )
 
 
@@ -300,6 +381,8 @@ class StopRequest:
         self.profiles = profiles
         self.profile_request = NO_REQUEST  # the profile request of the last :meth:`poll`, the same on every rank
         self._file = file
+        self._late = device.type == "cuda"  # requests are read one call late, so that the host need not wait
+        self._unread: list[HostCopy] = []
         since = time.monotonic() if since is None else since
         self._deadline = None if minutes is None else since + 60.0 * minutes
         self._signal = 0  # the first one received
@@ -314,15 +397,19 @@ class StopRequest:
             self.restore()
             signal.raise_signal(number)
 
-    def poll(self) -> int:
+    def poll(self, now: bool = True) -> int:
         """Return the stop code, or 0 to continue; the same on every rank. Collective.
 
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
-        ``STOP_FILE_FOUND`` if any rank sees the file.
+        ``STOP_FILE_FOUND`` if any rank sees the file. With several GPUs, and not ``now``, it is that of the previous
+        call. Give ``now`` alike on all ranks.
         """
         requests = [self._local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
-        if self.world.size > 1:  # a single rank needs no tensor, so no synchronisation with the GPU
-            requests = comm.all_reduce(torch.tensor(requests, device=self.device), self.world, op="max").tolist()
+        if self.world.size > 1:  # a single rank needs no tensor
+            sent = torch.tensor(requests, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+            self._unread.append(HostCopy(comm.all_reduce(sent, self.world, op="max")))
+            read, self._unread = (self._unread, []) if now or not self._late else (self._unread[:-1], self._unread[-1:])
+            requests = [max(values) for values in zip([0, *NO_REQUEST], *(copy.read() for copy in read))]
         code, *profiles = requests
         self.profile_request = ProfileRequest(*profiles)
         return code

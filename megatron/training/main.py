@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
@@ -24,6 +26,7 @@ from megatron.training.build import build_trainer, choose_device, join_distribut
 from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
 from megatron.training.cuda_graphs import StepRunner
+from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
@@ -68,7 +71,10 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
     if training.skip_train:
         config = replace(config, checkpoint=read_only_options(config.checkpoint))
     with refuse_start_on_error(), startup("joining"):
+        environment = set_variables(config, training.device != "cpu" and torch.version.cuda is not None)
         device = choose_device(training.device)
+        if device.type == "cuda":
+            notes = [*notes, environment]
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
         enable_flight_recorder(config.logging.run_dir)
         rank, world_size = join_distributed(config)
@@ -116,7 +122,7 @@ def build_and_train(
         checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
             held = () if lease is None else lease.notes
-            notes = [*notes, *held, *trainer.notes, *checkpointer.load(source)]
+            notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
         trainer.run_id = run_on_rank0(

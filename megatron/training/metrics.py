@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,7 +164,7 @@ class MetricsWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
-        recorded: str = "none",
+        recorded: Callable[[], str] = lambda: "none",
     ) -> None:
         """Start an empty window. Collective over ``world``.
 
@@ -175,7 +175,8 @@ class MetricsWindow:
             timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
-            recorded: ``--cuda-graph``: waits and phases inside a replayed graph cannot be measured and are left out.
+            recorded: returns what is captured, a value of ``--cuda-graph``: waits and phases inside a replayed graph
+                cannot be measured and are left out.
         """
         self.device = device
         self.seq_length = seq_length
@@ -183,7 +184,7 @@ class MetricsWindow:
         self.timers = timers or Timers(0, device)
         self.goodput = goodput or Goodput()
         self._timing_option = timing_option
-        self._cuda_graph = recorded
+        self._recorded = recorded
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
         self._extra_names: tuple[str, ...] = ()
@@ -282,9 +283,10 @@ class MetricsWindow:
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
         for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        if self.world.size == 1 or self._cuda_graph == "step":  # waits inside a replayed graph cannot be measured
+        recorded = self._recorded()
+        if self.world.size == 1 or recorded == "step":  # waits inside a replayed graph cannot be measured
             waits, sent = {}, {}
-        replayed = CUDA_GRAPH_PHASES[self._cuda_graph]
+        replayed = CUDA_GRAPH_PHASES[recorded]
         used, capacity = peak_memory(self.device)
         return {
             "iteration-time": seconds_per_step,

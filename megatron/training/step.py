@@ -39,8 +39,11 @@ def train_step(
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches))
+    loss_grad = scale / tokens.clamp(min=1.0)
+    if trainer.halted is not None:  # gradients are not finite then, and so every rank skips the update
+        loss_grad = loss_grad.where(trainer.halted == 0, torch.nan)
     with trainer.timers("forward-backward"):
-        trainer.compute(batches, scale / tokens.clamp(min=1.0))
+        trainer.compute(batches, loss_grad)
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     extra = router_losses(trainer, sums, tokens)
@@ -51,6 +54,8 @@ def train_step(
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
         else:
             outcome = update(rates, scale, loss)
+    if trainer.halted is not None:
+        trainer.halted.copy_(trainer.scaler.incurable(outcome.nonfinite, scale))
     trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
 

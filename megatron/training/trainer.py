@@ -30,6 +30,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
+from megatron.kernels.fp8 import WeightCasts
 from megatron.model.gpt import GPTChunk
 from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -73,6 +74,8 @@ class Trainer:
     optimizer: DistributedOptimizer
     scaler: LossScaler
     timers: Timers
+    # 0-d, nonzero after a step that is to end the run: later steps change nothing. None for a run that never ends so.
+    halted: Tensor | None = None
     goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
     startup: StartupTimer = field(default_factory=StartupTimer)
     # schedules of steps, and with True of evaluations, by number of micro-batches
@@ -89,6 +92,7 @@ class Trainer:
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
     run_id: str = ""  # the same through all starts of the run
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
     notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
 
@@ -111,7 +115,16 @@ class Trainer:
             program = self.programs[key]
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
-        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
+        with self.weight_casts.kept():
+            self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
+
+    def discard_step(self) -> None:
+        """Forget a step whose capture failed. Nothing of it was computed, and nothing of it may be waited for."""
+        for chunk in self.chunks.values():
+            chunk.sums.pop()
+        self.pipeline.discard()
+        self.buckets.discard()
+        self.optimizer.weights.discard()
 
     def start_at(
         self,

@@ -149,3 +149,39 @@ def test_a_rank_that_is_killed_while_it_writes(pool: Pool, tmp_path: Path, plain
     ranks = pool.run(RANKS, run_rank, run_of(tmp_path, every=4))
     assert [printed.status for printed in ranks] == [0, 0]
     assert equal(tmp_path, plain, 4, 6)
+
+
+def count_sockets(rank: int, world_size: int, config: RunConfig, lazy: str) -> tuple[int | None, list[int]]:
+    """Run training; return its exit status, and the sockets that each group for background threads opened at first."""
+    added = []
+    real = Mesh.background_group
+
+    def background_group(mesh: Mesh) -> Group:
+        before = open_sockets()
+        group = real(mesh)
+        added.append(open_sockets() - before)
+        return group
+
+    with (
+        patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": lazy}),
+        patch.object(Mesh, "background_group", background_group),
+    ):
+        return start(config, None, rank, world_size).status, added
+
+
+def open_sockets() -> int:
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
+
+
+def test_a_background_group_connects_no_rank_before_its_first_message(pool: Pool, tmp_path: Path) -> None:
+    """Each pair of ranks has a connection otherwise, whether it ever sends a message or not."""
+    opened = []
+    for lazy in ("0", "1"):
+        folder = tmp_path / lazy
+        config = tiny_run(folder, f"--save {folder}/saved --save-interval 2 --async-save", 4)
+        ranks = pool.run(4, count_sockets, config, lazy, check_collectives=False)
+        assert [status for status, _ in ranks] == [0] * 4
+        assert saved_steps(folder / "saved")[-1] == 6
+        opened.append([counts[0] for _, counts in ranks])
+    assert [mesh - lazy for mesh, lazy in zip(*opened, strict=True)] == [3] * 4

@@ -20,6 +20,8 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.training import main
+from megatron.training.loop import StopRequest
 from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
@@ -100,6 +102,29 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path
     assert ranks == [(143, ""), (143, "")]
     assert column(tmp_path, "iteration") == [1, 2]
     assert records(tmp_path, "text")[-1]["text"] == "stopped by signal 15 (SIGTERM) after step 2 of 6"
+
+
+class LateStopRequest(StopRequest):
+    """Reads requests one call late, as on GPUs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._late = True
+
+
+def run_rank_late(rank: int, world_size: int, config: RunConfig, event: str) -> tuple[int | None, str]:
+    with patch.object(main, "StopRequest", LateStopRequest):
+        return run_rank(rank, world_size, config, event)
+
+
+@pytest.mark.parametrize(("flags", "last"), [("--log-interval 10", 3), ("--log-interval 2", 2)])
+def test_a_signal_that_is_read_a_step_late_stops_all_ranks_one_step_later_unless_a_log_line_is_due(
+    pool: Pool, tmp_path: Path, flags: str, last: int
+) -> None:
+    config = tiny_run(tmp_path, f"{PP2} {flags} --save {tmp_path}/saved", 2)
+    ranks = pool.run(2, run_rank_late, config, "SIGTERM in step 2", check_collectives=False)
+    assert ranks == [(143, ""), (143, "")]
+    assert (column(tmp_path, "iteration"), saved_steps(tmp_path / "saved")) == ([last], [last])
 
 
 @pytest.mark.parametrize(("layout", "layer", "samples"), [("tp2-sp", 0, "[8]"), ("dp2", 0, "[9]"), ("pp2", 1, "[8]")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,33 @@ def test_gradients_under_a_mask_with_very_negative_logits(device: torch.device, 
         found.append([g.double().cpu() for g in torch.autograd.grad(y.square().sum(), (q1, k1, v1))])
     for ours, right in zip(*found):
         assert ((ours - right).norm() / right.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("name", KERNEL_CANDIDATES["attention"])
+def test_gradients_of_long_grouped_attention(device: torch.device, name: str) -> None:
+    """Every kernel in bf16 beside PyTorch's in fp32, which is neither cuDNN nor FlashAttention."""
+    candidate, length = OPERATIONS["attention"].candidates[name], 8192 if device.type == "cuda" else 256
+    if reason := candidate.missing(device, torch.bfloat16):
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (length, 1, 8, 128), (length, 1, 2, 128), (length, 1, 2, 128), (length, 1, 8, 128)
+    q, k, v, dy = (torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
+    mask, found = AttentionMask.of_sequence(length, device), []
+    for attend, dtype in ((candidate.make(), torch.bfloat16), (sdpa, torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        found.append(torch.autograd.grad(attend(*leaves, mask), leaves, dy.to(dtype)))
+    for ours, right in zip(*found):
+        assert ((ours.float() - right).norm() / right.norm()).item() < 2e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_embedding_gradient_with_one_frequent_id(device: torch.device, dtype: str, shape: str) -> None:
+    trainer = trainer_of(device, "" if dtype == "fp32" else "--bf16", shape)
+    frequent = [replace(b, tokens=b.tokens.where(b.tokens % 4 == 1, 7)) for b in batches_of(trainer)]
+    (_, found), (_, right) = gradients(trainer, frequent), gradients(twin_of(trainer), frequent)
+    (name,) = (name for name in found if "word_embeddings" in name)
+    assert distance(found, right)[name] < LIMITS[dtype][1]
 
 
 def test_products_of_narrow_formats_are_collected_in_fp32(device: torch.device) -> None:

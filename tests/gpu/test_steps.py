@@ -16,7 +16,7 @@ from megatron.arguments.cli import parse
 from megatron.planner.memory import max_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.step import train_step
+from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.gpu.models import (
     COMMON,
@@ -158,6 +158,27 @@ def test_recorded_steps_equal_eager_ones(device: torch.device, deterministic: No
 
     eager, first = run("none")
     graphed, second = run(recorded)
+    assert graphed == eager
+    assert all(torch.equal(a, weights(second)[name]) for name, a in weights(first).items())
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_captured_step_after_an_evaluation_equals_an_eager_one(
+    device: torch.device, deterministic: None, kernels: str
+) -> None:
+    """The evaluation allocates and frees memory, and runs the same layers without gradients, between two replays."""
+
+    def run(graph: str) -> tuple[list[float], Trainer]:
+        trainer = trainer_of(device, f"--bf16 --kernels {kernels} --eval-iters 2 --eval-interval 100")
+        step, losses = runner_of(trainer, graph), []
+        for seed in range(8):
+            losses.append(step(batches_of(trainer, seed=seed), RATES).loss.item())
+            if seed >= 4:
+                losses.append(evaluate(trainer).item())
+        assert step.recording is None or step.recording.recorded
+        return losses, trainer
+
+    (eager, first), (graphed, second) = run("none"), run("step")
     assert graphed == eager
     assert all(torch.equal(a, weights(second)[name]) for name, a in weights(first).items())
 

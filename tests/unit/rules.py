@@ -42,7 +42,11 @@ TORCH_FREE = (
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
 
+TRITON = ("megatron.kernels.triton_regions",)
+"""Modules that need triton; other modules import them inside functions."""
+
 LAZY = (
+    *TRITON,
     *("wandb", "tensorboard", "torch.utils.tensorboard", "gigatoken", "awkward", "orjson"),
     *("matplotlib", "datasets", "pyarrow"),
 )
@@ -176,8 +180,8 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def eager_optional_imports(modules: Sequence[Module]) -> list[str]:
-    """Packages that a run goes without, imported when a module is imported."""
-    found = [(m.name, name) for m in modules for name in sorted(imports(m, at_import=True))]
+    """Packages that a run goes without, and modules that need one, imported when a module is imported."""
+    found = [(m.name, name) for m in modules for name in sorted(imports(m, at_import=True)) if m.name not in TRITON]
     return [
         f"{module} imports {name} at its top level" for module, name in found if prefix_of(name, (*OPTIONAL, *LAZY))
     ]
@@ -228,7 +232,9 @@ def unannotated(modules: Sequence[Module]) -> list[str]:
     found = []
     for module in modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_annotated(node):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_annotated(node):
+                continue
+            if "triton.jit" not in map(ast.unparse, node.decorator_list):  # their arguments have no Python types
                 found.append(f"{module.name}:{node.name}:{node.lineno} lacks an annotation")
     return found
 

@@ -14,7 +14,7 @@ from megatron.training.loggers.base import METRICS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "performance.md").read_text()
-OF_TOOLS = {"--write", "--every", "--tp", "--out", "--output", "--cases", "--skip-tests"}
+OF_TOOLS = {"--write", "--every", "--tp", "--out", "--output", "--cases", "--tests"}
 
 
 def table(heading: str) -> list[list[str]]:

@@ -67,7 +67,6 @@ def values(heading: str) -> dict[str, str]:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_settings_of_the_network_are_those_that_a_dry_run_shows(network: str) -> None:
     shown = exported("train_llama3_8b", NETWORK=network, IFNAME="IFNAME")
-    assert shown.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     assert shown == values(network) | values("variable")
 
 
@@ -75,21 +74,6 @@ def test_networks_are_those_of_the_scripts_and_of_the_launcher() -> None:
     assert set(launch.NETWORKS) == set(NETWORKS)
     (row,) = [row for row in table("setting") if row[0] == "`NETWORK`"]
     assert set(re.findall(r"`(\w+)`", row[2])) == set(NETWORKS)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "flags", "queues"),
-    [
-        ("train_175b", (), "32"),
-        ("train_gpt2_124m", (), "32"),
-        ("train_llama3_8b", (), "1"),
-        ("train_llama3_8b", ("--pipeline-model-parallel-size", "2"), "32"),
-        ("evaluate", (), "32"),
-    ],
-)
-def test_a_pipeline_has_more_than_one_hardware_queue(recipe: str, flags: tuple[str, ...], queues: str) -> None:
-    assert exported(recipe, *flags)["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
-    assert exported(recipe, *flags, CUDA_DEVICE_MAX_CONNECTIONS="8")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_caches() -> None:

@@ -253,7 +253,11 @@ def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         sentence = f"experts with TP {parallel.tensor_model_parallel_size} need sequence parallelism"
         yield Problem("E214", sentence, ("--sequence-parallel", "--tensor-model-parallel-size 1"))
-    if config.compute.cuda_graph == "step":
+
+
+def check_graph_experts(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing a step with experts: the host reads how many tokens each expert gets."""
+    if config.model.num_experts is not None and config.compute.cuda_graph == "step":
         sentence = "--cuda-graph step does not support experts: their numbers of tokens differ in every step"
         yield Problem("E214", sentence, ("--cuda-graph none",))
 
@@ -423,11 +427,21 @@ def _unbalanced_note(config: RunConfig, parallel: ParallelConfig, world_size: in
         yield f"{AUTO} reduces the bubble from {before:.1%} to {after:.1%}"
 
 
+NODE_GPUS = 8
+"""GPUs of a node that notes assume."""
+
+
 def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about bf16 gradient reduction and ZeRO sharding."""
     if config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16: gradients are rounded before the reduction, so the numbers depend on the layout"
     replicas = config.parallel.data_parallel_size(world_size)
+    on_a_node = NODE_GPUS // (config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size)
+    if config.parallel.grad_reduce_in_bf16 and config.training.device != "cpu" and 1 < on_a_node < replicas:
+        yield (
+            f"--grad-reduce-in-bf16: {on_a_node} of {replicas} data-parallel ranks share a node of {NODE_GPUS}; all of "
+            "them send to all other nodes, while in a ring in fp32 only one does"
+        )
     if config.parallel.zero_stage and replicas == config.parallel.num_distributed_optimizer_instances:
         yield f"{SHARDED} shards nothing here: each of {replicas} instances has one rank (DP {replicas})"
     if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:

@@ -88,6 +88,10 @@ class Callback:
         """
 
 
+STEP_END_HOOKS = "on_step_end", "on_iteration_end"
+"""Hooks that are called after a step."""
+
+
 class CallbackList:
     """Calls the hooks of callbacks in order, and names a user's callback in the errors that it raises."""
 
@@ -115,6 +119,11 @@ class CallbackList:
     def observes_modules(self) -> bool:
         """True if a callback of this step uses hooks of modules."""
         return any(callback.observes_modules for callback in self._due)
+
+    @property
+    def pausing(self) -> bool:
+        """True if a callback pauses the clock at the end of this step, which waits for the device."""
+        return any(self._overrides(c, hook) and c.pauses for c in self._due for hook in STEP_END_HOOKS)
 
     def on_train_start(self) -> None:
         """See :class:`Callback`."""
@@ -158,7 +167,7 @@ class CallbackList:
 
     def _call_paused(self, hook: str, callbacks: Iterable[Callback], window: MetricsWindow, *arguments: object) -> None:
         """Call a hook on those callbacks that override it, with the weights complete and the clock of steps paused."""
-        overriding = [c for c in callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
+        overriding = [c for c in callbacks if self._overrides(c, hook)]
         for pauses, group in groupby(overriding, key=lambda callback: callback.pauses):
             if not pauses:
                 self._call(hook, group, *arguments)
@@ -166,6 +175,10 @@ class CallbackList:
             with window.paused():
                 self._trainer.optimizer.weights.wait()
                 self._call(hook, group, *arguments)
+
+    @staticmethod
+    def _overrides(callback: Callback, hook: str) -> bool:
+        return getattr(type(callback), hook) is not getattr(Callback, hook)
 
     def _call(self, hook: str, callbacks: Iterable[Callback], *arguments: object) -> None:
         for callback in callbacks:

@@ -243,7 +243,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     gathered = comm.all_gather_objects([] if mine is None else [*astuple(mine)], trainer.mesh.world)
     by_rank = [NonFiniteFinding(*values) if values else None for values in gathered]
     found = [finding for finding in by_rank if finding is not None]
-    step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
+    step = f"the loss or gradient of step {batches[0].step + 1} is not finite"
     if not found:
         return (
             f"{step}, but all values before the sum over ranks were finite when the step was run again: "

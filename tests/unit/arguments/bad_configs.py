@@ -97,7 +97,7 @@ CASES = (
     Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),
     Case("--num-distributed-optimizer-instances 2 --overlap-param-gather", ranks=2),
     Case("--use-distributed-optimizer --num-distributed-optimizer-instances 3", ranks=4),
-    Case("--use-distributed-optimizer --cuda-graph optimizer --device cuda", ranks=2),
+    Case("--use-distributed-optimizer --overlap-param-gather --cuda-graph optimizer --device cuda", ranks=2),
     Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
     Case("--reset-position-ids --eod-mask-loss --train-data-path a b"),
@@ -381,6 +381,14 @@ CASES = (
         " --tensor-model-parallel-size 2 --hidden-dropout 2 --lr-warmup-iters 200",
         ranks=4,
     ),
+    # FP8
+    Case("--fp8-format hybrid --fp8-recipe delayed"),
+    Case("--fp8-format hybrid --fp8-recipe mxfp8"),
+    Case("--fp8-format e4m3 --num-experts 4"),
+    Case("--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 2", ranks=2),
+    Case("--fp8-format hybrid --seq-length 1000"),
+    Case("--fp8-format hybrid --first-last-layers-bf16"),
+    Case("--fp8-format hybrid --fp8-output-proj"),
 )
 
 

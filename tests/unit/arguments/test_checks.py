@@ -16,7 +16,7 @@ from megatron.arguments.cli import parse
 from megatron.arguments.compatibility import CHANGE_ERRORS
 from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import find_problems
+from megatron.arguments.validate import choose_cuda_graph, find_problems
 from megatron.config.batch import schedule_lengths
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
@@ -237,12 +237,40 @@ def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     [
         ("--hidden-dropout 2 --weight-decay-incr-style linear --device cpu", {"E600", "E405", "E906", "E908"}),
         ("--weight-decay-incr-style odd --device cpu", {"E002", "E906", "E907"}),
-        ("--device odd --use-distributed-optimizer", {"E002", "E907", "E913"}),
+        ("--device odd --use-distributed-optimizer --overlap-param-gather", {"E002", "E907", "E913"}),
         ("--pipeline-model-parallel-size 0 --distributed-backend gloo", {"E600", "E907", "E909"}),
     ],
 )
 def test_an_unreadable_value_hides_no_other_problem_of_cuda_graphs(flags: str, expected: set[str]) -> None:
     assert set(codes(f"--cuda-graph step {flags}", 2)) - {"E203"} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "mode", "why"),
+    [
+        ("--micro-batch-size 32", 1, "step", "tokens x"),
+        ("--micro-batch-size 64", 1, "step", ""),
+        ("--micro-batch-size 65 --global-batch-size 65", 1, "none", "slower than the host"),
+        ("--micro-batch-size 65 --global-batch-size 65 --tensor-model-parallel-size 2", 2, "step", ""),
+        ("--use-distributed-optimizer", 2, "step", ""),
+        ("--use-distributed-optimizer --overlap-param-gather", 2, "none", "--overlap-param-gather"),
+        ("--hidden-dropout 0.1", 1, "none", "dropout"),
+        ("--pipeline-model-parallel-size 2", 2, "none", "pipeline"),
+        ("--num-experts 4 --disable-bias-linear", 1, "none", "experts"),
+        ("--reset-attention-mask --eod-id 0", 1, "none", "documents"),
+        ("--reset-attention-mask --eod-id 0 --kernels torch", 1, "step", ""),
+        ("--distributed-backend gloo", 2, "none", "gloo"),
+        ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1", 1, "none", "weight-decay"),
+        ("--cuda-graph none", 1, "none", ""),
+    ],
+)
+def test_graphs_by_default_are_of_short_steps_that_can_be_captured(flags: str, ranks: int, mode: str, why: str) -> None:
+    sizes = "--hidden-size 512 --seq-length 1024 --hidden-dropout 0 --attention-dropout 0"
+    config = run(f"{sizes} {flags}", ranks).config
+    chosen, reason = choose_cuda_graph(config, ranks)
+    assert chosen == mode
+    assert why in reason
+    assert choose_cuda_graph(config, ranks, cuda=False)[0] == "none"
 
 
 def test_a_profile_that_is_kept_in_memory_is_short() -> None:

@@ -211,7 +211,6 @@ def test_other_names_are_corrected_with_their_value() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--fp8-hybrid",
         "--fim-rate 0.5",
         "--muon-tp-mode blockwise",
         "--apply-layernorm-1p --apply-wd-to-qk-layernorm",

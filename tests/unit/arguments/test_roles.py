@@ -137,6 +137,7 @@ CHANGED = {
     "lion_beta2": "0.1",
     "muon_momentum": "0.5",
     "muon_num_ns_steps": "2",
+    "muon_fp32_matmul_prec": "high",
     "muon_scale_mode": "unit_rms_norm",
     "muon_extra_scale_factor": "0.5",
     "moe_router_topk": "1",
@@ -176,11 +177,12 @@ LEFT_OUT = {
         expert_model_parallel_size expert_tensor_parallel_size
         use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
         overlap_param_gather grad_reduce_in_bf16
-        distributed_backend distributed_timeout_minutes device""",
+        tp_comm_overlap_method distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
+        fp8_format fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
-    "it needs a GPU": "cuda_graph",
+    "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
         multiple_validation_sets validation_set_names

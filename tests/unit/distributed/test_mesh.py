@@ -98,6 +98,42 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 4, "dp": 4, "cp": 1, "tp": 4, "edp": 4, "ep": 1, "etp": 4}, {"pp": 2, "dp": 4, "cp": 1, "tp": 2}]
+)
+def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """Replay what each rank opens: a group, or a channel, opens once all of its ranks have come to it."""
+    layout = Layout({"edp": sizes["dp"] // 2, "ep": 2, "etp": sizes["tp"], **sizes})
+    size, stages = layout.world_size, tuple(range(sizes["pp"]))
+    opens: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(comm, "open_communicator", lambda ranks: opens[-1].append(ranks) if ranks else None)
+    monkeypatch.setattr(comm, "new_group", lambda ranks, *_: tuple(ranks))
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "fake")
+    for act in ("send", "recv"):
+        monkeypatch.setattr(dist, act, lambda x, peer, group: opens[-1].append((peer, *group)))
+    for rank in range(size):
+        opens.append([])
+        mesh = Mesh(layout, rank, None, 2, stages, channels(stages), 2, separate_gather_groups=True)
+        edges = iter([e for e in alternate_edges(channels(stages)) if mesh.coordinate["pp"] in e])
+        for i, ranks in enumerate(opens[-1]):
+            if len(set(ranks)) < len(ranks):  # a message to a peer
+                edge = next(edges)
+                opens[-1][i] = (-1, *(layout.group_of(rank, ("pp",))[pp] for pp in edge))
+    at = [0] * size
+    while any(at[rank] < len(opens[rank]) for rank in range(size)):
+        before = list(at)
+        for rank in range(size):
+            if at[rank] < len(opens[rank]):
+                group = opens[rank][at[rank]]
+                members = [r for r in group if r >= 0]
+                if all(at[r] < len(opens[r]) and opens[r][at[r]] == group for r in members):
+                    for r in members:
+                        at[r] += 1
+        assert at != before, "every rank waits"
+
+
 ALONE = Group()
 
 

@@ -43,7 +43,8 @@ class ApexNorms:
     ) -> Tensor:
         self.calls.append("layer")
         assert not memory_efficient
-        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+        wide = (t.float() for t in (weight, bias))  # as apex, sum their gradients in fp32
+        return F.layer_norm(input.float(), list(normalized_shape), *wide, eps).to(input.dtype)
 
     def fused_rms_norm_affine(
         self, input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False

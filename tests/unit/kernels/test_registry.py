@@ -120,7 +120,7 @@ def test_one_that_computes_rightly_in_another_order_is_used(monkeypatch: pytest.
     for dtype in (torch.float32, torch.bfloat16):
         kernels, notes = select_kernels(("norm=apex",), CPU, dtype)
         assert kernels == replace(Kernels(), norm=other_order)
-        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in KERNEL_CANDIDATES if o != 'norm')})"]
+        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in OPERATIONS if o != 'norm')})"]
 
 
 def test_a_reference_that_fails_on_the_device_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY
+from megatron.kernels.registry import Kernels
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.pipeline.actions import BACKWARD, FORWARD, Action
 from megatron.pipeline.runtime import Pipeline
@@ -81,6 +84,37 @@ def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
     ours = chunked(*arguments, chunk=5, z_coeff=1e-2)
     assert_same(ours, plain(*arguments, 1e-2), tolerance)
     assert (ours.objective.dtype, ours.dw.dtype, ours.dx.dtype) == (torch.float32, torch.float32, dtype)
+
+
+class OnGpu:
+    """Stands for hidden states ``[tokens, H]`` of 16 bits on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, tokens: int) -> None:
+        self.shape = (tokens, 8)
+
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "expected"), [(32768, 50304, 8192), (8192, 128256, 4096), (700, 128256, 1024)]
+)
+def test_chunks_on_gpus_are_large_and_equal(tokens: int, rows: int, expected: int) -> None:
+    """At most 1 GiB of bf16 logits, or of fp32 copies of them; a chunk size that is given counts on any device."""
+    compiled = replace(EAGER_CROSS_ENTROPY)  # another one than the eager kernel
+    vocabulary = VocabularyShard(0, rows, Group(), GradAccumulator(), "w", Kernels(cross_entropy=compiled))
+    eager = replace(vocabulary, kernels=Kernels())
+    assert vocabulary.tokens_per_chunk(cast(Tensor, OnGpu(tokens)), rows) == expected
+    for kind, size in ((vocabulary, 2), (eager, 4)):
+        chunk = kind.tokens_per_chunk(cast(Tensor, OnGpu(tokens)), rows)
+        assert chunk % 1024 == 0
+        assert chunk * rows * size <= 1 << 30
+        count = -(-tokens // chunk)
+        assert count == -(-tokens // ((1 << 30) // (rows * size) // 1024 * 1024))
+    assert vocabulary.tokens_per_chunk(torch.empty(tokens, 8), rows) == 1024
+    assert replace(vocabulary, chunk_tokens=7).tokens_per_chunk(cast(Tensor, OnGpu(tokens)), rows) == 7
 
 
 def test_large_logits_do_not_overflow() -> None:

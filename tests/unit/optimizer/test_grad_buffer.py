@@ -66,6 +66,13 @@ def contribute(grad_accumulator: GradAccumulator, *parameters: str) -> None:
         grad_accumulator.accumulate(name, torch.ones(SPECS[name].local_shape))
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
+def test_buckets_grow_with_the_ranks_that_share_them(ranks: int, expected: int) -> None:
+    """As in Megatron-LM, so that the parts of a ring do not become small."""
+    assert ParallelConfig().bucket_size(ranks) == expected
+    assert ParallelConfig(ddp_bucket_size=5).bucket_size(ranks) == 5
+
+
 def test_parameters_lie_apart_and_aligned() -> None:
     buckets, _ = build()
     (bucket,) = buckets.buckets

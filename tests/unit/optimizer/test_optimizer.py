@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer.distributed_optimizer import GradNorm
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.rules import RULES
+from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
@@ -118,8 +119,90 @@ def test_the_loss_scale_is_taken_out(scale: float) -> None:
         torch.testing.assert_close(state(scaled)[name], value, rtol=1e-12, atol=1e-15)
 
 
+RULE_OPTIONS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "adam, bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "adam, remainders": {"store_param_remainders": True},
+    "sgd": {"optimizer": "sgd"},
+    "lion": {"optimizer": "lion"},
+    "muon": {"optimizer": "muon"},
+}
+
+
+@pytest.mark.parametrize("options", RULE_OPTIONS.values(), ids=RULE_OPTIONS)
+def test_clipping_equals_an_update_with_clipped_gradients(options: dict[str, Any]) -> None:
+    """Whether the rule unscales and clips, or a pass before it; the gradients are changed in the same way."""
+    dtype, scale = (torch.bfloat16 if "store_param_remainders" in options else torch.float32), 2.0**10
+    model = replace(CONFIG, add_bias_linear=False)  # the gradient of a key bias is only rounding
+    solo, plain = (
+        Solo.build(model, dtype, optimizer=OptimizerConfig(clip_grad=clip, **options)) for clip in (0.1, 0.0)
+    )
+    for step in range(2):
+        for one in (solo, plain):
+            one.backward(BATCHES)
+        norm = sum(grad.double().square().sum() for grad in plain.buckets.grads.values()) ** 0.5
+        assert norm > 0.2
+        for grad in plain.buckets.grads.values():
+            grad.mul_(0.1 / (norm + 1e-6))
+        for bucket in solo.buckets.buckets:
+            bucket.shard.mul_(scale)
+        solo.optimizer.update(RATES, torch.tensor(scale))
+        plain.optimizer.update(RATES, torch.ones(()))
+        for name, grad in plain.buckets.grads.items():
+            torch.testing.assert_close(solo.buckets.grads[name], grad, rtol=1e-4, atol=1e-6 if step else 0.0)
+    found, expected = state(solo), state(plain)
+    for name, value in expected.items():
+        difference = (found[name].double() - value.double()).norm()
+        assert difference <= (1e-2 if value.dtype == torch.bfloat16 else 1e-4) * value.double().norm(), name
+
+
+@pytest.mark.parametrize("options", RULE_OPTIONS.values(), ids=RULE_OPTIONS)
+def test_an_observed_update_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; every element is seen once, before and after, in blocks."""
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 256)
+    dtype = torch.bfloat16 if "store_param_remainders" in options else torch.float32
+    solo, observed = (Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(**options)) for _ in range(2))
+    main = observed.optimizer.main_params
+    for _ in range(2):
+        seen = {
+            when: {name: torch.full((value.numel(),), torch.nan) for name, value in main.items()} for when in range(2)
+        }
+
+        def observe(name: str, start: int, *values: Tensor, seen: Any = seen) -> None:
+            for when, x in enumerate(values):
+                part = seen[when][name][start : start + x.numel()]
+                assert part.isnan().all()
+                part.copy_(x.flatten())
+
+        observed.optimizer.observe_update = observe
+        before = {name: value.clone().flatten() for name, value in main.items()}
+        solo.step(BATCHES)
+        observed.step(BATCHES)
+        for name, value in main.items():
+            assert torch.equal(seen[0][name], before[name]), name
+            assert torch.equal(seen[1][name], value.flatten()), name
+    found = state(observed)
+    assert [name for name, value in state(solo).items() if not torch.equal(found[name], value)] == []
+    assert observed.optimizer.steps_applied() == solo.optimizer.steps_applied()
+
+
+def test_flat_views_cover_every_element_once() -> None:
+    """Neighbours are joined, also out of order; not across gaps, nor with what is not contiguous."""
+    flat, other = torch.arange(100.0), torch.arange(100.0, 200.0)
+    views = [flat[8:16].view(2, 4), other[:10], flat[:8], flat[20:30], flat[30:60].view(5, 6)[:, :3], flat[60:61]]
+    merged = flat_runs(views)
+    assert sorted(torch.cat([x.flatten() for x in merged]).tolist()) == sorted(
+        torch.cat([x.flatten() for x in views]).tolist()
+    )
+    assert sorted(x.numel() for x in merged) == [1, 10, 10, 15, 16]
+    for x in merged:
+        x.zero_()
+    assert not any(view.any() for view in views)
+    assert flat[16:20].tolist() == [16, 17, 18, 19]
+
+
 def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
-    """Weights, moments, counts and average stay; gradients are scaled as ever; the next step goes on."""
+    """Weights, moments, counts, average and gradients stay; the next step goes on."""
     config = OptimizerConfig(skip_spikes=6.0, spike_window=8, ema_decay=0.5)
     solo, loss = Solo.build(CONFIG, optimizer=config), torch.tensor(1.0)
     for i in range(6):
@@ -129,11 +212,13 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
     before, steps = state(solo), solo.optimizer.steps_applied()
     for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
         solo.backward(BATCHES)
+        grads = solo.snapshot()
         if nonfinite:
             solo.buckets.buckets[0].shard[0] = torch.nan
         outcome = solo.optimizer.update(RATES, torch.ones(()), value)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
         assert outcome.clip.isfinite()
+        assert nonfinite or all(torch.equal(grad, grads[name]) for name, grad in solo.buckets.grads.items())
         after = state(solo)
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert solo.optimizer.steps_applied() == steps == 6

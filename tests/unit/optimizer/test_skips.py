@@ -82,7 +82,7 @@ def test_constant_scales_stay(dtype: str, loss_scale: float | None, expected: fl
         scaler.update(torch.tensor(True))
     assert scaler.scale.item() == expected
     assert scaler.state_dict() == {}
-    assert not scaler.can_shrink(scaler.scale)
+    assert scaler.incurable(torch.tensor(1.0), scaler.scale)
 
 
 def test_state_of_a_constant_scale_is_refused() -> None:

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from megatron.arguments.cli import parse
 from megatron.config.run import RULE_STATE, RunConfig
+from megatron.distributed.launch import fake_process_group
+from megatron.distributed.layout import Layout
+from megatron.distributed.mesh import CHANNEL_USES
 from megatron.optimizer import grad_buffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import (
     checkpoint_bytes,
+    communicator_bytes,
+    communicators,
     max_rank_parameters,
     max_state_bytes,
     rank_state_bytes,
@@ -172,3 +177,35 @@ def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: 
         assert 0 < made <= bound
         if not more:
             assert bound < gradients, "ZeRO-2 has to need less than the gradients"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("", 4),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather", 8),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2", 8),
+        ("--pipeline-model-parallel-size 4 --num-layers 8 --pipeline-schedule zb-v", 4),
+        ("--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2", 4),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", 8),
+        (f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", 8),
+    ],
+)
+def test_communicators_are_those_that_a_mesh_creates(flags: str, ranks: int) -> None:
+    config = config_of(f"{flags} --global-batch-size 32", ranks)
+    layout = Layout.from_config(config.parallel, ranks)
+    for pp, rank in enumerate(layout.group_of(0, ("pp",))):
+        with fake_process_group(rank, ranks):
+            mesh = build_trainer(config, rank, ranks, device=torch.device("cpu")).mesh
+            handles = [use for (use, _), handle in mesh._handles.items() if handle is not None]
+        groups = 1 + sum(use not in CHANNEL_USES for use in handles)
+        received, sent = (sum(edge[end] == pp for edge in mesh.channels) for end in (1, 0))
+        assert communicators(config, ranks, pp) == (groups, received, sent)
+
+
+def test_communicators_take_memory_with_nccl_only() -> None:
+    flags = "--tensor-model-parallel-size 2"
+    assert communicator_bytes(config_of(flags, 2), 2) == 0, "on CPUs"
+    assert communicator_bytes(config_of(f"{flags} --device cuda --distributed-backend gloo", 2), 2) == 0
+    assert communicator_bytes(config_of(f"{flags} --device cuda", 2), 2) == 2 * 16 * 12 * 2**20, "torch's and TP's"

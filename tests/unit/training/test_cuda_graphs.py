@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.errors import UserError
+from megatron.distributed import comm
+from megatron.distributed.launch import fake_process_group
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import main
 from megatron.training.build import build_trainer
@@ -45,10 +47,12 @@ class Tape:
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.recordings += 1
         before = [t.detach().clone() for t in self.state()]
-        result = work()
-        with torch.no_grad():
-            for tensor, value in zip(self.state(), before):
-                tensor.copy_(value)
+        try:
+            result = work()
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self.state(), before):
+                    tensor.copy_(value)
 
         def replay() -> None:
             self.repetitions += 1
@@ -205,6 +209,7 @@ def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "graph", capture)
     recording = GraphedCallable(
         lambda factor, inputs: Product(inputs[0] * factor), CudaGraphRecorder(torch.device("cuda", 0))
@@ -215,22 +220,109 @@ def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == [*aside * WARM_UP_STEPS, "capture begins", "capture ends", "replayed", "replayed"]
 
 
-def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class TornTape(Tape):
+    """Fake recorder whose captures fail in the middle: right after a method of the trainer's parts has returned."""
+
+    owner: Any = None
+    method: str = ""
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        def torn(*arguments: Any, **options: Any) -> None:
+            real(*arguments, **options)
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
+
+        real = getattr(self.owner, self.method)
+        with patch.object(self.owner, self.method, torn):
+            return super().record(work)
+
+
+TEARS: dict[str, Callable[[Trainer], tuple[Any, str]]] = {
+    "in forward": lambda t: (t.pipeline._stages[0], "forward"),
+    "in backward": lambda t: (t.pipeline._stages[0], "backward"),
+    "in the reduction": lambda t: (t.buckets, "finish"),
+    "in the gather": lambda t: (t.optimizer.weights, "start_gather"),
+}
+
+
+def torn(folder: Path, where: str, flags: str, mode: str) -> tuple[Trainer, StepRunner]:
+    trainer = trainer_of(folder, f"--hidden-dropout 0 --attention-dropout 0 --cuda-graph {mode} --device auto {flags}")
+    tape = TornTape(lambda: state_of(trainer), owner=TEARS[where](trainer)[0], method=TEARS[where](trainer)[1])
+    return trainer, StepRunner(trainer, tape)
+
+
+@pytest.mark.parametrize("where", TEARS)
+@pytest.mark.parametrize("flags", ["--fp16 --initial-loss-scale 16", "--data-parallel-sharding-strategy optim_grads"])
+def test_a_step_whose_capture_fails_is_taken_eagerly(
+    where: str, flags: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer, run = torn(tmp_path, where, flags, "auto")
+    eager = trainer_of(tmp_path, f"--hidden-dropout 0 --attention-dropout 0 {flags}")
+    counts = [2] * (WARM_UP_STEPS + 3)
+    assert run.mode == "step"
+    assert take_steps(trainer, run, counts) == take_steps(eager, StepRunner(eager), counts)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(eager), strict=True))
+    assert run.mode == "none"
+    assert capfd.readouterr().err.count("warning: --cuda-graph step could not capture it: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "owner", "method"),
+    [
+        ("no_shard", lambda t: t.optimizer, "reduce_gradients"),
+        ("optim", lambda t: t.optimizer, "reduce_gradients"),
+        ("optim", lambda t: t.optimizer.weights, "_wait_for"),
+        ("optim_grads", lambda t: t.optimizer, "reduce_gradients"),
+    ],
+)
+def test_communication_of_a_failed_capture_is_neither_waited_for_nor_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, owner: Callable[[Trainer], Any], method: str
+) -> None:
+    """One of two ranks, whose collectives return at once. The capture fails while some are in flight."""
+    begun: list[comm.Pending] = []
+    lost: list[comm.Pending] = []
+    real = comm.Pending.wait
+
+    def wait(pending: comm.Pending) -> Tensor:
+        assert not any(pending is other for other in lost)
+        return real(pending)
+
+    class Torn(Tape):
+        def record(self, work: Callable[[], Any]) -> Any:
+            def tear(*_: Any) -> None:
+                lost.extend(pending for pending in begun if pending.work is not None)
+                if lost:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+
+            begun.clear()
+            with patch.object(owner(trainer), method, tear):
+                return super().record(work)
+
+    def begin(pending: comm.Pending, *arguments: Any, **options: Any) -> None:
+        init(pending, *arguments, **options)
+        begun.append(pending)
+
+    init = comm.Pending.__init__
+    monkeypatch.setattr(comm.Pending, "__init__", begin)
+    monkeypatch.setattr(comm.Pending, "wait", wait)
+    sent = []
+    for mode in ("none", "auto"):
+        flags = f"--data-parallel-sharding-strategy {strategy} --cuda-graph {mode} --device auto"
+        with fake_process_group(0, 2):
+            trainer = build_trainer(tiny_run(tmp_path, flags, 2), 0, 2, device=torch.device("cpu"))
+            run = StepRunner(trainer, Torn())
+            take_steps(trainer, run, [2] * (WARM_UP_STEPS + 2))
+            sent.append(trainer.mesh.meter.pop_bytes_sent())
+    assert lost
+    assert run.mode == "none"
+    assert sent[0] == sent[1]
+
+
+def test_a_failed_capture_that_was_asked_for_is_reported(tmp_path: Path) -> None:
     """A multi-line CUDA error becomes one sentence with a fix."""
-
-    @contextmanager
-    def capture(graph: object, **options: Any) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", []))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-
-    def work() -> Product:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
-
+    trainer, run = torn(tmp_path, "in backward", "", "step")
     with pytest.raises(UserError) as printed:
-        CudaGraphRecorder(torch.device("cuda", 0)).record(work)
+        take_steps(trainer, run, [1] * (WARM_UP_STEPS + 1))
     (problem,) = printed.value.problems
     assert problem.code == "E911"
     assert problem.sentence.endswith("RuntimeError: CUDA error: operation not permitted when stream is capturing")

@@ -29,7 +29,7 @@ from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import STOP_FILE_FOUND, StopRequest, build_callbacks, exit_status, train
+from megatron.training.loop import STOP_FILE_FOUND, NonFiniteCheck, StopRequest, build_callbacks, exit_status, train
 from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
 from megatron.training.trainer import Trainer
@@ -46,6 +46,7 @@ from tests.runs import (
     steps,
     tiny_run,
 )
+from tests.unit.training.test_cuda_graphs import state_of
 
 CPU = torch.device("cpu")
 
@@ -160,6 +161,62 @@ def test_an_overflow_stops_the_run_only_if_no_smaller_loss_scale_can_cure_it(tmp
     assert (status, skipped[0]) == (0, 1)
     with pytest.raises(NonFiniteError, match="first on rank 0: gradient of "):
         trained(tmp_path, "--fp16 --loss-scale 1e12")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends"),
+    [("", True), ("--fp16 --initial-loss-scale 16 --min-loss-scale 16", True)]
+    + [("--fp16 --initial-loss-scale 16 --hysteresis 1", False), ("--skip-spikes 3 --ema-decay 0.9", True)],
+)
+def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, ends: bool
+) -> None:
+    """As on GPUs: the step after the bad one is taken, and changes nothing."""
+    results = []
+    for late in (False, True):
+        trainers: list[Trainer] = []
+        taken = []
+
+        def check(trainer: Trainer, late: bool = late, trainers: list[Trainer] = trainers) -> Any:
+            def spoil(block: torch.nn.Module, inputs: Any, output: Any) -> Any:
+                step, (residual, losses) = inputs[1].batch.step, output
+                taken.append(step)  # noqa: B023
+                return (residual._replace(x=residual.x * torch.nan), losses) if step == 2 else None
+
+            next(iter(trainer.chunks[0].layers.values())).register_forward_hook(spoil)
+            trainers.append(trainer)
+            return NonFiniteCheck(trainer, late)
+
+        monkeypatch.setattr(loop, "NonFiniteCheck", check)
+        sentence = ""
+        try:
+            trained(tmp_path / str(late), f"--log-interval 100 {flags}")
+        except NonFiniteError as error:
+            sentence = str(error)
+        (trainer,) = trainers
+        results.append((sentence, state_of(trainer)[: -len(trainer.buckets.buckets) - 3], trainer.scaler.scale))
+        assert (3 in taken) is (late or not ends)
+    (prompt, before, scale), (late_sentence, after, late_scale) = results
+    assert prompt == late_sentence
+    assert prompt.startswith("the loss or gradient of step 3 is not finite; first on rank 0: output of") is ends
+    assert scale == late_scale
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_flag_is_read_before_what_uses_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "NonFiniteCheck", lambda trainer: NonFiniteCheck(trainer, late=True))
+    for number, flags in enumerate(("--log-interval 3", "--eval-interval 3 --eval-iters 1", "--save-interval 3")):
+        folder = tmp_path / str(number)
+
+        def spoil(trainer: Trainer) -> None:
+            for parameter in trainer.chunks[0].parameters():
+                parameter.data.fill_(torch.nan)
+
+        flags = f"--log-interval 100 {flags} --save {folder}/saved"
+        with before_step(3, spoil), pytest.raises(NonFiniteError, match="step 3 is"):
+            trained(folder, flags)
+        assert saved_steps(folder / "saved") == []
+        assert column(folder, "iteration", "lm loss validation") == []
 
 
 # ---- Evaluations

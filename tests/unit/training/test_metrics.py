@@ -193,7 +193,7 @@ def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, no
 
 
 def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
-    window = MetricsWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded="step")
+    window = MetricsWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded=lambda: "step")
     clock.now += 1.0
     window.add(step(3.0), samples=1)
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
@@ -212,7 +212,7 @@ def test_phases_of_the_few_steps_that_were_not_replayed_are_not_told_as_those_of
     clock: Clock, recorded: str, told: set[str]
 ) -> None:
     timers = Timers(2, CPU)
-    window = MetricsWindow(CPU, seq_length=1, timers=timers, recorded=recorded)
+    window = MetricsWindow(CPU, seq_length=1, timers=timers, recorded=lambda: recorded)
     for name in ("batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"):
         with timers(name):
             clock.now += 1.0

@@ -1,0 +1,439 @@
+"""Count launches, matrix products, bytes, host time and synchronisations of a training step on the null GPU.
+
+    source DIR/env.sh                               # the null GPU, see tests/nullgpu/README.md
+    python -m benchmarks.launches                   # the table
+    python -m benchmarks.launches --write           # keep it in benchmarks/results
+    python -m benchmarks.launches --cases gpt2-124m-mb32 --implementations ours
+
+The null GPU runs the CUDA build of PyTorch and records every call, but computes nothing. Counts and host times are
+real; GPU times are predicted from the counts by a roofline.
+
+Rows of torchtitan need version 0.2.2, datasets, tensorboard, torchdata and tyro in a folder in PYTHONPATH, installed by
+`pip install --no-deps --target`, so that PyTorch stays as it is. Rows that cannot be measured show why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import gpu_contestants
+from benchmarks.gpu_contestants import BETAS, CLIP, EPS, Ours, Theirs
+from benchmarks.record import RESULTS, keep, versions
+from benchmarks.roofline import (
+    GAP,
+    GEMM_RATES,
+    GRAPH_GAP,
+    H100,
+    H200,
+    PEAK_FLOPS,
+    Gpu,
+    gpu_seconds,
+    step_seconds,
+)
+from benchmarks.traffic import Traffic
+from megatron.config.run import RunConfig
+from megatron.kernels import registry
+from megatron.layers import moe
+from megatron.planner.flops import FlopsPerToken
+
+ROOT = Path(__file__).parents[1]
+TIMED_STEPS = 9
+FIGURES = "launches", "gemms", "bytes", "host_ms", "syncs"
+DEPTHS = 2, 4
+"""Numbers of layers whose difference gives the figures of one layer."""
+
+LLAMA = "--preset llama3-8b --max-position-embeddings 8192"
+LLAMA_1B = (
+    f"{LLAMA} --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 "
+    "--no-untie-embeddings-and-output-weights"
+)
+MIXTRAL = f"{LLAMA} --vocab-size 32000 --num-experts 8 --moe-router-topk 2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch; ``layers`` and ``micro_batches`` are those of the whole step."""
+
+    flags: str
+    micro_batch: int
+    layers: int
+    micro_batches: int = 1
+    # Further flags of ours.
+    more: str = ""
+
+    def model(self, layers: int, micro_batches: int) -> gpu_contestants.Case:
+        """Return the case for `benchmarks.gpu_contestants`."""
+        flags, samples = f"{self.flags} --num-layers {layers}", self.micro_batch * micro_batches
+        return gpu_contestants.Case(flags, samples, (self.micro_batch,), 0.0)
+
+    def config(self, layers: int, micro_batches: int) -> RunConfig:
+        """Return the configuration of ours."""
+        return Ours(self.micro_batch).config(self.model(layers, micro_batches), torch.device("cuda"))
+
+
+CASES = {
+    "gpt2-124m-mb4": Case("--preset gpt2-124m --seq-length 1024", 4, 12),
+    "gpt2-124m-mb32": Case("--preset gpt2-124m --seq-length 1024", 32, 12),
+    "llama3-8b-s2048": Case(f"{LLAMA} --seq-length 2048", 1, 8, 4),
+    "llama3-8b-s8192": Case(f"{LLAMA} --seq-length 8192", 1, 8, 4),
+    "mixtral-s4096": Case(f"{MIXTRAL} --seq-length 4096", 1, 4, 4),
+}
+"""Eight layers of Llama-3-8B and four of Mixtral-8x7B, as more do not fit on one GPU with their optimizer state."""
+
+MEASURED = {
+    "h100-124m-s1024": Case(
+        "--preset gpt2-124m --seq-length 1024", 64, 12, 1, "--cuda-graph step --cross-entropy-chunk-size 4096"
+    ),
+    "h100-1b-s2048": Case(f"{LLAMA_1B} --seq-length 2048", 4, 16, 4),
+    "h100-1b-s4096": Case(f"{LLAMA_1B} --seq-length 4096", 4, 16, 2),
+    "h100-8b-s8192": CASES["llama3-8b-s8192"],
+}
+"""The fastest settings of ours in `gpu.md`, against which the roofline is checked."""
+
+MILLISECONDS = {
+    "h100-124m-s1024": (134.6, 122.5),
+    "h100-1b-s2048": (523.5, 494.6),
+    "h100-1b-s4096": (541.2, 517.6),
+    "h100-8b-s8192": (921.2, 870.7),
+}
+"""Measured for a step of ours and of compiled `transformers`."""
+
+NO_GRAPH, RIVAL = "ours, --cuda-graph none", "transformers, compiled"
+IMPLEMENTATIONS = {
+    "ours": "",
+    NO_GRAPH: "--cuda-graph none",
+    "ours, --kernels torch": "--cuda-graph none --kernels torch",
+    "transformers, eager": None,
+    RIVAL: None,
+    "torchtitan, eager": None,
+    "torchtitan, compiled": None,
+}
+"""Names of rows, and flags of ours."""
+
+
+def step_of(implementation: str, case: Case, layers: int, micro_batches: int) -> Callable[[], object]:
+    """Build the training step of an implementation."""
+    who, _, how = implementation.partition(", ")
+    model, device = case.model(layers, micro_batches), torch.device("cuda", 0)
+    if who == "torchtitan":
+        return torchtitan(case, layers, micro_batches, how == "compiled")
+    if who == "transformers":
+        return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
+    return Ours(case.micro_batch, f"{IMPLEMENTATIONS[implementation]} {case.more}").make(model, device)
+
+
+def evenly(plan: Any) -> Any:
+    """Return a dispatch plan that gives every expert as many tokens; a router of zeros gives none."""
+
+    def planned(experts_TK: Tensor, experts: int, *rest: Any) -> Any:
+        rows, tolist = experts_TK.numel(), Tensor.tolist
+
+        def even(t: Tensor) -> list[int]:
+            tolist(t)  # waits for the GPU, as it does with real counts
+            return [rows, rows, *[rows // experts] * experts]
+
+        with patch.object(Tensor, "tolist", even):
+            return plan(experts_TK, experts, *rest)
+
+    return planned
+
+
+def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
+    """Build a step of torchtitan's Llama with bf16 weights: its model, its loss, and its way of compiling."""
+    llama3, attention, losses = (
+        importlib.import_module(f"torchtitan.{name}")
+        for name in ("models.llama3", "models.attention", "components.loss")
+    )
+    attention.ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    config = case.config(layers, micro_batches)
+    length = config.training.seq_length
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = llama3.Transformer(replace(llama3.llama3_args["8B"], n_layers=layers, max_seq_len=length))
+        torch.set_default_dtype(torch.float32)
+        ids = torch.randint(0, config.model.vocab, (micro_batches, case.micro_batch, length + 1))
+    loss = losses.cross_entropy_loss
+    if compiled:
+        loss = torch.compile(loss)
+        for block in model.layers.values():
+            block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, BETAS, EPS, weight_decay=0.1, fused=True)
+    inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+
+    def step() -> None:
+        for x, y in zip(inputs, labels):
+            (loss(model(x), y) / labels.numel()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def embedding_shapes() -> set[torch.Size]:
+    """Return the shapes of the weights of all living embeddings."""
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and "Embedding" in type(m).__name__]
+    return {m.weight.shape for m in modules if isinstance(getattr(m, "weight", None), Tensor)}
+
+
+def measure(implementation: str, case: Case, layers: int, micro_batches: int) -> dict[str, Any]:
+    """Return the counts and the host time of a step."""
+    from tests.nullgpu.trace import record
+
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    step = step_of(implementation, case, layers, micro_batches)
+    for _ in range(2):
+        step()
+    traffic = Traffic(embedding_shapes())
+    with record() as eager, traffic.counting():  # still eager where CUDA graphs are used
+        step()
+    for _ in range(3):
+        step()
+    milliseconds = []
+    for _ in range(TIMED_STEPS):
+        start = time.process_time()
+        step()
+        milliseconds.append(1e3 * (time.process_time() - start))
+    with record() as trace:
+        step()
+    return {
+        "launches": len(trace.launches()),
+        "gemms": sum(traffic.matmuls.values()),
+        "bytes": traffic.bytes,
+        "host_ms": statistics.median(milliseconds),
+        "syncs": len(trace.syncs()),
+        "kernels": len(eager.launches()),
+        "matmuls": [[*shape, count] for shape, count in sorted(traffic.matmuls.items())],
+        "attention": [[*shape, count] for shape, count in sorted(traffic.attention.items())],
+        "traffic": dict(traffic.by_op.most_common(8)),
+    }
+
+
+def applies(name: str, implementation: str) -> bool:
+    """Return False for models that an implementation does not have."""
+    return name.startswith("llama") or not implementation.startswith("torchtitan")
+
+
+def row_of(name: str, implementation: str) -> dict[str, Any]:
+    """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
+    registry.check_kernel = lambda *_, **__: None  # zeros fail every check
+    moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
+    case = (CASES | MEASURED)[name]
+    row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
+    for layers in DEPTHS if name in CASES else ():
+        counts = measure(implementation, case, layers, 1)
+        row[f"{layers} layers"] = {figure: counts[figure] for figure in FIGURES}
+    return row
+
+
+def commit() -> str:
+    """Return the short hash of the checked-out commit."""
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+
+
+def in_own_process(*arguments: str) -> dict[str, Any]:
+    """Return the figures of one row, or why there are none; compiled code and memory end with the process."""
+    command = [sys.executable, "-m", "benchmarks.launches", "--row", *arguments]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # workers do not end on the null GPU
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        return {"error": ended.stderr.strip().splitlines()[-1]}
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def per_layer(row: Mapping[str, Any], figure: str) -> float:
+    """Return a figure of one layer and micro-batch, with the layer's share of the optimizer."""
+    shallow, deep = (row[f"{layers} layers"][figure] for layers in DEPTHS)
+    return float((deep - shallow) / (DEPTHS[1] - DEPTHS[0]))
+
+
+def rest(row: Mapping[str, Any], figure: str) -> float:
+    """Return a figure of what is not in layers, in a step of one micro-batch."""
+    return float(row[f"{DEPTHS[0]} layers"][figure] - DEPTHS[0] * per_layer(row, figure))
+
+
+def prediction(case: Case, counts: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
+    """Return milliseconds and MFU of a step."""
+    config = case.config(case.layers, case.micro_batches)
+    flops = FlopsPerToken.from_config(config)
+    tokens = case.micro_batch * case.micro_batches * config.training.seq_length
+    seconds = step_seconds(counts, gpu)
+    rate = tokens / seconds / PEAK_FLOPS
+    return {
+        "ms": 1e3 * seconds,
+        "gpu_ms": 1e3 * gpu_seconds(counts, gpu),
+        "mfu": rate * flops.full,
+        "mfu_causal": rate * flops.causal,
+    }
+
+
+def table(name: str, rows: Mapping[str, Any]) -> list[str]:
+    """Return the rows of a case as Markdown."""
+    case = CASES[name]
+    lines = [
+        "",
+        f"## {name}: {case.layers} layers, {case.micro_batches} x {case.micro_batch} samples a step",
+        "",
+    ]
+    lines += ["| | launches a layer (GEMMs) | MB a layer | host ms a layer | rest: launches, MB, host ms | "]
+    lines[-1] += "step: launches, syncs, host ms | predicted GPU ms | predicted MFU (causal) |"
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for title, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {title} | not measured: {row['error']} | | | | | | |")
+            continue
+        whole, predicted = row["whole"], prediction(case, row["whole"], H200)
+        cells = [
+            f"{per_layer(row, 'launches'):.1f} ({per_layer(row, 'gemms'):.0f})",
+            f"{per_layer(row, 'bytes') / 1e6:,.0f}",
+            f"{per_layer(row, 'host_ms'):.2f}",
+            f"{rest(row, 'launches'):,.0f}, {rest(row, 'bytes') / 1e6:,.0f}, {rest(row, 'host_ms'):.1f}",
+            f"{whole['launches']:,}, {whole['syncs']}, {whole['host_ms']:.1f}",
+            f"{predicted['gpu_ms']:.1f}",
+            f"{predicted['mfu']:.1%} ({predicted['mfu_causal']:.1%})",
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the goals beside what was reached."""
+
+    def reached(text: str, met: bool) -> str:
+        return f"* {text}: {'met' if met else 'not met'}"
+
+    gpt2, llama = rows["gpt2-124m-mb32"], rows["llama3-8b-s8192"]
+    launches = gpt2["ours"]["whole"]["launches"]
+    layers = [per_layer(case[NO_GRAPH], "launches") for case in (gpt2, llama)]
+    mfus = [
+        prediction(CASES[name], rows[name]["ours"]["whole"], H200)["mfu"]
+        for name in ("gpt2-124m-mb32", "llama3-8b-s8192")
+    ]
+    lines = [
+        reached(f"124M, micro-batch 32, launches a step, at most 12: {launches}", launches <= 12),
+        reached(f"124M, launches a layer without graphs, at most 30: {layers[0]:.1f}", layers[0] <= 30),
+        reached(f"Llama-8B, launches a layer without graphs, at most 45: {layers[1]:.1f}", layers[1] <= 45),
+        reached(f"124M, predicted MFU, at least 48%: {mfus[0]:.1%}", mfus[0] >= 0.48),
+        reached(f"Llama-8B, predicted MFU, at least 62%: {mfus[1]:.1%}", mfus[1] >= 0.62),
+    ]
+    for name, case in rows.items():
+        counts = case["ours"]["whole"]
+        share = counts["host_ms"] / 1e3 / gpu_seconds(counts, H200)
+        lines.append(reached(f"{name}, host time below half of the predicted GPU time: {share:.0%}", share < 0.5))
+        ratio = step_seconds(case[RIVAL]["whole"], H200) / step_seconds(counts, H200)
+        lines.append(
+            reached(f"{name}, predicted to be faster than compiled `transformers`: {ratio:.2f} times", ratio > 1)
+        )
+    return lines
+
+
+def checks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what the roofline predicts for an H100 beside what was measured on one."""
+    lines = ["", "## The roofline on an H100, beside measurements", ""]
+    lines += ["| case | | predicted ms | measured ms | predicted / measured |", "|---|---|--:|--:|--:|"]
+    for name, rows in found.items():
+        for (title, row), ms in zip(rows.items(), MILLISECONDS[name]):
+            seconds = step_seconds(row["whole"], H100)
+            lines.append(f"| {name} | {title} | {1e3 * seconds:.1f} | {ms:.1f} | {1e3 * seconds / ms:.2f} |")
+    return lines
+
+
+NOTES = f"""
+Counted on the null GPU (`tests/nullgpu`), where PyTorch for CUDA runs on stand-ins that record every call.
+Launches are kernels, matrix products, copies, memsets and graph launches. *A layer* is half the difference of steps
+with {DEPTHS[1]} and {DEPTHS[0]} layers and one micro-batch: forward, backward and update. *Rest* is what else such a
+step has: embedding, loss, optimizer.
+
+*Host ms* is CPU time of the process, without the driver's own: median of {TIMED_STEPS} steps, on a busy machine.
+
+*MB* (10^6 bytes) are outside matrix products and attention: the distinct inputs and outputs of every operation but
+views, and the tensor arguments of Triton kernels. What is updated in place counts twice; of tables that are
+read or written by index, only the chosen rows count. A separate step counts them, and the same calls are made in it.
+
+All take the same number of tokens, in bf16, with fused AdamW and clipping. Attention is PyTorch's flash kernel, as
+cuDNN's cannot run on the null GPU. `transformers` and torchtitan have bf16 weights, gradients and moments; ours has
+fp32 main parameters, gradients and moments. torchtitan is its Llama and its loss, compiled per block, as it does.
+Mixtral's tokens are spread evenly over its experts.
+
+**Predictions, not measurements** (`benchmarks/roofline.py`), for an H200: matrix products run at
+{GEMM_RATES[0] / 1e12:.0f} to {GEMM_RATES[1] / 1e12:.0f} TFLOP/s by size, attention at cuDNN's published rates
+(arXiv:2407.08608), and other bytes move at 4.0 TB/s. A launch adds {1e6 * GAP:.1f} us, {1e6 * GRAPH_GAP:.1f} us in a
+graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLOP/s; the host counts where it is slower.
+"""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Return the page of results."""
+    lines = ["# Launches, bytes and host time of a training step, and what they predict"]
+    lines += [NOTES.rstrip()]
+    for name in CASES:
+        if name in result["rows"]:
+            before = {
+                f"{title}, at {result['before at']}": row for title, row in result["before"].get(name, {}).items()
+            }
+            lines += table(name, before | result["rows"][name])
+    lines += checks(result["checks"])
+    if all({"ours", NO_GRAPH, RIVAL} <= set(result["rows"].get(name, {})) for name in CASES):
+        lines += ["", "## Goals", "", *goals(result["rows"])]
+    versions_of = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*lines, "", f"{versions_of}; commit {result['rows at']}."])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Count, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES])
+    parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
+    parser.add_argument("--write", action="store_true", help="add the rows to benchmarks/results/launches.json")
+    parser.add_argument(
+        "--before", action="store_true", help="as rows of an earlier commit, with the checks of MEASURED"
+    )
+    parser.add_argument("--row", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help="print one row as JSON")
+    args = parser.parse_args(argv)
+    if args.row:
+        name, implementation = args.row
+        print(json.dumps(row_of(name, implementation)))
+        return 0
+    kept = RESULTS / "launches.json"
+    result: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"before": {}, "rows": {}, "checks": {}}
+    pairs = [(name, i) for name in args.cases for i in args.implementations if applies(name, i)]
+    where = "before" if args.before else "rows"
+    for name, implementation in pairs:
+        row = in_own_process(name, implementation)
+        print(f"{name} {implementation}: {row.get('error', 'counted')}", flush=True)
+        result[where].setdefault(name, {})[implementation] = row
+    for name in MEASURED if args.before else ():
+        for implementation in ("ours", RIVAL):
+            result["checks"].setdefault(name, {})[implementation] = in_own_process(name, implementation)
+    result[f"{where} at"] = commit()
+    installed = [name for name in ("torch", "triton", "transformers", "torchtitan") if importlib.util.find_spec(name)]
+    result["versions"] = versions(*installed)
+    print(page(result))
+    if args.write:
+        keep("launches", result, page(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

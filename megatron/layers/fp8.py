@@ -1,0 +1,186 @@
+"""Column- and row-parallel linear layers in FP8.
+
+The quantised values are those of one process: scales cover the whole matrix, whichever ranks hold its parts. A scale
+whose block is cut over the tensor-parallel ranks is the maximum of theirs. Sequence-parallel rows are gathered after
+the quantisation, one byte per element. T are the tokens (sequence x batch), I in, O out:
+
+===========  =================  =========================  ====================
+layer        weight             cut dimension of ``x``     of ``dy``
+===========  =================  =========================  ====================
+column       ``[O/tp, I]``      T with sequence parallel   O
+row          ``[O, I/tp]``      I                          T with sequence parallel
+===========  =================  =========================  ====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
+from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor, WeightCasts
+from megatron.layers.context import BuildContext
+
+ROWS, COLUMNS = 0, 1
+"""Dimensions of a matrix."""
+
+
+@dataclass
+class Float8Operand:
+    """A quantised operand, whose rows may have to be gathered over the sequence-parallel ranks first."""
+
+    # This rank's rows.
+    shard: Float8Tensor
+    # The ranks that hold the others; None when the rows are complete.
+    group: Group | None
+    # Each block of a scale lies in the rows of one rank.
+    scale_cut: bool
+    # The all-gathers of data and scales, once started.
+    pending: list[Pending] = field(default_factory=list)
+
+    def start(self) -> Float8Operand:
+        """Start the all-gathers, if there are any."""
+        if self.group is not None and not self.pending:
+            data, scale = self.shard
+            self.pending = [comm.start_all_gather(data.view(torch.uint8), self.group)]
+            self.pending += [comm.start_all_gather(scale, self.group)] if self.scale_cut else []
+        return self
+
+    def ungathered(self) -> Float8Operand:
+        """Return the operand without its gathered rows, to be gathered again later."""
+        return Float8Operand(self.shard, self.group, self.scale_cut)
+
+    def wait(self) -> Float8Tensor:
+        """Return all rows."""
+        if self.start().group is None:
+            return self.shard
+        data, *scale = [each.wait() for each in self.pending]
+        return Float8Tensor(data.view(self.shard.data.dtype), scale[0] if scale else self.shard.scale)
+
+
+@dataclass(frozen=True)
+class Float8Linear:
+    """The properties of a layer that its autograd function needs."""
+
+    kernel: Float8Kernel
+    casts: WeightCasts
+    grad_accumulator: GradAccumulator
+    weight: str
+    tp: Group
+    sequence_parallel: bool
+    # Column-parallel, else row-parallel.
+    column: bool
+
+    @classmethod
+    def of(cls, context: BuildContext, column: bool) -> Float8Linear | None:
+        """Return those of the layer under construction; None if it is not in FP8."""
+        kernel, accumulator, name = context.kernels.fp8, context.grad_accumulator, context.name("weight")
+        if kernel is None:
+            return None
+        return cls(kernel, context.weight_casts, accumulator, name, context.tp, context.sequence_parallel, column)
+
+    def quantize(
+        self,
+        x: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        cut: int | None,
+        transposed: bool,
+        scale: Tensor | None = None,
+    ) -> Float8Tensor:
+        """Quantise a matrix that is cut over the tensor-parallel ranks along dimension ``cut``."""
+        if scale is None and cut is not None and block[cut] is None and self.tp.size > 1:
+            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), self.tp, "max")
+        return self.kernel.quantize(x, block, dtype, transposed, scale)
+
+    def operand(
+        self, x: Tensor, along: int, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
+    ) -> Float8Operand:
+        """Quantise activations or gradients ``[T, ...]``, with their scale if it is known.
+
+        Args:
+            x: the matrix.
+            along: the dimension over which the product sums.
+            dtype: to quantise to.
+            cut: the dimension that is cut over the tensor-parallel ranks.
+            scale: of its blocks.
+
+        """
+        block = self.kernel.recipe.block(along)
+        group = self.tp if cut == ROWS and self.tp.size > 1 else None
+        shard = self.quantize(x, block, dtype, cut, along == ROWS and group is None, scale)
+        return Float8Operand(shard, group, block[ROWS] is not None)
+
+    def wgrad_operand(self, x: Tensor, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None) -> Operand:
+        """Return an operand of the weight gradient; its gather starts unless W is deferred."""
+        operand: Operand
+        if self.kernel.recipe.wgrad:
+            operand = self.operand(x, ROWS, dtype, cut, scale)
+        else:
+            operand = WgradOperand(x, self.tp if cut == ROWS else None)
+        return operand if self.grad_accumulator.defers_wgrad else operand.start()
+
+    def weight_operand(self, weight: Tensor, along: int) -> Float8Tensor:
+        """Return the quantised weight for a product which sums over ``along``."""
+
+        def quantize() -> Float8Tensor:
+            block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
+            shared = along == ROWS and block == self.kernel.recipe.block(COLUMNS, weight=True)
+            scale = self.weight_operand(weight, COLUMNS).scale if shared else None
+            return self.quantize(weight, block, dtype, ROWS if self.column else COLUMNS, along == ROWS, scale)
+
+        return self.casts.get((self.weight, along), quantize)
+
+    @property
+    def cut_rows(self) -> int | None:
+        """The cut dimension of what lies outside the tensor-parallel region: ``x`` of columns, ``dy`` of rows."""
+        return ROWS if self.sequence_parallel else None
+
+
+class Float8Function(torch.autograd.Function):
+    """``y = X W^T + b`` of a column- or row-parallel layer, with gradients ``dx = dy W`` and ``dW = dy^T X``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Float8Linear) -> Tensor:
+        """Return ``y``, summed over the tensor-parallel ranks for a row-parallel layer."""
+        recipe, rows = layer.kernel.recipe, x.flatten(0, -2)
+        operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, layer.cut_rows if layer.column else COLUMNS)
+        y = layer.kernel.forward(operand.wait(), layer.weight_operand(weight, COLUMNS), x.dtype)
+        y = y.view(-1, *x.shape[1:-1], len(weight))
+        if not layer.column:
+            y = comm.reduce_scatter(y, layer.tp) if layer.sequence_parallel else comm.all_reduce(y, layer.tp)
+        ctx.save_for_backward(x, weight, operand.shard.scale if recipe.name == "tensorwise" else None)
+        ctx.layer = layer
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return ``dx``; the gradient of the weight goes to the accumulator."""
+        x, weight, x_scale = ctx.saved_tensors
+        layer: Float8Linear = ctx.layer
+        recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
+        x_cut, dy_cut = (layer.cut_rows, COLUMNS) if layer.column else (COLUMNS, layer.cut_rows)
+        dy_rows = dy.flatten(0, -2)
+        dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cut).start()
+        x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cut, x_scale)
+        # A scale for the whole tensor serves both products; gathered rows too.
+        dy_wgrad: Operand = dy_operand
+        if recipe.name != "tensorwise" or dy_operand.group is None or not recipe.wgrad:
+            dy_scale = dy_operand.shard.scale if recipe.name == "tensorwise" else None
+            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut, dy_scale)
+        dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
+        dx = dx.view(-1, *x.shape[1:])
+        pending = Pending(dx)
+        if layer.column:
+            start = comm.start_reduce_scatter if layer.sequence_parallel else comm.start_all_reduce
+            pending = start(dx, layer.tp)
+        multiply = layer.kernel.weight_gradient if recipe.wgrad else None
+        dw = accumulator.accumulate_wgrad(layer.weight, x_wgrad, dy_wgrad, multiply=multiply)
+        return pending.wait(), dw, None, None

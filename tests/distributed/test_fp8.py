@@ -1,0 +1,226 @@
+"""Linears in FP8: every layout quantises the same values, and quantised weights are those of the current step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron.arguments.cli import parse
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.distributed.comm import ALL_GATHER
+from megatron.kernels.fp8 import Float8Kernel, WeightCasts
+from megatron.layers.fp8 import Float8Linear
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.memory import fp8_weight_bytes
+from megatron.training.build import build_trainer
+from megatron.training.step import evaluate, train_step
+from tests.distributed.drive import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
+from tests.distributed.pool import Pool
+from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces
+
+TP2 = ParallelConfig(tensor_model_parallel_size=2)
+TP2_SP = replace(TP2, sequence_parallel=True)
+GATED = replace(MODEL, activation="swiglu", normalization="RMSNorm", num_query_groups=2)
+
+
+def precision(recipe: str, fp8_format: str = "hybrid", **rest: Any) -> PrecisionConfig:
+    return PrecisionConfig(params_dtype="fp64", fp8_format=fp8_format, fp8_recipe=recipe, **rest)
+
+
+def case(parallel: ParallelConfig, recipe: str, **rest: Any) -> Case:
+    return replace(Case(GATED, parallel, precision(recipe), TrainingConfig(micro_batch_size=2)), **rest)
+
+
+def wide(recipe: str, samples: int, size: int) -> Case:
+    """Sizes and tokens of a rank that are multiples of a block."""
+    model = replace(
+        MODEL, num_layers=1, hidden_size=size, ffn_hidden_size=2 * size, num_attention_heads=2, kv_channels=size // 2
+    )
+    training = TrainingConfig(micro_batch_size=samples)
+    return Case(model, TP2_SP, precision(recipe, "e4m3"), training, samples=samples, steps=1)
+
+
+ZB = replace(pipeline(2, "zb-v", layers=4), precision=precision("tensorwise"), dp=1)
+CASES = {
+    "tensorwise-tp2": case(TP2, "tensorwise"),
+    "tensorwise-tp2-sp": case(TP2_SP, "tensorwise"),
+    "tensorwise-tp2-sp-dp2": case(TP2_SP, "tensorwise", dp=2, training=TrainingConfig(micro_batch_size=1)),
+    "tensorwise-zb-v-tp2-sp": replace(
+        ZB, parallel=replace(ZB.parallel, tensor_model_parallel_size=2, sequence_parallel=True)
+    ),
+    "rowwise-tp2-dp2": case(TP2, "rowwise", dp=2),
+    "rowwise-tp2-sp": case(TP2_SP, "rowwise"),
+    "first-last": case(
+        TP2_SP,
+        "rowwise",
+        model=replace(GATED, num_layers=3),
+        precision=precision("rowwise", first_last_layers_bf16=True),
+    ),
+    "wgrad": case(TP2_SP, "rowwise", precision=precision("rowwise", fp8_wgrad=False)),
+    "recomputed": case(
+        TP2_SP,
+        "tensorwise",
+        training=TrainingConfig(micro_batch_size=2, recompute_granularity="full", recompute_method="uniform"),
+    ),
+    "mxfp8-tp2-sp": wide("mxfp8", 16, 64),
+    "blockwise-tp2-sp": wide("blockwise", 64, 256),
+}
+
+
+@cache
+def on_one_rank(wanted: Case) -> list[StepTrace]:
+    """The steps of a case on one process, in the same micro-batches."""
+    training = TrainingConfig(micro_batch_size=wanted.training.micro_batch_size)
+    return [
+        join_traces([step])
+        for step in run_case(0, 1, replace(wanted, parallel=ParallelConfig(), dp=1, training=training))
+    ]
+
+
+def largest_deviation(steps: Sequence[StepTrace], wanted: Case) -> float:
+    pairs = zip(steps, on_one_rank(wanted), strict=True)
+    return max(d.error for i, (got, ref) in enumerate(pairs) for d in compare_traces(i, got, ref, 1e-5, LR))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_agree(pool: Pool, name: str) -> None:
+    assert largest_deviation(run_on(pool, CASES[name]), CASES[name]) <= 1e-10
+
+
+def run_with_scales_of_a_rank(rank: int, world_size: int, wanted: Case) -> list[RankTrace]:
+    quantize = Float8Linear.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Float8Linear, "quantize", lambda f, x, block, dtype, cut, *a: quantize(f, x, block, dtype, None, *a)
+        )
+        return run_case(rank, world_size, wanted)
+
+
+@pytest.mark.parametrize("name", ["tensorwise-tp2", "rowwise-tp2-sp"])
+def test_scales_of_a_rank_are_noticed(pool: Pool, name: str) -> None:
+    wanted = CASES[name]
+    ranks = pool.run(wanted.world_size, run_with_scales_of_a_rank, wanted, check_collectives=False)
+    assert largest_deviation([join_traces(step) for step in zip(*ranks)], wanted) > 1e-4
+
+
+def bytes_gathered(rank: int, world_size: int, cases: Sequence[Case]) -> list[float]:
+    """Bytes of all-gathers over the tensor-parallel ranks that this rank sends in a step."""
+    found = []
+    for wanted in cases:
+        trainer = build_trainer(wanted.config(), rank, world_size)
+        trainer.mesh.meter.pop_bytes_sent()
+        train_step(trainer, batches_of(trainer, wanted, 0), RATES)
+        found.append(trainer.mesh.meter.pop_bytes_sent()["tp", ALL_GATHER])
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_sequence_parallel_rows_are_sent_in_one_byte(pool: Pool, recipe: str) -> None:
+    """A step gathers the inputs of qkv and fc1 twice, and the output gradients of proj and fc2.
+
+    Where the scales of both products differ, the gradients are gathered for each, with scales of rows for the first.
+    """
+    fp32 = [
+        replace(case(TP2_SP, recipe), precision=PrecisionConfig(fp8_format=f, fp8_recipe=recipe))
+        for f in (None, "hybrid")
+    ]
+    tokens = fp32[0].samples * SEQ_LENGTH
+    sent = tokens * MODEL.hidden_size * MODEL.num_layers // 2  # elements of a matrix that half of the ranks lack
+    gathers, scales = (6, 0) if recipe == "tensorwise" else (8, 4 * 4 * tokens * MODEL.num_layers // 2)
+    for plain, quantised in pool.run(2, bytes_gathered, fp32):
+        assert plain - quantised == 6 * 4 * sent - (gathers * sent + scales)
+
+
+def trained(wanted: Case) -> list[Tensor]:
+    """Losses of steps of several micro-batches and of evaluations between them, one of them with averaged weights."""
+    config = replace(wanted.config(), optimizer=OptimizerConfig(ema_decay=0.5))
+    trainer = build_trainer(replace(config, training=replace(config.training, eval_iters=2)), 0, 1)
+    losses = []
+    for step in range(3):
+        losses.append(train_step(trainer, batches_of(trainer, wanted, step), RATES).loss)
+        losses.append(evaluate(trainer))
+        with trainer.optimizer.averaged():
+            losses.append(evaluate(trainer))
+        losses.append(evaluate(trainer))
+    return losses
+
+
+@contextmanager
+def never_dropped(casts: WeightCasts) -> Iterator[None]:
+    casts._casts = casts._casts or {}
+    yield
+
+
+def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept casts change nothing: every step and evaluation begins with the current weights."""
+    wanted = case(ParallelConfig(), "rowwise")
+    calls: list[tuple[int, ...]] = []
+    quantize = Float8Kernel.quantize
+    monkeypatch.setattr(Float8Kernel, "quantize", lambda self, x, *a: calls.append(x.shape) or quantize(self, x, *a))
+    kept, count = trained(wanted), len(calls)
+    weights = 4 * MODEL.num_layers
+    monkeypatch.setattr(WeightCasts, "kept", lambda self: nullcontext())
+    assert trained(wanted) == kept
+    again = len(calls) - count
+    assert again - count == weights * (
+        3 * 2 + 9 * 2
+    )  # the second micro-batch of 3 steps, and of 9 evaluations in 2 parts
+    monkeypatch.setattr(WeightCasts, "kept", never_dropped)
+    assert trained(wanted) != kept
+
+
+FLAGS = (
+    "--bf16 --mock-data --vocab-size 256 --device cpu --num-layers 2 --hidden-size 128 --num-attention-heads 4 "
+    "--seq-length 128 --micro-batch-size 2 --global-batch-size 4 --train-iters 300"
+)
+
+
+def final_loss(steps: int, flags: str = "") -> float:
+    """Mean loss of the last tenth of a training run."""
+    trainer = build_trainer(parse([*FLAGS.split(), *flags.split()], {}).config, 0, 1)
+    losses = []
+    for _ in range(steps):
+        losses.append(train_step(trainer, trainer.next_batches(), Rates(3e-3, 0.1)).loss.item())
+        trainer.consumed_samples += 4
+    return sum(losses[-steps // 10 :]) / (steps // 10)
+
+
+def test_the_loss_falls_as_in_bf16() -> None:
+    small = "--hidden-size 32 --seq-length 32 "
+    assert final_loss(20, small + "--fp8-format hybrid") == pytest.approx(final_loss(20, small), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_curve_of_300_steps_is_within_the_noise_of_bf16() -> None:
+    """The noise is the spread of bf16 runs from other initial weights."""
+    plain = [final_loss(300, f"--seed {seed}") for seed in (1234, 1, 2, 3)]
+    recipes = (
+        "hybrid --fp8-recipe tensorwise",
+        *(f"e4m3 --fp8-recipe {name}" for name in ("rowwise", "blockwise", "mxfp8")),
+    )
+    found = {recipe: final_loss(300, f"--fp8-format {recipe}") for recipe in recipes}
+    print("bf16", plain, "fp8", found)
+    assert all(abs(loss - sum(plain) / 4) < max(plain) - min(plain) for loss in found.values())
+
+
+def test_the_planner_knows_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes per weight of a linear in FP8, all kept at the end of a step."""
+    wanted = CASES["first-last"]
+    trainer = build_trainer(replace(wanted, parallel=ParallelConfig(), dp=1).config(), 0, 1)
+    kept: list[int] = []
+    run = trainer.pipeline.run
+
+    def run_and_count(*arguments: Any) -> None:
+        run(*arguments)
+        kept.append(sum(cast.data.nbytes for cast in (trainer.weight_casts._casts or {}).values()))
+
+    monkeypatch.setattr(trainer.pipeline, "run", run_and_count)
+    train_step(trainer, batches_of(trainer, wanted, 0), RATES)
+    assert kept == [fp8_weight_bytes(trainer.config)]

@@ -1,0 +1,154 @@
+"""Run ``pretrain_gpt.py`` on one rank of the null GPU, and record it. A job of ``tests/distributed/pool.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.inference import generate
+from megatron.layers.moe import DispatchPlan
+from megatron.planner.memory import rank_state_bytes
+from megatron.training.cuda_graphs import StepRunner
+from megatron.training.trainer import Trainer
+from tests.nullgpu import faults
+from tests.nullgpu.trace import mark, record
+
+
+@dataclass
+class Report:
+    """Outcome on a rank; its trace and its output are in files."""
+
+    status: int
+    # Bytes allocated after the first step, and the state that the planner computes.
+    allocated: int = 0
+    planned: int = 0
+
+
+def rehearse(
+    rank: int, world_size: int, folder: str, port: int, program: str, argv: Sequence[str], fault: str | None = None
+) -> Report:
+    """Run ``main`` of a program.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        folder: for ``rank0.trace`` and ``rank0.log`` and so on; argv may contain {folder}.
+        port: of the store of this job.
+        program: module with a function ``main``.
+        argv: its flags.
+        fault: name of a function in ``faults``.
+    """
+    if dist.is_initialized():  # the pool's own group
+        dist.barrier()  # one that left at once could break connections that a peer is still making
+        dist.destroy_process_group()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its kernels are built by the driver
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    environ = {name: str(value) for name, value in place.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    report = Report(-1)
+    with ExitStack() as stack:
+        log = stack.enter_context(Path(folder, f"rank{rank}.log").open("w"))
+        for context in (
+            patch.dict(os.environ, environ),
+            redirect_stdout(log),
+            redirect_stderr(log),
+            null_values(),
+            marks(rank, world_size, report),
+            *([getattr(faults, fault)()] if fault else []),
+        ):
+            stack.enter_context(context)
+        with record() as trace:
+            main = import_module(program).main
+            report.status = main([word.replace("{folder}", folder) for word in argv])
+    trace.dump(Path(folder, f"rank{rank}.trace"))
+    if report.status:
+        raise RuntimeError(Path(folder, f"rank{rank}.log").read_text()[-3000:])
+    return report
+
+
+@contextmanager
+def null_values() -> Iterator[None]:
+    """Replace what depends on numbers: the null GPU computes none."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("megatron.kernels.registry.check_kernel", lambda *arguments, **options: None))
+        stack.enter_context(patch.object(DispatchPlan, "plan", classmethod(even_plan(DispatchPlan.plan))))
+        stack.enter_context(patch.object(generate, "sample_tokens", as_if_finite(generate.sample_tokens)))
+        twins: dict[tuple[int, ...], Any] = {}
+        for name in ("all_gather_objects", "gather_objects", "broadcast_object"):
+            stack.enter_context(patch.object(comm, name, through_gloo(getattr(comm, name), twins)))
+        yield
+
+
+def through_gloo(exchange: Callable[[Any, Group], Any], twins: dict[tuple[int, ...], Any]) -> Callable[..., Any]:
+    """Return a function that exchanges objects over a group of the same ranks with the gloo backend."""
+
+    def call(value: Any, group: Group) -> Any:
+        if group.has_peers and group.ranks not in twins:
+            twins[group.ranks] = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True)
+        return exchange(value, replace(group, handle=twins.get(group.ranks)))
+
+    return call
+
+
+def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that samples tokens and finds every tensor true, that of the check of logits among them."""
+
+    def call(*arguments: Any) -> torch.Tensor:
+        with patch.object(torch.Tensor, "__bool__", lambda tensor: True):
+            return sample(*arguments)
+
+    return call
+
+
+def even_plan(plan: Callable[..., DispatchPlan]) -> Callable[..., DispatchPlan]:
+    """Return a function that plans as if the router had chosen every expert equally often."""
+
+    def call(cls: type, experts_TK: torch.Tensor, experts: int, tp_size: int, group: Group) -> DispatchPlan:
+        rows, local = experts_TK.numel() * tp_size, experts * tp_size // group.size
+        even = [rows // group.size] * (2 * group.size) + [rows // local] * local
+        read = torch.Tensor.tolist
+        with patch.object(torch.Tensor, "tolist", lambda counts: (read(counts), even)[1]):
+            return plan(experts_TK, experts, tp_size, group)
+
+    return call
+
+
+@contextmanager
+def marks(rank: int, world_size: int, report: Report) -> Iterator[None]:
+    """Mark where steps and the reading of batches begin and end; measure memory after the first step."""
+    run_step, next_batches = StepRunner.__call__, Trainer.next_batches
+
+    def step(runner: StepRunner, *arguments: Any) -> Any:
+        mark("pause end")
+        mark("step begin")
+        metrics = run_step(runner, *arguments)
+        mark("step end")
+        mark("pause begin")
+        if not report.allocated:
+            report.allocated = torch.cuda.memory_allocated()
+            report.planned = sum(rank_state_bytes(runner.trainer.config, world_size, rank).values())
+        return metrics
+
+    def read(trainer: Trainer) -> Any:
+        mark("batch begin")
+        batches = next_batches(trainer)
+        mark("batch end")
+        return batches
+
+    with patch.object(StepRunner, "__call__", step), patch.object(Trainer, "next_batches", read):
+        yield

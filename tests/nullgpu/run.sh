@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Rehearse on a GPU that computes nothing: runs of pretrain_gpt.py with 1 to 4 ranks, and tests/gpu, on any machine.
+#   bash tests/nullgpu/run.sh                     all of it; the result goes to tests/golden/nullgpu.txt
+#   bash tests/nullgpu/run.sh tests/nullgpu -k pipeline     some of it
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source tests/nullgpu/setup.sh
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 NULLCUDA_DEVICES=4
+unset PYTHONDONTWRITEBYTECODE
+[[ $# == 0 ]] && export NULLGPU_LOG=1
+[[ " $*" == *" tests"* ]] || set -- tests/nullgpu tests/gpu "$@"
+exec python -m pytest -p tests.nullgpu.log -m "slow or gpu" "$@"

@@ -1,0 +1,219 @@
+"""Rehearse runs on the null GPU: ``bash tests/nullgpu/run.sh``.
+
+Each case is a run of ``pretrain_gpt.py`` with 1 to 4 ranks. Its traces are checked; numbers are not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool, RankError
+from tests.nullgpu import checks
+from tests.nullgpu.rehearse import Report, rehearse
+from tests.nullgpu.trace import Trace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("nullcuda" not in os.environ.get("LD_PRELOAD", ""), reason="run bash tests/nullgpu/run.sh"),
+]
+
+MODEL = (
+    "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --device cuda --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--clip-grad 1 --train-iters 8 --eval-iters 0 --log-interval 3 --hidden-dropout 0 --attention-dropout 0 "
+    "--distributed-timeout-minutes 10 --cuda-graph none"
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --activation swiglu --no-add-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and what is allowed in its steps."""
+
+    ranks: int
+    flags: str
+    # Host waits per step.
+    waits: int = 0
+    # Streams beside the compute streams that run kernels.
+    streams: int = 0
+    # Part of the collectives on their own streams that computation must hide.
+    hidden: float = 0.0
+    dtype: str = "bf16"
+    # The host does not wait between steps either, without log lines.
+    between: bool = False
+
+
+MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+CASES = {
+    "gpt": Case(1, ""),
+    "llama": Case(1, LLAMA, between=True),
+    "graph by choice": Case(1, f"{LLAMA} --cuda-graph auto", between=True),
+    "graph by choice, ZeRO-1": Case(2, f"{LLAMA} --use-distributed-optimizer --cuda-graph auto", between=True),
+    "graph of the step": Case(1, f"{LLAMA} --cuda-graph step"),
+    "graph of the optimizer": Case(1, f"{LLAMA} --cuda-graph optimizer"),
+    "deterministic": Case(1, f"{LLAMA} --deterministic --hidden-dropout 0.1"),
+    "health and profiler": Case(
+        1,
+        f"{LLAMA} --run-dir {{folder}}/run --log-health-interval 2 --profile --profile-step-start 2 "
+        "--profile-step-end 4",
+    ),
+    "async save": Case(1, f"{LLAMA} --save {{folder}}/checkpoints --save-interval 2 --async-save"),
+    "muon": Case(1, f"{LLAMA} --optimizer muon"),
+    "lion": Case(1, f"{LLAMA} --optimizer lion"),
+    "sgd": Case(1, f"{LLAMA} --optimizer sgd"),
+    "low-precision moments": Case(1, f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --store-param-remainders"),
+    "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
+    "documents": Case(1, f"{LLAMA} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "window": Case(1, f"{LLAMA} --window-size 32"),
+    "fp16": Case(1, LLAMA, dtype="fp16"),
+    "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
+    "experts": Case(1, MOE, waits=64),
+    "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
+    "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
+    "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
+    "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
+    "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
+    "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
+    "tensor-parallel": Case(2, f"{LLAMA} {TP}"),
+    "overlap by parts": Case(2, f"{LLAMA} {TP} --tp-comm-overlap --tp-comm-overlap-method pipelined", hidden=0.5),
+    "overlap by symmetric memory": Case(2, f"{LLAMA} {TP} --tp-comm-overlap", streams=1),
+    "graph over tensor-parallel": Case(2, f"{LLAMA} {TP} --cuda-graph step"),
+    **{
+        f"pipeline {schedule}": Case(
+            2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {more}"
+        )
+        for schedule, more in {
+            "1f1b": "",
+            "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+            "zb-h1": "",
+            "zb-v": "",
+            "dualpipe-v": "",
+        }.items()
+    },
+    "everything": Case(4, f"{LLAMA} {TP} --pipeline-model-parallel-size 2 {ZERO1}"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    os.environ["NULLCUDA_DEVICES"] = "4"
+    with Pool(max_workers=4) as pool:
+        yield pool
+
+
+def run(
+    ranks: Pool, case: Case, folder: Path, fault: str | None = None, program: str = "pretrain_gpt"
+) -> tuple[list[Trace], list[Report]]:
+    """Run a case and return the traces and reports of its ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = shlex.split(case.flags)
+    if program == "pretrain_gpt":
+        argv = [*MODEL.split(), f"--{case.dtype}", *argv]
+    arguments = str(folder), port, program, argv, fault
+    reports = ranks.run(case.ranks, rehearse, *arguments, timeout=600.0, check_collectives=False)
+    return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)], reports
+
+
+def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
+    """Return all that is wrong in the traces of a run."""
+    found = [*checks.differing_collectives(traces), *checks.deadlocks(traces)]
+    for rank, trace in enumerate(traces):
+        steps, batches = checks.regions(trace, "step"), checks.regions(trace, "batch")
+        steady = steps[warm_up:]
+        mine = [problem for step in steady for problem in checks.host_waits(step, case.waits)]
+        if case.between:
+            mine += [f"between steps: {problem}" for problem in checks.host_waits(checks.regions(trace, "pause")[6])]
+        if not case.waits:
+            mine += [problem for part in (*steady, *batches[1:]) for problem in checks.pageable_copies(part)]
+        mine += checks.stray_kernels(trace, case.streams)
+        mine += checks.capture_leaks(trace)
+        mine += checks.unordered_collectives(trace)
+        mine += checks.late_modules(steps, warm_up)
+        hidden = [launches for _, launches in checks.hidden_work(steps[-1])]
+        if sum(map(bool, hidden)) < case.hidden * len(hidden) or (case.hidden and not hidden):
+            mine.append(f"{sum(map(bool, hidden))} of {len(hidden)} collectives are hidden behind computation")
+        found += [f"rank {rank}: {problem}" for problem in mine]
+    return found
+
+
+FAULTS = {
+    "item": (1, "sync streamSynchronize"),
+    "pageable_copy": (1, "H2D async pageable"),
+    "tensor_on_cpu": (1, "Expected all tensors to be on the same device"),
+    "kernel_on_side_stream": (1, "kernel .* on stream 0x"),
+    "collective_on_side_stream": (2, "allReduce .* begins after"),
+    "crossed_communicators": (2, "rank 1 waits in allReduce"),
+    "missing_collective": (2, "ranks 0 and 1 differ"),
+    "late_compilation": (1, "loadModule in step 7"),
+}
+"""Number of ranks that show a fault, and what is reported."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(ranks: Pool, tmp_path: Path, fault: str) -> None:
+    count, expected = FAULTS[fault]
+    case = Case(count, f"{LLAMA} {ZERO1}" if count > 1 else LLAMA)
+    try:
+        found = problems(case, run(ranks, case, tmp_path, fault)[0])
+    except RankError as error:
+        found = [str(error)]
+    assert any(re.search(expected, problem) for problem in found), found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(ranks: Pool, tmp_path: Path, record_property: Callable[[str, object], None], name: str) -> None:
+    case = CASES[name]
+    traces, _ = run(ranks, case, tmp_path)
+    step = checks.regions(traces[0], "step")[-1]
+    counts = {
+        "ranks": case.ranks,
+        "launches": len(step.launches()),
+        "gemms": len(step.gemms()),
+        "collectives": len(step.collectives()),
+        "waits": len(step.syncs()),
+        "one queue": "-" if case.ranks == 1 else "stuck" if checks.deadlocks(traces, one_queue=True) else "ok",
+    }
+    for key, value in counts.items():
+        record_property(key, value)
+    assert problems(case, traces) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, ""),
+        Case(2, ZERO1),
+        Case(2, "--use-distributed-optimizer --pipeline-model-parallel-size 2"),
+        Case(2, f"{TP} --store-param-remainders"),
+    ],
+    ids=["one rank", "ZeRO-1", "pipeline", "tensor-parallel"],
+)
+def test_state_is_as_large_as_planned(ranks: Pool, tmp_path: Path, case: Case) -> None:
+    flags = f"{LLAMA} --hidden-size 4096 --ffn-hidden-size 11008 --train-iters 1 --kernels torch {case.flags}"
+    for report in run(ranks, replace(case, flags=flags), tmp_path)[1]:
+        assert report.planned <= report.allocated < 1.05 * report.planned
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_generation(ranks: Pool, tmp_path: Path, count: int) -> None:
+    run(ranks, Case(1, f"{LLAMA} --save {tmp_path}/checkpoints --train-iters 1"), tmp_path)
+    flags = f'--load {tmp_path}/checkpoints --device cuda --greedy --max-new-tokens 4 --prompt "1 2 3"'
+    traces, _ = run(ranks, Case(count, flags), tmp_path, program="tools.generate")
+    assert traces[0].gemms()
+    found = [checks.stray_kernels(trace) + checks.unordered_collectives(trace) for trace in traces]
+    assert [*checks.differing_collectives(traces), *checks.deadlocks(traces), *found] == [[]] * count
