@@ -86,7 +86,7 @@ def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     layout = Layout.from_config(config.parallel, world_size)
     activations = peak_activations(config, layout.sizes["dp"])
     fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
-    others = {"FP8 weights": fp8, "NCCL (estimate)": communicator_bytes(config, world_size)}
+    others = {"FP8 weights": fp8, "NCCL estimate": communicator_bytes(config, world_size)}
     peaks = [
         state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp] | others
         for pp, state in enumerate(_state_by_stage(config, world_size))
