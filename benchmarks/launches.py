@@ -383,8 +383,9 @@ graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLO
 """
 
 
-UNDECIDED = """For an H100 the roofline was 2 to 4% more optimistic about ours than about `transformers`: ratios from
-1.00 to 1.04 are undecided. With cuDNN's attention, two launches fewer reduce the gradients of grouped keys and values."""
+UNDECIDED = """For an H100 the roofline was 2 to 4% more optimistic about ours than about `transformers` (above), so ratios
+from 1.00 to 1.04 are undecided. With cuDNN's attention a Llama layer has two launches fewer: the sums of the gradients
+of grouped keys and values."""
 
 
 def page(result: Mapping[str, Any]) -> str:
