@@ -57,7 +57,11 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.tied = not config.untie_embeddings_and_output_weights
         owner = context.root.submodule("embedding.word_embeddings") if self.tied else context
-        spec, self.name, self.weight = owner.spec("weight"), owner.name("weight"), owner.parameter("weight")
+        spec, self.name = owner.spec("weight"), owner.name("weight")
+        # Another stage of this rank adds to the gradient, too. Then all contributions are made in backward, whose order
+        # is the same in all schedules of the stages; that of forward is not.
+        self.shares_gradient = self.name in context.params and context.mesh.layout.sizes["pp"] > 1
+        self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
@@ -75,13 +79,15 @@ class OutputLayer(nn.Module):
             mask_BS: weight of each token.
             z_coeff: weight of the squared log-partition (z-loss).
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
-                advance, and the gradient of the weight is accumulated at once instead of kept until backward.
+                advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
+                the rank also has the stage with the embedding, and the weight is tied.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
-        loss_grad = self.vocabulary.grad_accumulator.loss_grad if is_objective else None
+        early = is_objective and not self.shares_gradient
+        loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
         return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
 
     @torch.no_grad()
