@@ -55,6 +55,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
+FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -80,6 +81,10 @@ CASES = {
     "documents": Case(1, f"{LLAMA} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
     "window": Case(1, f"{LLAMA} --window-size 32"),
     "fp16": Case(1, LLAMA, dtype="fp16"),
+    "FP8 tensorwise": Case(1, f"{LLAMA} {FP8}"),
+    "FP8 tensorwise, graph": Case(1, f"{LLAMA} {FP8} --cuda-graph step"),
+    "FP8 rowwise, tensor-parallel": Case(2, f"{LLAMA} {FP8} --fp8-recipe rowwise {TP}"),
+    "FP8 blockwise": Case(1, f"{LLAMA} --fp8-format e4m3 --fp8-recipe blockwise --ffn-hidden-size 256"),
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
     "experts": Case(1, MOE, waits=64),
     "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
