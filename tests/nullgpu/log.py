@@ -16,11 +16,12 @@ import pytest
 from tests.golden.provenance import provenance
 
 LOG = Path(__file__).parents[1] / "golden" / "nullgpu.txt"
-COLUMNS = ("ranks", "launches", "gemms", "collectives", "waits", "one queue")
+COLUMNS = ("ranks", "launches", "gemms", "collectives", "waits", "one queue", "peak", "forecast")
 
 EXPLAINED = """
 Calls of rank 0 in the last step; with a graph they are its replay. waits: of the host for the device. one queue: ok if
-the run would go on with CUDA_DEVICE_MAX_CONNECTIONS=1, where a message holds up everything behind it.
+the run would go on with CUDA_DEVICE_MAX_CONNECTIONS=1, where a message holds up everything behind it. peak and
+forecast: GiB of PyTorch's allocator in a step, by rank, and of the planner.
 """
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -36,6 +37,8 @@ CASES = {
     "full recomputation": (1, f"{LLAMA} --recompute-granularity full"),
     "eager": (1, f"{LLAMA} --kernels torch"),
     "TP 2": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP 2, remainders": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --store-param-remainders"),
+    "ZeRO-1": (2, f"{SMALL} --use-distributed-optimizer"),
     "PP 2": (2, PP),
     "PP 2, interleaved": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
     "PP 2, zb-h1": (2, f"{PP} --pipeline-schedule zb-h1"),
@@ -43,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peak(name: str) -> None:
+def test_peak(name: str, record_property: Callable[[str, object], None]) -> None:
     ranks, flags = CASES[name]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -60,7 +63,9 @@ def test_peak(name: str) -> None:
         for rank in range(ranks)
     ]
     found = [process.communicate(timeout=600)[0].split() for process in processes]
-    print(name, found)
+    for column, values in zip(("peak", "forecast"), zip(*found)):
+        record_property(column, ", ".join(f"{int(value) / 2**30:.2f}" for value in values))
+    record_property("ranks", ranks)
     for peak, foretold in found:
         assert int(foretold) == pytest.approx(int(peak), rel=0.05)
 
