@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megatron.arguments.checks import checkpoint, data, fp8, model, training
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
-from megatron.config.batch import final_iteration
+from megatron.config.batch import final_iteration, get_num_microbatches
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.plugins import registered
@@ -191,6 +191,10 @@ of this size keeps a GPU busy for milliseconds, longer than the host needs to la
 nothing, and keep its memory."""
 
 
+MAX_GRAPH_BLOCKS = 1024
+"""Largest number of blocks times micro-batches that ``--cuda-graph auto`` captures: each is some 30 kernels."""
+
+
 def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> tuple[str, str]:
     """Return the part of a step to capture, and why ``--cuda-graph auto`` chooses it.
 
@@ -208,6 +212,12 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     problems = [problem.sentence for check in GRAPH_CHECKS for problem in check(step, world_size)]
     if problems:
         return "none", problems[0]
+    for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer)):
+        if name in registered(kind):
+            return "none", f"the {kind} {name} is a plugin's, whose Python code a graph would freeze"
+    blocks = config.model.num_layers * get_num_microbatches(training, parallel.data_parallel_size(world_size))
+    if blocks > MAX_GRAPH_BLOCKS:
+        return "none", f"a step has {blocks:,} blocks times micro-batches, above {MAX_GRAPH_BLOCKS:,}"
     tokens, hidden = training.micro_batch_size * training.seq_length, config.model.hidden_size
     elements = tokens * hidden // (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
     size = f"a micro-batch of {tokens:,} tokens x {hidden:,} has {elements:,} elements on a rank"

@@ -18,6 +18,9 @@ from megatron.kernels.bias import with_bias_gradient
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 
+MAX_TRITON_WIDTH = 8192
+"""Widest row whose backward fits into the registers of a program."""
+
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32."""
 
@@ -109,7 +112,9 @@ def _sum_checks() -> Sequence[KernelCheck]:
 NORM = Operation(
     {
         "apex": Candidate(_apex, _apex_missing, deterministic=False),
-        "triton": Candidate(triton_region("norm"), triton_missing),
+        "triton": Candidate(
+            triton_region("norm"), triton_missing, covers=lambda x, *_: x.shape[-1] <= MAX_TRITON_WIDTH
+        ),
         "compiled": Candidate(compiled(norm), compiler_missing),
         "torch": Candidate(lambda: norm),
     },
@@ -117,7 +122,9 @@ NORM = Operation(
 )
 ADD_NORM = Operation(
     {
-        "triton": Candidate(triton_region("add_norm"), triton_missing),
+        "triton": Candidate(
+            triton_region("add_norm"), triton_missing, covers=lambda x, *_: x.shape[-1] <= MAX_TRITON_WIDTH
+        ),
         "compiled": Candidate(compiled(add_norm), compiler_missing),
         "torch": Candidate(lambda: add_norm),
     },

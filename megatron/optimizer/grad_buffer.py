@@ -284,8 +284,9 @@ class ShardedBucket(Bucket):
         if self._buffer is None:
             raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was added")
         self._pool.reduce(self._buffer, self.layout, self.shard, not self._reduced)
-        self._buffer, self._missing = None, {name: spec.contributions for name, spec in self.specs.items()}
-        self._reduced = True
+        # Some contributions of the next micro-batches may be there already: those of the loss are made in forward.
+        self._missing = {name: missing + self.specs[name].contributions for name, missing in self._missing.items()}
+        self._buffer, self._reduced = None, True
         self._pool.wait(in_flight)
 
     def finish_scatter(self) -> None:

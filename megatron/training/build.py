@@ -93,24 +93,26 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_tp_overlap(
-    config: RunConfig, kernels: Kernels, tp: Group, device: torch.device, world_size: int
+    config: RunConfig, kernels: Kernels, mesh: Mesh, device: torch.device
 ) -> tuple[TPComm | None, list[str]]:
-    """Return how tensor-parallel communication overlaps with products, and a note on it. Collective over ``tp``.
+    """Return how tensor-parallel communication overlaps with products, and a note on it. Collective.
 
     Raises:
         UserError: if symmetric memory is requested, but not available.
     """
     parallel = config.parallel
-    if not (parallel.tp_comm_overlap and parallel.sequence_parallel and tp.size > 1):
+    if not (parallel.tp_comm_overlap and parallel.sequence_parallel and mesh.tp.size > 1):
         return None, []
     method = parallel.tp_comm_overlap_method
     if method == "pipelined":
         return PIPELINED, ["tensor-parallel overlap: pipelined"]
     missing: str | None = "it replaces the chosen linear kernel"
-    if choose_cuda_graph(config, world_size, device.type == "cuda")[0] == "step":
+    if choose_cuda_graph(config, mesh.world.size, device.type == "cuda")[0] == "step":
         missing = "capturing it in --cuda-graph step is untested"
     elif kernels.linear[:2] == TORCH_LINEAR[:2]:
-        missing = symmetric_memory_missing(tp, device)
+        # replicas must not round differently
+        reasons = comm.all_gather_objects(symmetric_memory_missing(mesh.tp, device), mesh.world)
+        missing = next(filter(None, reasons), None)
     if missing is None:
         return SYMMETRIC_MEMORY, ["tensor-parallel overlap: symmetric_memory"]
     if method is not None:
@@ -156,7 +158,7 @@ def build_trainer(
             fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
         kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
         check_same_kernels(notes[0], mesh.world)
-        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh.tp, device, world_size)
+        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
         notes += overlap_notes
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     context = BuildContext(

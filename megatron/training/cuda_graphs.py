@@ -60,14 +60,14 @@ class CudaGraphRecorder:
         """Capture ``work``; return its result, with tensors not computed yet, and a function that computes them.
 
         Raises:
-            RuntimeError: if part of it cannot be captured, or memory runs out.
+            Exception: of any kind, if part of it cannot be captured, or memory runs out.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # thread-local, because NCCL's watchdog thread queries events at any time
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
-        except RuntimeError:
+        except Exception:
             with suppress(RuntimeError):  # if PyTorch has ended the capture in order, there is nothing to end here
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
                 torch._C._cuda_releasePool(self._stream.device_index, pool)
@@ -154,7 +154,8 @@ def _clone_tensors(value: Any) -> Any:
 class StepRunner:
     """Take steps according to ``--cuda-graph``: eagerly, with a captured optimizer update, or captured as a whole.
 
-    On GPUs learning rates are always fp32 scalars in GPU memory, so captured steps equal eager ones to the bit.
+    On GPUs learning rates are always fp32 scalars in GPU memory, so with ``--deterministic`` captured steps equal eager
+    ones to the bit.
     """
 
     def __init__(self, trainer: Trainer, recorder: CudaGraphRecorder | None = None) -> None:
@@ -219,7 +220,7 @@ class StepRunner:
         with world.meter.paused():
             try:
                 captured = record()
-            except RuntimeError as error:
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
                 failure = error
             highest = 0 if failure is None else world.rank + 1
             if world.size > 1:
