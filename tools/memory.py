@@ -1,7 +1,7 @@
-"""Show the memory saved by ZeRO: ``python tools/memory.py --preset llama2-7b --bf16 --world-size 4``.
+"""Show the memory of a run, and what ZeRO saves: ``python tools/memory.py --preset llama2-7b --bf16 --world-size 4``.
 
-Takes the flags of a training run. Prints, for each ZeRO stage, the bytes allocated for the whole run on the rank that
-has most, including alignment. Activations come on top of it.
+Takes the flags of a training run. Prints, for each ZeRO stage, the memory of the rank that has most: what is allocated
+for the whole run, and what is added at the peak of a step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
-from megatron.planner.memory import (
-    STATE_KINDS,
-    communicator_bytes,
-    fp8_weight_bytes,
-    max_state_bytes,
-    reduction_buffer_bytes,
-)
+from megatron.planner.memory import STATE_KINDS, max_peak_bytes
 
 REQUIRED_FLAGS = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
@@ -70,26 +64,21 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
 
     p = config.parallel
     stages = [with_zero_stage(config, name) for name in ZERO_STAGES]
-    held = [max_state_bytes(stage, world_size) for stage in stages]
-    sums = [sum(parts.values()) for parts in held]
+    peaks = [max_peak_bytes(stage, world_size) for stage in stages]
+    sums = [sum(parts[kind] for kind in STATE_KINDS) for parts in peaks]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
     yield f"{num_parameters(config.model):,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
-    yield "GiB on the fullest rank, without activations"
+    yield "GiB on the fullest rank"
     yield ""
     yield row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
-    rows = {part: gibibytes(parts[part] for parts in held) for part in STATE_KINDS}
-    yield from (row(part, cells) for part, cells in rows.items() if {*cells} != {"0.00"})
+    rows = {part: gibibytes(parts[part] for parts in peaks) for part in peaks[0]}
+    shown = {part: row(part, cells) for part, cells in rows.items() if {*cells} != {"0.00"}}
+    yield from (line for part, line in shown.items() if part in STATE_KINDS)
     yield row("sum", gibibytes(sums))
     yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
     yield ""
-    yield row("in flight", gibibytes(reduction_buffer_bytes(stage, world_size) for stage in stages))
-    yield "(gradients being reduced during backward: at most this much more, freed after the step)"
-    if any(buffers := [communicator_bytes(stage, world_size) for stage in stages]):
-        yield row("NCCL, estimated", gibibytes(buffers))
-        yield "(buffers of the communicators, outside of PyTorch's memory; all-to-alls and NVLS need more)"
-    if config.precision.fp8_format is not None:
-        yield row("FP8 weights", gibibytes([fp8_weight_bytes(config)] * len(stages)))
-        yield "(quantised copies of the linears' weights, one in each layout, freed after the step)"
+    yield from (line for part, line in shown.items() if part not in STATE_KINDS)
+    yield row("peak of a step", gibibytes(sum(parts.values()) for parts in peaks))
     if dp == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 

@@ -27,11 +27,11 @@ from megatron.pipeline.plan import (
     stage_layers,
     virtual_stages,
 )
-from megatron.planner.memory import checkpoint_bytes, communicator_bytes, max_rank_parameters, max_state_bytes
+from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_bytes, max_rank_parameters
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most eleven lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most twelve lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
@@ -39,12 +39,14 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         iteration: steps taken before, possibly with other batch sizes.
         consumed_samples: samples used before.
     """
+    memory, peak = _memory(config, world_size)
     rows = {
         "ranks": _ranks(config, world_size),
         "pipeline": _pipeline(config, world_size),
         "model": _model(config.model),
         "parameters": _parameters(config),
-        "memory": _memory(config, world_size),
+        "memory": memory,
+        "peak": peak,
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
@@ -125,15 +127,17 @@ def _parameters(config: RunConfig) -> str:
     return f"{num_parameters(model):,} ({active}{held:,} on {_holder(config)}){padding}"
 
 
-def _memory(config: RunConfig, world_size: int) -> str:
+def _memory(config: RunConfig, world_size: int) -> tuple[str, str]:
+    """Return the state of the rank that needs most, and what a step adds at its peak."""
     if config.model.vocab_size is None:
-        return ""
-    parts = max_state_bytes(config, world_size)
-    by_part = ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10)
+        return "", ""
+    parts = max_peak_bytes(config, world_size)
+    shown = {name: f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10}
+    kept = ", ".join(text for name, text in shown.items() if name in STATE_KINDS)
+    added = ", ".join(text for name, text in shown.items() if name not in STATE_KINDS)
+    state = format_bytes(sum(parts[name] for name in STATE_KINDS))
     holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
-    row = f"{format_bytes(sum(parts.values()))} on {holder}, without activations: {by_part}"
-    buffers = communicator_bytes(config, world_size)
-    return row + (f"; estimated {format_bytes(buffers)} more for NCCL" if buffers else "")
+    return f"{state} on {holder}: {kept}", f"{format_bytes(sum(parts.values()))} in a step: {added} are added"
 
 
 def _holder(config: RunConfig) -> str:

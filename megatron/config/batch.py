@@ -174,3 +174,24 @@ def schedule_lengths(
     return ScheduleLengths(
         warmup if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * decay, decay, final, total
     )
+
+
+LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
+"""Unit of the tokens per chunk of the loss, and the most bytes of a chunk's logits on a GPU."""
+
+
+def loss_chunk_tokens(tokens: int, bytes_per_token: int, on_gpu: bool) -> int:
+    """Return the default of ``--cross-entropy-chunk-size``, the tokens whose logits exist at a time.
+
+    On a GPU chunks are about equal, and as large as :data:`LOSS_CHUNK_BYTES` allows: fewer chunks are larger matrix
+    products, and fewer passes over the weight's gradient.
+
+    Args:
+        tokens: of a micro-batch.
+        bytes_per_token: of a rank's logits.
+        on_gpu: on a CPU, a chunk is one unit.
+    """
+    if not on_gpu:
+        return LOSS_CHUNK_TOKENS
+    most, units = max(1, LOSS_CHUNK_BYTES // (bytes_per_token * LOSS_CHUNK_TOKENS)), -(-tokens // LOSS_CHUNK_TOKENS)
+    return LOSS_CHUNK_TOKENS * -(-units // -(-units // most))

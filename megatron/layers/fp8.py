@@ -177,10 +177,12 @@ class Float8Function(torch.autograd.Function):
             dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut, dy_scale)
         dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
         dx = dx.view(-1, *x.shape[1:])
-        pending = Pending(dx)
-        if layer.column:
-            start = comm.start_reduce_scatter if layer.sequence_parallel else comm.start_all_reduce
-            pending = start(dx, layer.tp)
+        if not layer.column:
+            pending = Pending(dx)
+        elif layer.sequence_parallel:
+            pending = comm.start_reduce_scatter(dx, layer.tp)
+        else:
+            pending = comm.start_all_reduce(dx, layer.tp)
         multiply = layer.kernel.weight_gradient if recipe.wgrad else None
         dw = accumulator.accumulate_wgrad(layer.weight, x_wgrad, dy_wgrad, multiply=multiply)
         return pending.wait(), dw, None, None

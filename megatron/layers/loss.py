@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.config.batch import loss_chunk_tokens
 from megatron.config.model import ModelConfig
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
@@ -23,12 +24,6 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
-
-CHUNK_TOKENS = 1024
-"""Default tokens per chunk on a CPU, and what the number is a multiple of on a GPU."""
-
-CHUNK_BYTES = 1 << 30
-"""Bytes of a rank's logits in a chunk on a GPU, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +40,14 @@ class VocabularyShard:
     grad_accumulator: GradAccumulator
     weight: str
     kernels: Kernels = Kernels()
-    # Tokens whose logits exist at a time; None for the default, see :meth:`tokens_per_chunk`.
+    # Tokens whose logits exist at a time; None for the default of :func:`megatron.config.batch.loss_chunk_tokens`.
     chunk_tokens: int | None = None
 
     def tokens_per_chunk(self, x_TH: Tensor, rows: int) -> int:
-        """Return the tokens whose logits, ``rows`` each, exist at a time.
-
-        On a GPU the default is a multiple of :data:`CHUNK_TOKENS` that fits into :data:`CHUNK_BYTES`, so that chunks
-        are about equal: fewer chunks are larger matrix products, and fewer passes over the weight's gradient.
-        """
-        if self.chunk_tokens is not None or not x_TH.is_cuda:
-            return self.chunk_tokens or CHUNK_TOKENS
+        """Return the tokens whose logits, ``rows`` each, exist at a time."""
         # The eager kernel copies the logits to fp32, a compiled one leaves them as the matrix product made them.
         size = x_TH.element_size() if self.kernels.cross_entropy is not EAGER_CROSS_ENTROPY else torch.float32.itemsize
-        most = max(1, CHUNK_BYTES // (rows * size * CHUNK_TOKENS))
-        units = -(-x_TH.shape[0] // CHUNK_TOKENS)
-        return CHUNK_TOKENS * -(-units // -(-units // most))
+        return self.chunk_tokens or loss_chunk_tokens(x_TH.shape[0], rows * size, x_TH.is_cuda)
 
 
 class OutputLayer(nn.Module):
@@ -70,7 +57,11 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.tied = not config.untie_embeddings_and_output_weights
         owner = context.root.submodule("embedding.word_embeddings") if self.tied else context
-        spec, self.name, self.weight = owner.spec("weight"), owner.name("weight"), owner.parameter("weight")
+        spec, self.name = owner.spec("weight"), owner.name("weight")
+        # Another stage of this rank adds to the gradient, too. Then all contributions are made in backward, whose order
+        # is the same in all schedules of the stages; that of forward is not.
+        self.shares_gradient = self.name in context.params and context.mesh.layout.sizes["pp"] > 1
+        self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
@@ -88,13 +79,15 @@ class OutputLayer(nn.Module):
             mask_BS: weight of each token.
             z_coeff: weight of the squared log-partition (z-loss).
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
-                advance, and the gradient of the weight is accumulated at once instead of kept until backward.
+                advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
+                the rank also has the stage with the embedding, and the weight is tied.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
-        loss_grad = self.vocabulary.grad_accumulator.loss_grad if is_objective else None
+        early = is_objective and not self.shares_gradient
+        loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
         return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
 
     @torch.no_grad()

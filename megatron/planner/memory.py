@@ -2,8 +2,8 @@
 
 The parameters are those that the layers declare (:mod:`megatron.layers.parameters`), in the buckets that a run lays
 them out in (:func:`megatron.distributed.param_layout.plan_buckets`), so alignment and uneven shards are counted
-exactly. Left out are scalars (a few bytes each), activations, and buffers that exist only within a step;
-`reduction_buffer_bytes` estimates the largest of these, and `communicator_bytes` NCCL's own buffers.
+exactly. Left out are scalars (a few bytes each). :func:`max_peak_bytes` adds what exists only within a step:
+activations (:mod:`megatron.planner.activations`), gradients that are being reduced, and buffers of NCCL.
 
 All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
 distribute the layers, and ``UserError`` when the number of ranks does not fit the layout.
@@ -29,6 +29,7 @@ from megatron.pipeline.actions import WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
+from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
@@ -48,11 +49,8 @@ def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) 
     return gpt(model, Sharding.of_first_rank(parallel), layers, first, last)
 
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element."""
-
-REMAINDER_BYTES, INDEX_BYTES = 2, 8
-"""Bytes of a main param stored as the remainder of its bf16 weight, and of an index."""
+REMAINDER_BYTES = 2
+"""Bytes of a main param stored as the remainder of its bf16 weight."""
 
 STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "buffers")
 """Kinds of persistent state. Masters are the main params, average is the EMA. Buffers are rotary frequencies, the
@@ -64,11 +62,36 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
 
     fp32 and fp64 weights have no separate main params.
     """
+    return max(_state_by_stage(config, world_size), key=lambda state: sum(state.values()))
+
+
+def _state_by_stage(config: RunConfig, world_size: int) -> list[dict[str, int]]:
+    """Return the bytes on the fullest rank of every pipeline rank."""
     layout = Layout.from_config(config.parallel, world_size)
     places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
     stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
-    states = (stages[pp].at(dense, expert) for pp, dense, expert in places)
-    return max(states, key=lambda state: sum(state.values()))
+    states: list[list[dict[str, int]]] = [[] for _ in stages]
+    for pp, dense, expert in places:
+        states[pp].append(stages[pp].at(dense, expert))
+    return [max(of_stage, key=lambda state: sum(state.values())) for of_stage in states]
+
+
+def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return the bytes at the peak of a step on the rank with the most.
+
+    By :data:`STATE_KINDS`, ``reduction`` (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
+    keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
+    those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), and an estimate for NCCL.
+    """
+    layout = Layout.from_config(config.parallel, world_size)
+    activations = peak_activations(config, layout.sizes["dp"])
+    fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
+    others = {"FP8 weights": fp8, "NCCL estimate": communicator_bytes(config, world_size)}
+    peaks = [
+        state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp] | others
+        for pp, state in enumerate(_state_by_stage(config, world_size))
+    ]
+    return max(peaks, key=lambda peak: sum(peak.values()))
 
 
 def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
@@ -213,24 +236,25 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     buffers.
     """
     layout = Layout.from_config(config.parallel, world_size)
+    return max(_reduction_buffers(config, layout, pp) for pp in range(layout.sizes["pp"]))
+
+
+def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     wide = main_param_bytes(config)
     bf16_buffers = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
-    by_stage = []
-    for pp in range(layout.sizes["pp"]):
-        reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
-        zero2 = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
-        others = [bucket for bucket in reduced if bucket not in zero2]
-        total = 0
-        for buckets in (zero2, others):
-            sizes = sorted(bucket.packing.size for bucket in buckets)
-            total += sum(sizes[-MAX_REDUCTIONS_IN_FLIGHT - 1 :]) * bf16_buffers
-        # In layer order, only one bucket per key collects gradients at a time.
-        in_layer_order = _finishes_in_layer_order(config, layout, pp)
-        for size in {bucket.packing.size for bucket in zero2}:
-            keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
-            total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
-        by_stage.append(total)
-    return max(by_stage)
+    reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
+    zero2 = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
+    others = [bucket for bucket in reduced if bucket not in zero2]
+    total = 0
+    for buckets in (zero2, others):
+        sizes = sorted(bucket.packing.size for bucket in buckets)
+        total += sum(sizes[-MAX_REDUCTIONS_IN_FLIGHT - 1 :]) * bf16_buffers
+    # In layer order, only one bucket per key collects gradients at a time.
+    in_layer_order = _finishes_in_layer_order(config, layout, pp)
+    for size in {bucket.packing.size for bucket in zero2}:
+        keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
+        total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
+    return total
 
 
 NCCL_CHANNELS = 16

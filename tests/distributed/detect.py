@@ -325,6 +325,12 @@ BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True
 _EXPERTS = replace(
     MODEL, num_experts=4, add_bias_linear=False, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
 )
+# FP8 scales depend on the size of a micro-batch. A key/value head that ranks share has gradients in parts.
+_FP8 = replace(TP2, model=replace(MODEL, num_query_groups=2), training=TrainingConfig(micro_batch_size=TP2.samples))
+FP8_TP2 = replace(_FP8, precision=replace(TP2.precision, fp8_format="hybrid", fp8_recipe="tensorwise"))
+FP8_TP2_SP = replace(
+    _FP8, parallel=TP2_SP.parallel, precision=replace(TP2.precision, fp8_format="hybrid", fp8_recipe="rowwise")
+)
 MOE_EP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(ddp_bucket_size=4000, expert_model_parallel_size=2))
 MOE_TP2 = replace(TP2_SP, model=_EXPERTS)
 MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
@@ -352,6 +358,8 @@ DETECTORS: dict[str, Detector] = {
     "hsdp": training(HSDP),
     "bf16-wire": Detector(2, run_case, (BF16_WIRE,), partial(nearly_like_one_process, BF16_WIRE)),
     "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
+    "fp8-tp2": training(FP8_TP2),
+    "fp8-tp2-sp": training(FP8_TP2_SP),
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.distributed.tensor_parallel import PIPELINED, Product
@@ -186,7 +186,7 @@ def weight_gradient_empty() -> Iterator[None]:
     def run(self: GradAccumulator, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
         if microbatch == 1:
-            queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
+            queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), *rest) for name, x, *rest in queue]
         original(self, chunk, microbatch)
 
     with deferred(), patch.object(GradAccumulator, "run_deferred", run):
@@ -247,11 +247,9 @@ def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> Abstrac
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
     original = GradAccumulator.accumulate_wgrad
 
-    def add(
-        self: GradAccumulator, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
-    ) -> Tensor | None:
+    def add(self: GradAccumulator, name: str, x: Operand, dy: Operand, *rest: Any, **named: Any) -> Tensor | None:
         bad = name == weight
-        return original(self, name, x, WgradOperand(dy.wait() * float("inf")) if bad else dy, rows)
+        return original(self, name, x, WgradOperand(dy.wait() * float("inf")) if bad else dy, *rest, **named)
 
     return patch.object(GradAccumulator, "accumulate_wgrad", add)
 

@@ -89,8 +89,8 @@ def logits(rank: int, world_size: int, config: RunConfig) -> Tensor:
     (batch,) = trainer.next_batches()
     seen: list[Tensor] = []
 
-    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen.append(output.detach())
+    def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        seen.append(output[1].detach())
 
     norm, head, tp = trainer.chunks[0].final_layernorm, trainer.chunks[0].output_layer, trainer.chunks[0].context.tp
     if norm is None or head is None:

@@ -75,7 +75,7 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
     program = program_of(name, RANKS, MICROBATCHES)
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
     mesh = Mesh(layout, rank, placement=program.placement, edges=channels(program.placement))
-    grad_accumulator = GradAccumulator(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
+    grad_accumulator = GradAccumulator(lambda target, x, dy, beta: time.sleep(WEIGHT / SIZES[name]))
     grad_accumulator.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
     chunks = {
         s: Sleeper(s, program.stages, grad_accumulator) for s, place in enumerate(program.placement) if place == rank

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
+from megatron.layers.norm import Residual
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.training.trainer import Trainer
@@ -30,10 +31,10 @@ def slow_down(trainer: Trainer) -> None:
     def nap(dy: Tensor) -> None:
         time.sleep(BACKWARD)
 
-    def doze(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> None:
+    def doze(layer: nn.Module, inputs: Any, output: tuple[Residual, Tensor | None]) -> None:
         time.sleep(FORWARD)
-        if output[0].requires_grad:
-            output[0].register_hook(nap)
+        if output[0].x.requires_grad:
+            output[0].x.register_hook(nap)
 
     for chunk in trainer.chunks.values():
         for name, module in chunk.named_modules():

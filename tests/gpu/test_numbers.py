@@ -9,12 +9,15 @@ import torch
 
 from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels.attention import AttentionMask, sdpa
+from megatron.kernels.fp8 import BLOCKS, Float8Recipe, fp8_operation
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS, select_kernels
 from megatron.layers.context import DTYPES
 from tests.gpu.models import batches_of, distance, gradients, trainer_of, twin_of
 
 pytestmark = pytest.mark.gpu
+
+FP8 = {f"fp8 {name}": fp8_operation(Float8Recipe("e4m3", name)) for name in BLOCKS}
 
 LIMITS = {"fp32": (1e-6, 1e-5), "bf16": (5e-3, 3e-2), "fp16": (1e-3, 5e-3)}
 """Relative errors of the loss and of all gradients together: some units of rounding of each format."""
@@ -58,14 +61,17 @@ def test_dropout_is_the_same_in_every_place(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("operation", "name"), [(o, n) for o, names in KERNEL_CANDIDATES.items() for n in names[:-1]])
+@pytest.mark.parametrize(
+    ("operation", "name"), [(o, n) for o in {**OPERATIONS, **FP8} for n in KERNEL_CANDIDATES[o.partition(" ")[0]][:-1]]
+)
 def test_every_kernel_that_is_here(device: torch.device, operation: str, name: str, dtype: str) -> None:
-    candidate = OPERATIONS[operation].candidates[name]
+    checked = {**OPERATIONS, **FP8}[operation]
+    candidate = checked.candidates[name]
     if reason := candidate.missing(device, DTYPES[dtype]):
         pytest.skip(reason)
     if device.type == "cpu":
         pytest.skip("compiles for long on a CPU; tests/unit/kernels does it there")
-    assert check_kernel(OPERATIONS[operation], candidate.make(), device, DTYPES[dtype], candidate.covers) is None
+    assert check_kernel(checked, candidate.make(), device, DTYPES[dtype], candidate.covers) is None
 
 
 @pytest.mark.parametrize("choice", ["auto", "torch"])

@@ -14,6 +14,7 @@ from megatron.distributed.comm import Group
 def test_values_pass_through_nccl(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a group of one rank, which is made to communicate all the same."""
     monkeypatch.setattr(Group, "has_peers", True)
+    monkeypatch.setattr(Group, "uses_nccl", True)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=gpu)
     try:
         group = Group((0,), 0, dist.group.WORLD)

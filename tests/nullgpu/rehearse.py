@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,15 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.inference import generate
 from megatron.layers.moe import DispatchPlan
-from megatron.planner.memory import rank_state_bytes
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.trainer import Trainer
 from tests.nullgpu import faults
 from tests.nullgpu.trace import mark, record
 
 
-@dataclass
-class Report:
-    """Outcome on a rank; its trace and its output are in files."""
-
-    status: int
-    # Bytes allocated after the first step, and the state that the planner computes.
-    allocated: int = 0
-    planned: int = 0
-
-
 def rehearse(
     rank: int, world_size: int, folder: str, port: int, program: str, argv: Sequence[str], fault: str | None = None
-) -> Report:
+) -> None:
     """Run ``main`` of a program.
 
     Args:
@@ -48,6 +37,9 @@ def rehearse(
         program: module with a function ``main``.
         argv: its flags.
         fault: name of a function in ``faults``.
+
+    Raises:
+        RuntimeError: with the end of its output, if it fails.
     """
     if dist.is_initialized():  # the pool's own group
         dist.barrier()  # one that left at once could break connections that a peer is still making
@@ -60,7 +52,6 @@ def rehearse(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    report = Report(-1)
     with ExitStack() as stack:
         log = stack.enter_context(Path(folder, f"rank{rank}.log").open("w"))
         for context in (
@@ -68,17 +59,16 @@ def rehearse(
             redirect_stdout(log),
             redirect_stderr(log),
             null_values(),
-            marks(rank, world_size, report),
+            marks(),
             *([getattr(faults, fault)()] if fault else []),
         ):
             stack.enter_context(context)
         with record() as trace:
             main = import_module(program).main
-            report.status = main([word.replace("{folder}", folder) for word in argv])
+            status = main([word.replace("{folder}", folder) for word in argv])
     trace.dump(Path(folder, f"rank{rank}.trace"))
-    if report.status:
+    if status:
         raise RuntimeError(Path(folder, f"rank{rank}.log").read_text()[-3000:])
-    return report
 
 
 @contextmanager
@@ -129,8 +119,8 @@ def even_plan(plan: Callable[..., DispatchPlan]) -> Callable[..., DispatchPlan]:
 
 
 @contextmanager
-def marks(rank: int, world_size: int, report: Report) -> Iterator[None]:
-    """Mark where steps and the reading of batches begin and end; measure memory after the first step."""
+def marks() -> Iterator[None]:
+    """Mark where steps and the reading of batches begin and end."""
     run_step, next_batches = StepRunner.__call__, Trainer.next_batches
 
     def step(runner: StepRunner, *arguments: Any) -> Any:
@@ -139,9 +129,6 @@ def marks(rank: int, world_size: int, report: Report) -> Iterator[None]:
         metrics = run_step(runner, *arguments)
         mark("step end")
         mark("pause begin")
-        if not report.allocated:
-            report.allocated = torch.cuda.memory_allocated()
-            report.planned = sum(rank_state_bytes(runner.trainer.config, world_size, rank).values())
         return metrics
 
     def read(trainer: Trainer) -> Any:

@@ -16,7 +16,7 @@ SHAPE = {field.name for field in fields(ModelConfig)}
 
 def rows(flags: str = "", ranks: int = 1) -> dict[str, str]:
     lines = summary(run(f"--train-iters 1000 {flags}", ranks).config, ranks).splitlines()
-    assert len(lines) <= 11
+    assert len(lines) <= 12
     return {line[:11].strip(): line[11:].strip() for line in lines}
 
 
@@ -27,8 +27,10 @@ def test_every_row() -> None:
     assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in printed["model"]
     assert printed["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
     parts = "weights 898.50 KiB, gradients 1.75 MiB, main params 1.75 MiB, moments 3.51 MiB"
-    nccl = "estimated 768.00 MiB more for NCCL"
-    assert printed["memory"] == f"7.90 MiB on each rank, without activations: {parts}; {nccl}"
+    assert printed["memory"] == f"7.90 MiB on each rank: {parts}"
+    assert printed["peak"] == (
+        "780.70 MiB in a step: activations 4.24 MiB, temporary 576.00 KiB, NCCL estimate 768.00 MiB are added"
+    )
     assert printed["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
     assert (
         printed["length"]

@@ -40,7 +40,9 @@ def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytes
     assert {name: found[name] for name in expected} == {
         name: pytest.approx(numbers, abs=0.006, rel=1e-3) for name, numbers in expected.items()
     }
-    assert [*found][-1] == "in flight"
+    assert [*found][-1] == "peak of a step"
+    added = (found[name] for name in ("reduction", "activations", "temporary", "NCCL estimate"))
+    assert found["peak of a step"] == pytest.approx([sum(n) for n in zip(found["sum"], *added)], abs=0.03)
     assert len(ZERO_STAGES) == 3
 
 
