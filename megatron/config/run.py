@@ -543,7 +543,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("compiled", "torch"),
     "attention": ("cudnn", "flash_attn", "varlen", "torch"),
     "linear": ("apex", "addmm", "torch"),
-    "adam": ("apex", "torch"),
+    "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""

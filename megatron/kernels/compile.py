@@ -40,12 +40,12 @@ def triton_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     return missing_modules("triton")
 
 
-def triton_region(name: str) -> Callable[[], Callable[..., Any]]:
-    """Return a factory of a function of ``kernels/triton_regions.py``, which cannot be imported without Triton."""
+def triton_region(name: str, module: str = "triton_regions") -> Callable[[], Callable[..., Any]]:
+    """Return a factory of a function of a module in ``kernels/`` that cannot be imported without Triton."""
 
     def make() -> Callable[..., Any]:
         use_private_cache()
-        function: Callable[..., Any] = getattr(importlib.import_module("megatron.kernels.triton_regions"), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(f"megatron.kernels.{module}"), name)
         return function
 
     return make

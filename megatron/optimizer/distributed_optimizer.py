@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,16 +26,16 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import shard_boxes
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
-from megatron.kernels.adam import AdamKernel, adam
+from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
 from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
 from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import LARGE_RUN, MainParams
+from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import UpdateRule, update_observed
+from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
 
 NORM_BLOCK = 1 << 14
 """Elements per norm on the CPU: torch's CPU kernel adds sequentially and loses precision over more."""
@@ -209,9 +209,9 @@ class DistributedOptimizer:
             factor = (outcome.clip / loss_scale.double()).where(outcome.skipped == 0, 1.0)
         with clock("optimizer-inner-step"):
             self.weights.wait()
-            self._update(rates, outcome.skipped, factor)
+            written = self._update(rates, outcome.skipped, factor)
         with clock("optimizer-copy-main-to-model-params"):
-            self.write_weights()
+            self.write_weights(written)
         return outcome
 
     def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None) -> UpdateResult:
@@ -226,8 +226,14 @@ class DistributedOptimizer:
             clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
 
-    def _update(self, rates: Rates, skip: Tensor, factor: Tensor) -> None:
-        """Multiply the gradients by ``factor``, fp64, and update the main parameters; see :class:`UpdateRule`."""
+    def _update(self, rates: Rates, skip: Tensor, factor: Tensor) -> set[str]:
+        """Multiply the gradients by ``factor``, fp64, and update the main parameters; see :class:`UpdateRule`.
+
+        Returns:
+            Names of the weights that are already rounded from the main parameters.
+
+        """
+        written: set[str] = set()
         for (group, rule), scaled in zip(self.groups, self._scaled):
             rate = rates.decoupled_lr if group.decoupled else rates.lr
             if rate is None:
@@ -243,11 +249,15 @@ class DistributedOptimizer:
                 options["observe"] = partial(self._observe, group.names)
                 if not isinstance(rule, Muon | LowPrecisionRule):
                     update = partial(update_observed, rule)
+            elif isinstance(rule, AdamW):
+                options["weights"] = [self.weights.shards[name] for name in group.names]
+                written.update(group.names)
             update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
         if self.config.ema_decay is not None:
             weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
             for name, average in self.ema.items():
                 average.lerp_(self.main_params[name], weight.to(average.dtype))
+        return written
 
     def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
         if self.observe_update is not None:
@@ -280,9 +290,9 @@ class DistributedOptimizer:
         self.write_weights()
 
     @torch.no_grad()
-    def write_weights(self) -> None:
-        """Round the main parameters to the weights, and gather the weights on all ranks."""
-        self.main_params.write_weights()
+    def write_weights(self, written: Collection[str] = ()) -> None:
+        """Round the main parameters to the weights not yet ``written``, and gather the weights on all ranks."""
+        self.main_params.write_weights(written)
         self.weights.start_gather()
 
     def state(self) -> dict[str, dict[str, Tensor]]:

@@ -7,15 +7,13 @@ ties to even: one value in 131,072 differs, in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from megatron.kernels.adam import round_to
 from megatron.optimizer.grad_buffer import adjacent_runs, flat_runs
-
-LARGE_RUN = 1 << 24
-"""Elements from which a tensor has a kernel of its own. A kernel for lists of tensors processes about as many."""
 
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
@@ -54,7 +52,8 @@ class MainParams(Mapping[str, Tensor]):
         # ``self[name]`` returns changes nothing: use :meth:`set`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # weights and their main parameters, flat
+        # Names, their weights and main parameters, both flat.
+        self._copies: list[tuple[list[str], Tensor, Tensor]] = []
         narrow = []
         for name, weight in weights.items():
             if as_remainders and weight.dtype == torch.bfloat16:
@@ -68,7 +67,7 @@ class MainParams(Mapping[str, Tensor]):
             names = [narrow[index] for index in run]
             (flat,) = flat_runs([weights[name] for name in names])
             main = flat.to(accum_dtype(flat.dtype)).view(-1)
-            self._copies.append((flat.view(-1), main))
+            self._copies.append((names, flat.view(-1), main))
             for name, part in zip(names, main.split([weights[name].numel() for name in names])):
                 self._plain[name] = part.view(weights[name].shape)
 
@@ -95,14 +94,7 @@ class MainParams(Mapping[str, Tensor]):
                 self._plain[name].copy_(value)
 
     @torch.no_grad()
-    def write_weights(self) -> None:
-        """Round main parameters to the weights; weights with remainders are up to date already."""
-        small = []
-        for weights, main in self._copies:
-            if weights.numel() >= LARGE_RUN:
-                weights.copy_(main)
-            else:
-                small.append((weights, main))
-        if small:
-            weight_runs, main_runs = zip(*small)
-            torch._foreach_copy_(weight_runs, main_runs)
+    def write_weights(self, written: Collection[str] = ()) -> None:
+        """Round main parameters to the weights, except those already ``written``, and those with remainders."""
+        done = set(written)
+        round_to((weights, main) for names, weights, main in self._copies if not done.issuperset(names))

@@ -143,11 +143,16 @@ class AdamW:
         weight_decay: float,
         skip: Tensor,
         grad_scale: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
     ) -> None:
-        """Apply one step; ``grad_scale``, fp32 and 0-d, first divides fp32 gradients, in the same pass."""
+        """Apply one step.
+
+        In the same pass, fp32 gradients are first divided by ``grad_scale``, fp32 and 0-d, and the parameters are
+        rounded to ``weights``.
+        """
         if not self.params:
             return
-        state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts)
+        state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts, weights)
         self.kernel(state, grads, self.settings, lr, weight_decay, skip, grad_scale)
 
 

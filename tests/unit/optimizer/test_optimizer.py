@@ -278,6 +278,21 @@ def test_masters_collect_what_bf16_would_lose() -> None:
     assert (solo.params[name] != 1).any(), "no weight moved: 1e-4 alone is lost, a hundred times 1e-4 is not"
 
 
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "lion"])
+def test_weights_are_the_rounded_main_params(optimizer: str, observed: bool) -> None:
+    """Rounded by Adam's kernel, apart from it, or, with Muon, some of them by each."""
+    solo = Solo.build(CONFIG, torch.bfloat16, optimizer=OptimizerConfig(optimizer=optimizer))
+    before = {name: param.detach().clone() for name, param in solo.params.items()}
+    if observed:
+        solo.optimizer.observe_update = lambda *_: None
+    for _ in range(2):
+        solo.step(BATCHES, lr=1e-2)
+    for name, param in solo.params.items():
+        assert torch.equal(param, solo.optimizer.main_params[name].bfloat16()), name
+        assert not torch.equal(param, before[name]), name
+
+
 def test_loss_falls() -> None:
     solo = Solo.build(CONFIG)
     first, _ = solo.step(BATCHES, lr=1e-2)
