@@ -124,7 +124,8 @@ def _apex() -> AdamKernel:
     ) -> None:
         one = torch.ones(1, dtype=torch.float32, device=skip.device)
         rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=skip.device)
-        torch._foreach_add_(state.step_counts, 1.0 - skip)
+        # a single tensor would be read by the host
+        torch._foreach_add_(state.step_counts, [1.0 - skip] * len(state.step_counts))
         kernels.multi_tensor_adam_capturable(
             APEX_CHUNK,
             skip.to(torch.int32).view(1),

@@ -68,8 +68,9 @@ def adam(
         torch_adam.adam(rest, small_grads, settings, lr, weight_decay, skip, grad_scale)
     if not large:
         return
-    torch._foreach_add_([count for _, _, _, count, _, _ in large], 1.0 - skip)
-    count = large[0][3].double()
+    counts = [count for _, _, _, count, _, _ in large]
+    torch._foreach_add_(counts, [1.0 - skip] * len(counts))  # a single tensor would be read by the host
+    count = counts[0].double()
     corrections = [(1.0 - beta**count).float() for beta in (settings.beta1, settings.beta2)]
     rate = lr if isinstance(lr, Tensor) else torch.full_like(skip, lr)
     for param, exp_avg, exp_avg_sq, _, weight, grad in large:
