@@ -223,10 +223,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--tests", action="store_true", help="run the tests instead")
-    default = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    parser.add_argument("--output", type=Path, default=default, help="folder; default: $OUT, else benchmarks/results")
-    parser.add_argument("--rehearse", action="store_true", help="use tiny models, also without a GPU")
+    parser.add_argument("--output", type=Path, help="folder; default: $OUT, else benchmarks/results, or a new one")
+    parser.add_argument("--rehearse", action="store_true", help="use tiny models, also without a GPU; in a new folder")
     args = parser.parse_args(argv)
+    results_folder = tempfile.mkdtemp() if args.rehearse else Path(__file__).parent / "results"
+    args.output = args.output or Path(os.environ.get("OUT") or results_folder)
     end, where = time.monotonic() + 60 * args.minutes - GRACE, machine()
     if where["device"] == "cpu" and not args.rehearse:
         print("there is no GPU here; --rehearse measures tiny models on a CPU", file=sys.stderr)

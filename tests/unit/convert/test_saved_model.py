@@ -113,10 +113,10 @@ def test_a_checkpoint_is_found_by_folder_by_step_and_by_itself(tmp_path: Path) -
 def test_unknown_options_are_noted_and_those_of_the_model_refused(tmp_path: Path) -> None:
     path = tmp_path / "iter_0000007"
     write_checkpoint(path, tiny(num_layers=1))
-    rewritten(path, lambda content: content["config"]["precision"].update(fp8_recipe="delayed"))
+    rewritten(path, lambda content: content["config"]["precision"].update(fp4_recipe="nvfp4"))
     rewritten(path, lambda content: content["config"].update(telemetry={"endpoint": 3}))
     manifest, notes = open_checkpoint(path)
-    options = "precision.fp8_recipe delayed, telemetry.endpoint 3"
+    options = "precision.fp4_recipe nvfp4, telemetry.endpoint 3"
     assert notes[1:] == [f"it has options that this version does not know: {options}"]
     assert SavedModel(manifest).precision == "fp32"
     rewritten(path, lambda content: content["config"]["model"].update(attn_logit_softcap=30.0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.comm import Channel, Group
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_chunks
@@ -358,13 +359,11 @@ class WatchedSink(GradAccumulator):
 
     ledger: Ledger
 
-    def accumulate_wgrad(
-        self, name: str, x: WgradOperand, dy: WgradOperand, rows: Sequence[int] | None = None
-    ) -> Tensor | None:
+    def accumulate_wgrad(self, name: str, x: Any, dy: Any, *rest: Any, **named: Any) -> Tensor | None:
         if self._deferred_to is not None:
             for queued in (x, dy):
                 self.ledger.note(queued.shard, queued=True)
-        return super().accumulate_wgrad(name, x, dy, rows)
+        return super().accumulate_wgrad(name, x, dy, *rest, **named)
 
 
 Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]

@@ -70,11 +70,11 @@ def test_a_script_becomes_the_run_it_would_start(
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert from_megatron.main([script(tmp_path, more="--fp8-format hybrid --lr 2 --min-lr x"), "/results"]) == 1
+    assert from_megatron.main([script(tmp_path, more="--fp4-format e2m1 --lr 2 --min-lr x"), "/results"]) == 1
     output = capsys.readouterr().out
     rows, flags = translated(output)
-    assert rows["--fp8-format hybrid"] == "missing     fp8 is not implemented"
-    assert "--fp8-format" not in flags
+    assert rows["--fp4-format e2m1"] == "missing     fp4 is not implemented"
+    assert "--fp4-format" not in flags
     assert "E002 --min-lr: 'x' is not a number" in output
     assert output.rstrip().endswith("1 of 18 settings are missing, 1 to mend")
 
