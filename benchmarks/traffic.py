@@ -24,6 +24,9 @@ INDEXED = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
 INDEXED_WRITES = {"index_add_", "index_add", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"}
 """Operations that touch only the chosen rows of their first tensor."""
 
+UPDATED = {"_adam": ("param", "grad", "exp_avg", "exp_avg_sq")}
+"""Arguments that Triton kernels read and overwrite; gradients, because clipping scales them."""
+
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
 MATMULS |= {"_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
 """Matrix products, and the position of their first factor."""
@@ -133,8 +136,10 @@ class Traffic(TorchDispatchMode):
         self.by_op[f"triton {kernel.fn.__name__}"] += moved
 
     def triton_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Count a launch of another Triton kernel: each of its distinct tensors once."""
-        self.by_op[f"triton {kernel.__name__}"] += sum({key(t): num_bytes(t) for t in self.tensors(args)}.values())
+        """Count a launch of another Triton kernel: each of its distinct tensors once, those in ``UPDATED`` twice."""
+        moved = {key(t): num_bytes(t) for t in self.tensors(args)}
+        updated = [t for name, t in zip(kernel.arg_names, args) if name in UPDATED.get(kernel.__name__, ())]
+        self.by_op[f"triton {kernel.__name__}"] += sum(moved.values()) + sum(map(num_bytes, updated))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
