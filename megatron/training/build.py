@@ -107,7 +107,9 @@ def choose_tp_overlap(
     if method == "pipelined":
         return PIPELINED, ["tensor-parallel overlap: pipelined"]
     missing: str | None = "it replaces the chosen linear kernel"
-    if choose_cuda_graph(config, mesh.world.size, device.type == "cuda")[0] == "step":
+    if device.type != "cuda":
+        missing = "it needs GPUs"
+    elif choose_cuda_graph(config, mesh.world.size, device.type == "cuda")[0] == "step":
         missing = "capturing it in --cuda-graph step is untested"
     elif kernels.linear[:2] == TORCH_LINEAR[:2]:
         # replicas must not round differently

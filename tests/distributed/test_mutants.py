@@ -40,6 +40,7 @@ GPU_ONLY = {
     ("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured",
     ("megatron/distributed/tensor_parallel.py", "_fused_gather_matmul"): "symmetric memory",
     ("megatron/distributed/tensor_parallel.py", "_fused_matmul_scatter"): "symmetric memory",
+    ("megatron/training/build.py", "choose_tp_overlap"): "whether all ranks have symmetric memory",
     ("megatron/training/cuda_graphs.py", "_capture"): "whether all ranks have captured a graph",
 }
 """By file and function: what no run on CPUs gets to."""
