@@ -1,6 +1,6 @@
 """Count launches, matrix products, bytes, host time and synchronisations of a training step on the null GPU.
 
-    source DIR/env.sh                               # the null GPU, see tests/nullgpu/README.md
+    source tests/nullgpu/setup.sh                   # the null GPU: 5 GB the first time
     python -m benchmarks.launches                   # the table
     python -m benchmarks.launches --write           # keep it in benchmarks/results
     python -m benchmarks.launches --cases gpt2-124m-mb32 --implementations ours
@@ -413,10 +413,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--write", action="store_true", help="add the rows to benchmarks/results/launches.json")
     parser.add_argument(
-        "--before", action="store_true", help="as rows of an earlier commit, with the checks of MEASURED"
+        "--before",
+        action="store_true",
+        help="write rows of an earlier commit, a tree of which is in PYTHONPATH",
     )
     parser.add_argument("--row", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help="print one row as JSON")
     args = parser.parse_args(argv)
+    if "nullcuda" not in os.environ.get("LD_PRELOAD", ""):
+        print("this needs the null GPU: source tests/nullgpu/setup.sh", file=sys.stderr)
+        return 2
     if args.row:
         name, implementation = args.row
         print(json.dumps(row_of(name, implementation)))

@@ -203,9 +203,12 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
 
 def _precision(config: RunConfig) -> str:
     precision = config.precision
+    row = precision.params_dtype
+    if precision.fp8_format is not None:
+        row += f", linears in FP8 ({precision.fp8_format}, {precision.fp8_recipe})"
     if precision.params_dtype in ("fp64", "fp32"):
-        return precision.params_dtype
-    row = f"{precision.params_dtype}, main parameters and gradients fp32"
+        return row
+    row += ", main parameters and gradients fp32"
     if precision.params_dtype == "fp16":
         row += f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
     return row

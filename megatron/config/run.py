@@ -166,7 +166,8 @@ class PrecisionConfig:
     fp8_recipe: str = option(
         "tensorwise", role="free", choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"), needs=FP8
     )
-    """Elements that share a scale: a tensor, a row, 1 x 128 (weights 128 x 128), or 1 x 32. delayed is refused."""
+    """Elements that share a scale: tensorwise, rowwise, blockwise (1 x 128; weights 128 x 128) or mxfp8 (1 x 32). The
+    last two need fp8_format e4m3. delayed is refused."""
     fp8_wgrad: bool = option(True, role="free", aliases={"--disable-fp8-wgrad": False}, needs=FP8)
     """Multiply weight gradients in FP8 too."""
     first_last_layers_bf16: bool = option(False, role="free", needs=FP8)

@@ -120,7 +120,7 @@ def choose_tp_overlap(
     if method is not None:
         sentence = f"--tp-comm-overlap-method {method} is not possible here: {missing}"
         raise UserError([Problem("E930", sentence, ("--tp-comm-overlap-method pipelined",))])
-    return PIPELINED, [f"tensor-parallel overlap: pipelined, not by symmetric_memory: {missing}"]
+    return PIPELINED, [f"tensor-parallel overlap: pipelined (symmetric_memory: {missing})"]
 
 
 def build_trainer(
