@@ -178,7 +178,7 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 FLAGS = (
     "--bf16 --mock-data --vocab-size 256 --device cpu --num-layers 2 --hidden-size 128 --num-attention-heads 4 "
-    "--seq-length 128 --micro-batch-size 2 --global-batch-size 4 --train-iters 300"
+    "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --train-iters 300"
 )
 
 
@@ -188,7 +188,7 @@ def final_loss(steps: int, flags: str = "") -> float:
     losses = []
     for _ in range(steps):
         losses.append(train_step(trainer, trainer.next_batches(), Rates(3e-3, 0.1)).loss.item())
-        trainer.consumed_samples += 4
+        trainer.consumed_samples += 2
     return sum(losses[-steps // 10 :]) / (steps // 10)
 
 

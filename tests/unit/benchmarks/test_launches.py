@@ -74,8 +74,10 @@ def test_arguments_of_triton_kernels() -> None:
     assert traffic.by_op == {"triton fused": 3 * KB + 64}
     traffic.inductor_kernel(kernel, [TABLE, torch.ones(3, 32), IDS, 96])
     assert traffic.bytes == 3 * KB + 64 + 3 * 384 + 24  # of the table three rows
-    traffic.triton_kernel(SimpleNamespace(__name__="other"), [A, A, B, 16])
+    traffic.triton_kernel(SimpleNamespace(__name__="other", arg_names=["x", "y", "z", "n"]), [A, A, B, 16])
     assert traffic.by_op["triton other"] == 2 * KB
+    traffic.triton_kernel(SimpleNamespace(__name__="_adam", arg_names=["param", "weight"]), [A, B])
+    assert traffic.by_op["triton _adam"] == 3 * KB  # the parameter is read and overwritten
 
 
 def test_a_step_takes_the_time_of_its_parts() -> None:
