@@ -32,7 +32,7 @@ SPEEDUP = 1.2
 """Goal: tokens per second, relative to the fastest `transformers`."""
 
 CASE_SECONDS = 90.0
-"""What a case needs for a verdict. Fewer cases are measured if time is short."""
+"""Seconds that a case needs for a comparison. Fewer cases are measured if time is short."""
 
 GRACE = 20.0
 """Seconds after its time until a case is killed."""

@@ -114,7 +114,7 @@ def one_microbatch_dropped() -> AbstractContextManager[Any]:
 
 
 def stale_gradients_added_to() -> AbstractContextManager[Any]:
-    """What an earlier step, or micro-batch, left in a buffer is not overwritten."""
+    """Add to the gradients of an earlier step or micro-batch instead of overwriting them."""
     return patch.object(Bucket, "is_first", lambda self, name: False)
 
 

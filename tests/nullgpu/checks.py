@@ -190,7 +190,7 @@ def first_difference(first: Sequence[object], second: Sequence[object]) -> str:
 
 
 class WaitGraph:
-    """What has to happen before what, on all ranks: a cycle is a deadlock.
+    """Order in which the calls of all ranks must complete; a cycle is a deadlock.
 
     A call of NCCL begins when its stream reaches it, and ends when all ranks that take part have begun. Streams wait
     for events, and threads for streams. Collectives may also need the order of their launches, whatever their streams:

@@ -131,7 +131,7 @@ RULE_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", RULE_OPTIONS.values(), ids=RULE_OPTIONS)
 def test_clipping_equals_an_update_with_clipped_gradients(options: dict[str, Any]) -> None:
-    """Whether the rule unscales and clips, or a pass before it; the gradients are changed in the same way."""
+    """Compare clipping inside the rule with a separate pass before it, gradients included."""
     dtype, scale = (torch.bfloat16 if "store_param_remainders" in options else torch.float32), 2.0**10
     model = replace(CONFIG, add_bias_linear=False)  # the gradient of a key bias is only rounding
     solo, plain = (
