@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.attention_pattern import AttentionPattern, parse_layers
 from megatron.config.option import Need, option
 
 GATED_ACTIVATIONS = ("swiglu",)
@@ -102,6 +103,10 @@ class ModelConfig:
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1."""
+    attention_pattern: str | None = option(None, role="function")
+    """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
+    prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
+    Example: 'local:4096*5,global'."""
 
     normalization: str = option("LayerNorm", role="shape", choices=("LayerNorm", "RMSNorm"))
     """Normalization layer."""
@@ -165,6 +170,13 @@ class ModelConfig:
     def heads_per_group(self) -> int:
         """Query heads per key/value head."""
         return self.num_attention_heads // self.kv_groups
+
+    def pattern(self, layer: int) -> AttentionPattern:
+        """Return the attention pattern of a layer."""
+        if self.attention_pattern is None:
+            return AttentionPattern(self.window_size)
+        patterns = parse_layers(self.attention_pattern)
+        return patterns[layer % len(patterns)]
 
     @property
     def gated(self) -> bool:

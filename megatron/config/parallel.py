@@ -15,6 +15,10 @@ ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
 TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
 """Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.tensor_parallel` has them."""
 
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Communication of context-parallel attention; :mod:`megatron.distributed.context_parallel` has them."""
+
+CONTEXT_PARALLEL = Need(lambda c: c.parallel.context_parallel_size > 1, "CP above 1")
 SEVERAL_STAGES = Need("several_stages", "several stages")
 INTERLEAVED = Need(
     "interleaved_stages",
@@ -63,6 +67,20 @@ class ParallelConfig:
     """Count the output layer as a layer of the last stage."""
     context_parallel_size: int = option(1, role="free", at_least=1)
     """Context parallelism: ranks that shard each sequence (CP)."""
+    cp_comm_type: str = option(
+        "p2p",
+        role="free",
+        choices=CP_COMM_TYPES,
+        needs=CONTEXT_PARALLEL,
+        parse=lambda text: text.replace("allgather", "all_gather"),
+    )
+    """Communication of attention under CP: p2p (keys and values go from rank to rank: ring attention), all_gather (of
+    keys and values), a2a (exchange of sequence for heads: Ulysses), or a2a+p2p (a2a inside groups of ranks, p2p between
+    them)."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (), role="free", needs=Need("cp_comm_type=a2a+p2p")
+    )
+    """a2a+p2p: ranks of an a2a group, and number of the groups; their product is CP."""
     expert_model_parallel_size: int = option(1, role="free", at_least=1)
     """Expert parallelism: ranks that shard the experts (EP)."""
     expert_tensor_parallel_size: int | None = option(None, role="free", at_least=1, needs="num_experts")
@@ -101,6 +119,12 @@ class ParallelConfig:
     def optimizer_instances(self) -> int | None:
         """Copies of the sharded state; None if nothing is sharded."""
         return self.num_distributed_optimizer_instances if self.zero_stage else None
+
+    @property
+    def cp_head_ranks(self) -> int:
+        """Context-parallel ranks that exchange the sequence for heads (a2a)."""
+        sizes = {"a2a": self.context_parallel_size, "a2a+p2p": next(iter(self.hierarchical_context_parallel_sizes), 1)}
+        return sizes.get(self.cp_comm_type, 1)
 
     @property
     def expert_tp(self) -> int:

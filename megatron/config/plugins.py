@@ -20,7 +20,7 @@ T = TypeVar("T")
 ENTRY_POINTS = "megatron.plugins"
 """Group of entry points by whose names ``--plugin`` finds modules of installed packages."""
 
-KINDS = ("callback", "kernel", "metric_logger", "model_family", "objective", "optimizer")
+KINDS = ("attention_pattern", "callback", "kernel", "metric_logger", "model_family", "objective", "optimizer")
 
 _registered: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 

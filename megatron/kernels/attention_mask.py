@@ -1,0 +1,263 @@
+"""Attention masks: which queries see which keys, and which blocks of them are full, partial or empty.
+
+A mask is known from the positions of its queries and keys, the attention pattern, and the documents. No ``S x S`` tensor
+is needed: kernels read the fields, or work block by block.
+
+Shapes: B samples, L tokens of the sequence, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.config.attention_pattern import CAUSAL, AttentionPattern
+
+EMPTY, PARTIAL, TRIANGLE, FULL = range(4)
+"""Kinds of blocks: no query sees a key; some do; all see the keys up to themselves, which are the same tokens; all see
+all."""
+
+Ranges = tuple[range, ...]
+
+
+class Tile(NamedTuple):
+    """Queries and keys that are computed together: rows of the mask, and their kind."""
+
+    samples: slice
+    queries: slice
+    keys: slice
+    kind: int
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Mask of some queries and keys of a sequence.
+
+    It is right for any part of the sequence: new tokens after cached ones, or the queries of one context-parallel rank
+    and the keys of another. Attention stays in a document.
+    """
+
+    # Positions of the queries and of the keys in the sequence: consecutive ranges, in the order of the rows.
+    queries: Ranges
+    keys: Ranges
+    device: torch.device
+    pattern: AttentionPattern = CAUSAL
+    # int64 [B, L]: documents of all tokens of the sequence, in runs of equal ids; None where every sample is one.
+    documents: Tensor | None = None
+    # The same on the CPU. None to copy them, which synchronises host and device.
+    host_documents: Tensor | None = None
+    # The value of :attr:`boundaries`, if known in advance.
+    known_boundaries: Tensor | None = None
+
+    @classmethod
+    def of_sequence(
+        cls,
+        length: int,
+        device: torch.device,
+        pattern: AttentionPattern = CAUSAL,
+        documents: Tensor | None = None,
+        first_query: int = 0,
+    ) -> AttentionMask:
+        """Return the mask of a whole sequence: keys are all its tokens, queries those from ``first_query`` on."""
+        return cls((range(first_query, length),), (range(length),), device, pattern, documents)
+
+    @property
+    def aligned(self) -> bool:
+        """True if queries and keys are the same consecutive tokens."""
+        return len(self.keys) == 1 and self.queries == self.keys
+
+    @property
+    def queries_end_keys(self) -> bool:
+        """True if the queries are the last of the keys: all of them, or new tokens after cached ones."""
+        return len(self.queries) == len(self.keys) == 1 and (
+            self.keys[0].start <= self.queries[0].start and self.queries[0].stop == self.keys[0].stop
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        """True for the plain causal mask, for which kernels need no tensor."""
+        return self.aligned and self.pattern == CAUSAL and self.documents is None
+
+    @cached_property
+    def query_positions(self) -> Tensor:
+        """Positions of the queries, int64 ``[S]``."""
+        return self._positions(self.queries)
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """Positions of the keys, int64 ``[T]``."""
+        return self._positions(self.keys)
+
+    def _positions(self, ranges: Ranges) -> Tensor:
+        return torch.cat([torch.arange(r.start, r.stop, device=self.device) for r in ranges])
+
+    def dense(
+        self, samples: slice = slice(None), queries: slice = slice(None), keys: slice = slice(None)
+    ) -> Tensor:
+        """Return the boolean mask of some rows, True where a query sees a key: ``[B or 1, 1, queries, keys]``."""
+        query_S, key_T = self.query_positions[queries], self.key_positions[keys]
+        mask_ST = self.pattern.allows(query_S.unsqueeze(1), key_T)
+        if self.documents is None:
+            return mask_ST[None, None]
+        documents_BL = self.documents[samples]
+        same_document = documents_BL[:, None, query_S, None] == documents_BL[:, None, None, key_T]
+        return same_document.logical_and_(mask_ST)
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """Starts of the documents in the concatenated samples, and the end of the last: int32 ``[documents + 1]``.
+
+        Unless known in advance, synchronises host and device once per micro-batch, because the shape depends on data.
+        """
+        if self.known_boundaries is not None:
+            return self.known_boundaries
+        documents_BL = self.documents
+        if documents_BL is None:
+            raise ValueError("there are no documents")
+        starts_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+        starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+        end = torch.full((1,), starts_BL.numel(), device=starts_BL.device)
+        return torch.cat((starts_BL.flatten().nonzero().flatten(), end)).int()
+
+    def with_keys(self, keys: Ranges) -> AttentionMask:
+        """Return the mask of the same queries and other keys."""
+        return replace(self, keys=keys)
+
+    def sees(self, queries: Ranges, keys: Ranges) -> bool:
+        """Return True if any of these queries may see one of these keys."""
+        return bool((self.block_kinds(queries, keys) != EMPTY).any())
+
+    def block_kinds(self, queries: Ranges, keys: Ranges) -> NDArray[np.int8]:
+        """Return the kinds of all pairs of blocks, int8 ``[B or 1, query blocks, key blocks]``, on the host.
+
+        A pair called partial may be empty or full where pattern and documents together make it so.
+
+        Args:
+            queries: positions of each block of queries.
+            keys: likewise.
+
+        """
+        by_position = _kinds_by_position(self.pattern, queries, keys)[None]
+        if self._runs is None:
+            return by_position
+        firsts_BQ, lasts_BQ = (self._runs[:, [edge(r) for r in queries], None] for edge in (min, max))
+        firsts_BK, lasts_BK = (self._runs[:, None, [edge(r) for r in keys]] for edge in (min, max))
+        overlap = (firsts_BQ <= lasts_BK) & (firsts_BK <= lasts_BQ)
+        same = (firsts_BQ == lasts_BK) & (firsts_BK == lasts_BQ)
+        partial = np.minimum(by_position, PARTIAL)
+        return np.where(overlap, np.where(same, by_position, partial), EMPTY).astype(np.int8)
+
+    @cached_property
+    def _runs(self) -> NDArray[np.int64] | None:
+        """Number of the document of every token, counted in its sample, ``[B, L]``, on the host."""
+        if self.documents is None:
+            return None
+        host = self.documents if self.host_documents is None else self.host_documents
+        ids = host.cpu().numpy()
+        runs = np.zeros(ids.shape, dtype=np.int64)
+        np.cumsum(ids[:, 1:] != ids[:, :-1], axis=1, out=runs[:, 1:])
+        return runs
+
+    def tiles(self, block: int, whole: bool = True) -> list[Tile]:
+        """Return the parts of the mask that are not empty, which cover it.
+
+        Args:
+            block: side of partial tiles.
+            whole: let full and triangular tiles be as large as possible; otherwise they are blocks too.
+
+        """
+        found: list[Tile] = []
+        everything = slice(None)
+        for q, q_row in _with_rows(self.queries):
+            for k, k_row in _with_rows(self.keys):
+                kinds = self.block_kinds((q,), (k,))
+                kind = int(kinds.min()) if kinds.min() == kinds.max() else PARTIAL
+                if kind in (TRIANGLE, FULL) and (whole or max(len(q), len(k)) <= block):
+                    found.append(Tile(everything, slice(q_row, q_row + len(q)), slice(k_row, k_row + len(k)), kind))
+                elif kind != EMPTY:
+                    found += self._blocks(q, k, q_row, k_row, block, whole)
+        return found
+
+    def _blocks(self, queries: range, keys: range, q_row: int, k_row: int, block: int, whole: bool) -> Iterator[Tile]:
+        """Yield the tiles of two ranges: per block of queries, runs of full key blocks and single other ones."""
+        q_blocks, k_blocks = _cut(queries, block), _cut(keys, block)
+        kinds_BQK = self.block_kinds(q_blocks, k_blocks)
+        if len(q_blocks) == len(k_blocks) == 1:
+            kinds_BQK = np.full((1, 1, 1), PARTIAL)
+        for sample, kinds_QK in enumerate(kinds_BQK):
+            samples = slice(None) if len(kinds_BQK) == 1 else slice(sample, sample + 1)
+            for (q, row), kinds_K in zip(_with_rows(q_blocks), kinds_QK):
+                rows = slice(q_row + row, q_row + row + len(q))
+                run: Tile | None = None
+                for j in np.flatnonzero(kinds_K):
+                    first = k_row + int(j) * block
+                    tile = Tile(samples, rows, slice(first, first + len(k_blocks[j])), int(kinds_K[j]))
+                    if run is not None and run.kind == tile.kind == FULL and run.keys.stop == first and whole:
+                        run = run._replace(keys=slice(run.keys.start, tile.keys.stop))
+                        continue
+                    if run is not None:
+                        yield run
+                    run = tile
+                if run is not None:
+                    yield run
+
+
+def _with_rows(ranges: Ranges) -> Iterator[tuple[range, int]]:
+    """Yield ranges, and the row at which each begins."""
+    return zip(ranges, accumulate((len(r) for r in ranges), initial=0))
+
+
+def _cut(positions: range, block: int) -> Ranges:
+    return tuple(positions[i : i + block] for i in range(0, len(positions), block))
+
+
+@lru_cache(maxsize=256)
+def _kinds_by_position(pattern: AttentionPattern, queries: Ranges, keys: Ranges) -> NDArray[np.int8]:
+    """Return the kinds of all pairs of blocks in one document, int8 ``[query blocks, key blocks]``.
+
+    Every condition is judged by the smallest and largest distance of a pair of blocks.
+    """
+    (q_low, q_high), (k_low, k_high) = (
+        np.array([(r.start, r.stop - 1) for r in ranges], dtype=np.int64).T for ranges in (queries, keys)
+    )
+    q_low, q_high = q_low[:, None], q_high[:, None]
+    nearest, farthest = q_low - k_high, q_high - k_low
+    low, high = np.maximum(nearest, 0), farthest
+    every = np.ones_like(farthest, dtype=bool)  # all pairs in causal order meet the other conditions
+    if pattern.window is not None:
+        high = np.minimum(high, pattern.window - 1)
+        every &= farthest < pattern.window
+    some = low <= high
+    if pattern.dilation > 1:
+        some &= -(-low // pattern.dilation) * pattern.dilation <= high
+        every &= farthest == 0
+    if pattern.chunk is not None:
+        first, last = np.maximum(q_low, k_low) // pattern.chunk, np.minimum(q_high, k_high) // pattern.chunk
+        some &= (q_low // pattern.chunk <= k_high // pattern.chunk) & (k_low // pattern.chunk <= q_high // pattern.chunk)
+        every &= (q_low // pattern.chunk == q_high // pattern.chunk) & (first == last)
+        every &= k_low // pattern.chunk == k_high // pattern.chunk
+    if pattern.rule is not None:
+        for i, j in np.argwhere(some):
+            q, k = (torch.arange(r.start, r.stop) for r in (queries[i], keys[j]))
+            order = q[:, None] >= k
+            seen = pattern.rule(q[:, None], k) & order
+            some[i, j], every[i, j] = bool(seen.any()), every[i, j] and bool((seen == order).all())
+    if pattern.first:
+        some |= (k_low < pattern.first) & (farthest >= 0)
+        every |= k_high < pattern.first
+    same = (q_low == k_low) & (q_high == k_high)
+    kinds = np.where(some, PARTIAL, EMPTY)
+    if pattern.prefix:
+        kinds = np.where(k_low < pattern.prefix, PARTIAL, kinds)
+        same &= k_low >= pattern.prefix
+    kinds = np.where(some & every & same, TRIANGLE, kinds)
+    full = some & every & (nearest >= 0)
+    return np.where(full | (k_high < pattern.prefix), FULL, kinds).astype(np.int8)
