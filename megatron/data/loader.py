@@ -86,6 +86,12 @@ class BatchArrays(NamedTuple):
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
     boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
 
+    def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
+        """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
+        tokens, labels, loss_mask = (column[:, positions] for column in self[:3])
+        places = np.broadcast_to(positions, tokens.shape) if self.positions is None else self.positions[:, positions]
+        return BatchArrays(tokens, labels, loss_mask, np.ascontiguousarray(places), self.documents, self.boundaries)
+
 
 @dataclass(frozen=True)
 class MaskBuilder:
@@ -224,8 +230,17 @@ class DataSource:
         self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
         return rank_micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
 
-    def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
+    def micro_batch(
+        self,
+        split: str,
+        places: range,
+        step: int,
+        device: torch.device | str = "cpu",
+        rows: tuple[range, ...] | None = None,
+    ) -> MicroBatch:
         """Read the samples at ``places`` as a micro-batch of step ``step``, padded to the micro-batch size.
+
+        ``rows`` are the positions of the tokens that this rank holds of every sample; None for all of them.
 
         Padding repeats the sample before the end of ``places`` with loss mask 0. It also has that sample's id, so that
         its activations, dropout included, are finite whenever those of the real sample are.
@@ -249,10 +264,18 @@ class DataSource:
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
         arrays = self.masks.build(tokens, labels)
         arrays.loss_mask[len(places) :] = 0.0
+        if rows is not None:
+            arrays = arrays.cut(np.concatenate([np.arange(r.start, r.stop) for r in rows]))
         columns: dict[str, Any] = {
             name: tensor(column) for name, column in arrays._asdict().items() if column is not None
         }
-        return MicroBatch(sample_ids=tensor(np.array(ids, dtype=np.int64)), step=step, **columns)
+        return MicroBatch(
+            sample_ids=tensor(np.array(ids, dtype=np.int64)),
+            step=step,
+            host_documents=None if arrays.documents is None else torch.from_numpy(arrays.documents),
+            seq_length=None if rows is None else self.seq_length,
+            **columns,
+        )
 
     def _dataset(self, split: str, places: range) -> Dataset:
         """Return the dataset of a split after checking that it has ``places``."""

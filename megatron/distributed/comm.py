@@ -153,6 +153,26 @@ class Pending:
         return self.work is None or self.work.is_completed()
 
 
+@dataclass
+class PendingExchange:
+    """Messages between this rank and others of a group, and the tensor into whose parts they are received."""
+
+    result: Tensor
+    group: Group
+    works: list[dist.Work]
+    # Kept until they are sent.
+    sent: Sequence[Tensor] = ()
+
+    def wait(self) -> Tensor:
+        """Wait for all messages, and return the result."""
+        if self.works:
+            with self.group.blocked(self.result):
+                for work in self.works:
+                    work.wait()
+            self.works, self.sent = [], ()
+        return self.result
+
+
 def new_group(ranks: Sequence[int], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
     """Create a process group; collective over all ranks of the world.
 
@@ -255,6 +275,27 @@ def start_send(x: Tensor, channel: Channel) -> Pending:
 def start_receive(out: Tensor, channel: Channel) -> Pending:
     """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
     return Pending(out, dist.irecv(out, channel.source, channel.handle), channel)
+
+
+def start_exchange(
+    sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], result: Tensor, group: Group
+) -> PendingExchange:
+    """Start to exchange messages with other ranks of a group.
+
+    Two ranks have to start the exchanges with messages between them in the same order.
+
+    Args:
+        sent: contiguous tensors, and the rank in the group to send each to.
+        received: parts of ``result``, and the rank to receive each from.
+        result: returned by :meth:`PendingExchange.wait`.
+        group: of the ranks.
+
+    """
+    messages = [(dist.isend, x, peer) for x, peer in sent] + [(dist.irecv, x, peer) for x, peer in received]
+    operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
+    group.meter.sends(group.axes, SEND, sum(x.nbytes for x, _ in sent))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return PendingExchange(result, group, works, [x for x, _ in sent])
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

@@ -18,6 +18,8 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("tp",),
+    ("cp",),
+    ("cp", "tp"),
     ("dp", "cp"),
     ("pp",),
     ("pp", "tp"),

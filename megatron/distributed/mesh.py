@@ -50,6 +50,7 @@ class Mesh:
         edges: Sequence[tuple[int, int]] = (),
         optimizer_instances: int | None = None,
         separate_gather_groups: bool = False,
+        cp_head_ranks: int = 1,
     ) -> None:
         """Create every group. Collective over all ranks, which must create groups in the same order.
 
@@ -62,6 +63,7 @@ class Mesh:
             edges: pairs (sender, receiver) of pipeline ranks for which to open channels.
             optimizer_instances: replicas of the optimizer state per reduction group; None for one per rank (no ZeRO).
             separate_gather_groups: gather weights through separate communicators, to overlap with other collectives.
+            cp_head_ranks: neighbouring context-parallel ranks that exchange the sequence for heads.
 
         """
         self.layout, self.rank = layout, rank
@@ -80,6 +82,11 @@ class Mesh:
             for i in range(0, len(g), tp_ranks_per_kv_head)
         ]
         self._kv_group = self._create(kv_blocks, "tp", label="kv")
+        cp_groups = layout.groups(("cp",))
+        shares = [g[i : i + cp_head_ranks] for g in cp_groups for i in range(0, len(g), cp_head_ranks)]
+        rings = [g[i::cp_head_ranks] for g in cp_groups for i in range(cp_head_ranks)]
+        # Context-parallel ranks that exchange heads, and those that exchange keys and values.
+        self.cp_heads, self.cp_ring = self._create(shares, "cp", label="heads"), self._create(rings, "cp", label="ring")
         # Pipeline rank of every stage.
         self.placement = placement
         # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.

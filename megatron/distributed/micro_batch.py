@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``b`` samples of ``s`` tokens, equal on all tensor- and pipeline-parallel ranks."""
+    """``b`` samples of ``s`` tokens, equal on all tensor- and pipeline-parallel ranks.
+
+    Context-parallel ranks have different tokens of the same samples.
+    """
 
     # int64 [b, s] input ids.
     tokens: Tensor
@@ -25,13 +28,23 @@ class MicroBatch:
     step: int = 0
     # int64 [b, s]; None for 0..s-1 in every sample.
     positions: Tensor | None = None
-    # int64 [b, s], ids of the documents within which attention stays, in runs; None for one document per sample.
+    # int64 [b, S], ids of the documents within which attention stays, in runs, of the whole samples; None for one
+    # document per sample.
     documents: Tensor | None = None
+    # The same on the CPU; None to copy them where they are needed, which synchronises host and device.
+    host_documents: Tensor | None = None
     # int32 [number of documents + 1], starts of the documents in the concatenated samples, then b s. None to compute
     # them from ``documents``, which synchronises host and device.
     boundaries: Tensor | None = None
+    # Tokens S of the whole samples, if context parallelism has distributed them; None if this rank has all.
+    seq_length: int | None = None
     # Further tensors by name, for objectives; the same names in every micro-batch.
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole samples."""
+        return self.seq_length or self.tokens.shape[1]
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:

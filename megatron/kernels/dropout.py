@@ -50,11 +50,11 @@ def _mix_in_place(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-DropoutKernel = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
-"""``dropout(x_SBH, probability, key, samples_B, first_row) -> y_SBH``."""
+DropoutKernel = Callable[[Tensor, float, Tensor, Tensor, Tensor], Tensor]
+"""``dropout(x_SBH, probability, key, samples_B, positions_S) -> y_SBH``."""
 
 
-def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, first_row: int) -> Tensor:
+def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, positions_S: Tensor) -> Tensor:
     """Drop elements of the residual stream; the others are scaled by ``1 / (1 - probability)``.
 
     Args:
@@ -62,12 +62,11 @@ def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, f
         probability: of dropping an element.
         key: 0-d int64, a hash of the step and the place in the model. A tensor, so that a new step does not recompile.
         samples_B: int64 sample ids.
-        first_row: position in the sequence of row 0.
+        positions_S: int64 positions of the rows in the sequence.
 
     """
-    s, _, h = x_SBH.shape
-    positions = torch.arange(first_row, first_row + s, device=x_SBH.device).view(-1, 1, 1)
-    keep = keep_mask(probability, key, samples_B.view(1, -1, 1), positions, torch.arange(h, device=x_SBH.device))
+    positions, channels = positions_S.view(-1, 1, 1), torch.arange(x_SBH.shape[2], device=x_SBH.device)
+    keep = keep_mask(probability, key, samples_B.view(1, -1, 1), positions, channels)
     return x_SBH * keep * (1.0 / (1.0 - probability))
 
 
@@ -91,7 +90,8 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
 def _checks() -> Sequence[KernelCheck]:
     x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     key, samples = torch.tensor(0x1234_5678_9ABC_DEF0), torch.tensor([7, 3_000_000_000])
-    return [KernelCheck(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
+    positions = torch.arange(4, 10)
+    return [KernelCheck(lambda f, t: (f(t[0], 0.3, *t[1:]),), (x, key, samples, positions))]
 
 
 DROPOUT = Operation(

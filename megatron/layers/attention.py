@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
-from megatron.kernels.attention import AttentionMask
-from megatron.kernels.dropout import keep_mask
+from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.block_attention import AttentionDropout, block_attention
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,45 +27,46 @@ class CoreAttention(nn.Module):
     """``softmax(q kᵀ / √D) v`` of this rank's heads.
 
     Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
-    Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
-    The mask knows the positions of these queries and keys in the sequence.
+    Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``. Context-parallel ranks hold parts of the
+    sequence, and exchange what their queries see.
 
     Args:
         config: of the model.
         context: of the enclosing :class:`SelfAttention`.
+        pattern: which tokens attend to which.
         groups: key/value heads of this rank.
         queries: query heads per key/value head.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, groups: int, queries: int) -> None:
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, groups: int, queries: int
+    ) -> None:
         super().__init__()
-        self.config, self.queries, self.kernels = config, queries, context.kernels
-        self.site = context.name("attention_dropout")
+        self.kernels, self.cp, self.pattern = context.kernels, context.cp, pattern
+        self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
-        if ctx.training and self.config.attention_dropout > 0.0:
-            y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, ctx)
+        mask, kernel, dropout = ctx.masks[self.pattern], self.kernels.attention, None
+        if ctx.training and self.dropout > 0.0:
+            key = stable_hash(ctx.seed, ctx.batch.step, self.site)
+            dropout = AttentionDropout(
+                self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length
+            )
+        if self.cp is not None and ctx.batch.seq_length is not None:
+            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel)
+        elif dropout is not None:
+            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout)
         else:
-            y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, ctx.mask)
+            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask)
         return y_SBND.flatten(2)
-
-    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute unfused attention: the dropout of fused kernels depends on the layout."""
-        q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
-        k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
-        scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
-        scores = scores.masked_fill(~ctx.mask.dense, float("-inf"))
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-        weights = attention_dropout(weights, self.config.attention_dropout, ctx, self.site, self.first_head)
-        return weights.matmul(v_BNSD).permute(2, 0, 1, 3)
 
 
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, recompute_core: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recompute_core: bool) -> None:
         super().__init__()
         self.kernels = context.kernels
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
@@ -77,7 +79,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
         self.heads = groups, config.head_dim
-        self.core_attention = CoreAttention(config, context, groups, rows - 2)
+        self.core_attention = CoreAttention(config, context, pattern, groups, rows - 2)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample."""
@@ -94,24 +96,6 @@ class SelfAttention(nn.Module):
         else:
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)
-
-
-def attention_dropout(
-    weights_BNST: Tensor, probability: float, ctx: ForwardContext, site: str, first_head: int
-) -> Tensor:
-    """Apply dropout to attention weights, in training; ``first_head`` is the global index of head 0."""
-    if probability == 0.0 or not ctx.training:
-        return weights_BNST
-    _, n, _, t = weights_BNST.shape
-    heads = torch.arange(first_head, first_head + n, device=weights_BNST.device).view(-1, 1, 1)
-    keep = keep_mask(
-        probability,
-        stable_hash(ctx.seed, ctx.batch.step, site),
-        ctx.batch.sample_ids.view(-1, 1, 1, 1),
-        ctx.mask.query_positions.view(-1, 1),
-        heads * t + ctx.mask.key_positions,
-    )
-    return weights_BNST * keep * (1.0 / (1.0 - probability))
 
 
 LOGITS_PER_BLOCK = 1 << 25
@@ -139,7 +123,7 @@ def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_
     for start in range(0, s, step):
         stop = min(start + step, s)
         documents = None if documents_BS is None else documents_BS[:, :stop]
-        mask = AttentionMask.of_sequence(stop, q_SBND.device, window, documents, first_query=start).dense
+        mask = AttentionMask.of_sequence(stop, q_SBND.device, AttentionPattern(window), documents, start).dense()
         rows = q_BGXSD[..., start:stop, :].to(dtype).flatten(2, 3)
         logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
         largest = torch.maximum(largest, logits.masked_fill_(~mask, -torch.inf).amax())

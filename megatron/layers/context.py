@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.distributed.comm import Group
+from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
 from megatron.distributed.tensor_parallel import TPComm
-from megatron.kernels.attention import AttentionMask
+from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import WeightCasts
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
@@ -39,6 +43,8 @@ class BuildContext:
     seed: int = 1234
     # Shard activations over the sequence between tensor-parallel regions.
     sequence_parallel: bool = False
+    # Distribution of sequences over ranks; None if every rank has whole sequences.
+    cp: ContextParallel | None = None
     # Overlap of tensor-parallel communication with products; has no effect without sequence parallelism.
     tp_overlap: TPComm | None = None
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
@@ -129,7 +135,8 @@ class ForwardContext:
     """Inputs of a forward pass that all blocks share."""
 
     batch: MicroBatch
-    mask: AttentionMask
+    # Of the whole sequence, by the attention patterns of the layers.
+    masks: Mapping[AttentionPattern, AttentionMask]
     # None without rotary position embeddings.
     rotary: RotaryCosSin | None = None
     # Keys and values of earlier tokens; None outside generation.
@@ -137,6 +144,12 @@ class ForwardContext:
     # Of dropout, which is applied in training only.
     seed: int = 1234
     training: bool = False
-    # Position in the sequence of row 0 of this rank's hidden state; not 0 with sequence parallelism.
-    first_row: int = 0
+    # Positions in the sequence of the rows of this rank's hidden state.
+    rows: Ranges = ()
     kernels: Kernels = Kernels()
+
+    @cached_property
+    def row_positions(self) -> Tensor:
+        """Positions of the rows, int64 ``[S(/cp/tp)]``."""
+        device = self.batch.tokens.device
+        return torch.cat([torch.arange(r.start, r.stop, device=device) for r in self.rows])

@@ -76,11 +76,12 @@ class Router(nn.Module):
         The loss is linear in P: once the choices are summed over the ranks of a sequence, each computes its part.
         """
         rows, samples, experts = probs_SBE.shape
-        length, tp = batch.tokens.shape[1], self.context.tp
+        length = batch.length
         chosen_BE = F.one_hot(experts_TK, experts).sum(1).view(rows, samples, experts).sum(0).to(probs_SBE.dtype)
-        if self.context.sequence_parallel:
-            comm.all_reduce(chosen_BE, tp)
-        counted_B = batch.loss_mask.sum(1).to(probs_SBE.dtype)
+        mesh, sequence_parallel = self.context.mesh, self.context.sequence_parallel
+        cp, sequence = mesh.group("cp"), mesh.group("cp", "tp") if sequence_parallel else mesh.group("cp")
+        comm.all_reduce(chosen_BE, sequence)
+        counted_B = comm.all_reduce(batch.loss_mask.sum(1).to(probs_SBE.dtype), cp)
         f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
         if self.config.moe_router_load_balancing_type == "aux_loss":
             real_B = (counted_B > 0).to(f_BE.dtype)  # samples that pad the batch do not enter the mean

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
 from megatron.kernels.bias import with_bias_gradient
@@ -28,13 +29,23 @@ class Block(nn.Module):
     losses, ``[2]``, or None in a block without experts.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, recomputed: frozenset[str]) -> None:
-        """Build the block; ``recomputed`` are the modules that are recomputed in backward (``recompute_modules``)."""
+    def __init__(self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recomputed: frozenset[str]) -> None:
+        """Build the block.
+
+        Args:
+            config: of the model.
+            context: of the block.
+            pattern: of its attention.
+            recomputed: the modules that are recomputed in backward (``recompute_modules``).
+
+        """
         super().__init__()
         self.recomputed, self.dropout = recomputed, config.hidden_dropout
         self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
         self.input_layernorm = Norm(config, context.submodule("input_layernorm"))
-        self.self_attention = SelfAttention(config, context.submodule("self_attention"), "core_attn" in recomputed)
+        self.self_attention = SelfAttention(
+            config, context.submodule("self_attention"), pattern, "core_attn" in recomputed
+        )
         self.pre_mlp_layernorm = Norm(config, context.submodule("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
@@ -79,7 +90,7 @@ def hidden_dropout(x_SBH: Tensor, probability: float, ctx: ForwardContext, site:
     """Apply dropout to this rank's rows of the residual stream, in training.
 
     Args:
-        x_SBH: rows of the sequence, from ``ctx.first_row`` on.
+        x_SBH: rows of the sequence, at ``ctx.rows``.
         probability: of dropping an element; the others are scaled by ``1 / (1 - probability)``.
         ctx: sample ids, step and seed, which key the mask.
         site: global name of the place in the model, which keys the mask too.
@@ -88,4 +99,4 @@ def hidden_dropout(x_SBH: Tensor, probability: float, ctx: ForwardContext, site:
     if probability == 0.0 or not ctx.training:
         return x_SBH
     key = torch.full((), stable_hash(ctx.seed, ctx.batch.step, site), device=x_SBH.device)
-    return ctx.kernels.dropout(x_SBH, probability, key, ctx.batch.sample_ids, ctx.first_row)
+    return ctx.kernels.dropout(x_SBH, probability, key, ctx.batch.sample_ids, ctx.row_positions)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
+from megatron.distributed.context_parallel import rows_between
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.attention import AttentionMask
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext, ForwardContext
@@ -92,9 +93,10 @@ class GPTChunk(nn.Module):
         self.specs, self.params = context.specs, context.params
         self.recompute = RecomputePlan.from_config(training, len(stage.layers))
         self.last = stage.last
+        self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.block(i), self.recompute.modules) for i in stage.layers}
+            {str(i): Block(config, context.block(i), config.pattern(i), self.recompute.modules) for i in stage.layers}
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
@@ -153,11 +155,19 @@ class GPTChunk(nn.Module):
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
         rotary = self.rotary(s, batch.positions) if self.rotary is not None else None
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        mask = AttentionMask.of_sequence(
-            cached + s, device, self.config.window_size, documents, cached, batch.boundaries
-        )
-        first_row = context.tp.rank * (s // context.tp.size) if context.sequence_parallel else 0
-        return ForwardContext(batch, mask, rotary, cache, context.seed, self.training, first_row, context.kernels)
+        tokens = (range(cached + batch.length),)
+        queries = (range(cached, cached + batch.length),)
+        masks = {
+            pattern: AttentionMask(
+                queries, tokens, device, pattern, documents, batch.host_documents, batch.boundaries
+            )
+            for pattern in self.patterns
+        }
+        rows = (range(s),) if context.cp is None or batch.seq_length is None else context.cp.rows(batch.length)
+        if context.sequence_parallel:
+            share = s // context.tp.size
+            rows = rows_between(rows, context.tp.rank * share, (context.tp.rank + 1) * share)
+        return ForwardContext(batch, masks, rotary, cache, context.seed, self.training, rows, context.kernels)
 
     def _embed(self, embedding: Embedding, ctx: ForwardContext) -> Tensor:
         x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)

@@ -25,6 +25,7 @@ from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, symmetric_memory_missing
+from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed, world_group
 from megatron.distributed.layout import Layout
@@ -163,6 +164,9 @@ def build_trainer(
         tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
         notes += overlap_notes
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
+    cp = None
+    if parallel.context_parallel_size > 1:
+        cp = ContextParallel(mesh.cp_ring, mesh.cp_heads, gathers=parallel.cp_comm_type == "all_gather")
     context = BuildContext(
         mesh,
         grad_accumulator,
@@ -170,6 +174,7 @@ def build_trainer(
         device,
         training.seed,
         parallel.sequence_parallel,
+        cp,
         tp_overlap,
         draw_initial_values=fresh,
         kernels=kernels,
@@ -207,6 +212,7 @@ def build_trainer(
         optimizer,
         scaler,
         timers,
+        cp,
         notes=tuple(notes),
         weight_casts=context.weight_casts,
     )
@@ -238,6 +244,7 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         channels(program.placement),
         parallel.optimizer_instances,
         separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
+        cp_head_ranks=parallel.cp_head_ranks,
     )
     if opens:
         names = ", ".join(group.name for group in mesh.created)

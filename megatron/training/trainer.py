@@ -26,6 +26,7 @@ from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
@@ -74,6 +75,7 @@ class Trainer:
     optimizer: DistributedOptimizer
     scaler: LossScaler
     timers: Timers
+    cp: ContextParallel | None = None  # distribution of every sample over ranks
     # 0-d, nonzero after a step that is to end the run: later steps change nothing. None for a run that never ends so.
     halted: Tensor | None = None
     goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
@@ -211,9 +213,10 @@ class Trainer:
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
         places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
-        if split == "train":
+        if split == "train" and self.mesh.group("cp").rank == 0:  # its peers read the same samples
             self.digest_read += self.data.digest_places(split, places)
-        return [self.data.micro_batch(split, group, self.iteration, self.device) for group in places]
+        rows = None if self.cp is None else self.cp.rows(self.data.seq_length)
+        return [self.data.micro_batch(split, group, self.iteration, self.device, rows) for group in places]
 
 
 def check_same_data(data: DataSource, world: Group) -> None:

@@ -1,0 +1,230 @@
+"""Context parallelism: attention over a sequence whose tokens are distributed over ranks.
+
+The R ranks of the *ring* group cut the sequence into 2R chunks; ring rank r holds chunks r and 2R-1-r (zigzag), so that
+under a causal mask all compute equally much. The A ranks of the *heads* group share these two chunks: each holds a
+consecutive part of them. R x A is the context-parallel size.
+
+==============  =======  =============================================================================================
+``type``        R, A     how queries meet keys
+==============  =======  =============================================================================================
+p2p             CP, 1    keys and values go from rank to rank (ring attention, arXiv 2310.01889)
+all_gather      CP, 1    keys and values of all ranks are gathered (as in Llama 3, arXiv 2407.21783)
+a2a             1, CP    all-to-all: every rank gets the whole sequence of some heads (Ulysses, arXiv 2309.14509)
+a2a+p2p         both     a2a among neighbouring ranks, p2p between these groups
+==============  =======  =============================================================================================
+
+Shapes: S tokens of this rank, T tokens of the ring rank (S x A), B batch, N query heads, G key/value heads, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from megatron.distributed import comm, mappings
+from megatron.distributed.comm import Group, PendingExchange
+from megatron.kernels.attention import AttentionKernel
+from megatron.kernels.attention_mask import AttentionMask, Ranges
+from megatron.kernels.block_attention import AttentionDropout, KeyValues, Use, block_attention
+
+
+def chunks_of(length: int, size: int, rank: int) -> Ranges:
+    """Return the positions that ring rank ``rank`` of ``size`` holds: one chunk from either end of the sequence."""
+    if size == 1:
+        return (range(length),)
+    chunk = length // (2 * size)
+    return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
+
+
+def rows_between(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Return the positions of rows ``start`` to ``stop - 1`` of ranges that lie one after the other."""
+    found, first = [], 0
+    for r in ranges:
+        if part := r[max(start - first, 0) : max(stop - first, 0)]:
+            found.append(part)
+        first += len(r)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The groups over which a sequence is distributed, and attention over it."""
+
+    # Ranks that hold different chunks.
+    ring: Group
+    # Ranks that share the chunks of a ring rank, and exchange parts of them for heads.
+    heads: Group
+    # Gather keys and values instead of passing them.
+    gathers: bool = False
+
+    def rows(self, length: int) -> Ranges:
+        """Return the positions of this rank's rows, of a sequence of ``length`` tokens."""
+        share = length // (self.ring.size * self.heads.size)
+        chunks = chunks_of(length, self.ring.size, self.ring.rank)
+        return rows_between(chunks, self.heads.rank * share, (self.heads.rank + 1) * share)
+
+    def attention(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGD: Tensor,
+        mask: AttentionMask,
+        dropout: AttentionDropout | None,
+        kernel: AttentionKernel,
+    ) -> Tensor:
+        """Attend with this rank's queries to all keys of the sequence; return ``y_SBND``.
+
+        Args:
+            q_SBND: queries of :meth:`rows`.
+            k_SBGD: keys of the same tokens.
+            v_SBGD: values.
+            mask: of the whole sequence.
+            dropout: of attention weights.
+            kernel: attention of a whole sequence without dropout.
+
+        """
+        heads, groups = q_SBND.shape[2], k_SBGD.shape[2]
+        length = mask.queries[0].stop
+        if self.heads.size > 1:
+            copies = lcm(groups, self.heads.size) // groups
+            k_SBGD, v_SBGD = (t.repeat_interleave(copies, 2) if copies > 1 else t for t in (k_SBGD, v_SBGD))
+            sizes = heads // self.heads.size, groups * copies // self.heads.size
+            q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD)).split((*sizes, sizes[1]), 2)
+            if dropout is not None:
+                dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * sizes[0])
+        if self.ring.size > 1:
+            chunks = chunks_of(length, self.ring.size, self.ring.rank)
+            mask = replace(mask, queries=chunks, keys=chunks)
+            source = GatheredKeyValues if self.gathers else PassedKeyValues
+            key_values: KeyValues = source(self.ring, length)
+            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values)
+        elif dropout is not None:
+            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout)
+        else:
+            y = kernel(q_SBND, k_SBGD, v_SBGD, mask)
+        return y if self.heads.size == 1 else self._scatter_rows(y)
+
+    def _gather_rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Exchange heads for rows: ``[S, B, N, D]`` of each tensor -> ``[T, B, sum of N/A, D]``."""
+        size = self.heads.size
+        parts = [t.unflatten(2, (size, -1)) for t in tensors]
+        rows_ASBND = torch.cat(parts, 3).movedim(2, 0)
+        return mappings.all_to_all(rows_ASBND.flatten(0, 1), *self._equal_parts(rows_ASBND), self.heads)
+
+    def _scatter_rows(self, y_TBND: Tensor) -> Tensor:
+        """Exchange rows for heads: ``[T, B, N/A, D] -> [S, B, N, D]``."""
+        rows_ASBND = y_TBND.unflatten(0, (self.heads.size, -1))
+        received = mappings.all_to_all(y_TBND, *self._equal_parts(rows_ASBND), self.heads).view_as(rows_ASBND)
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def _equal_parts(self, rows_ASBND: Tensor) -> tuple[list[int], list[int]]:
+        rows = [rows_ASBND.shape[1]] * self.heads.size
+        return rows, rows
+
+
+@dataclass(frozen=True)
+class GatheredKeyValues:
+    """Keys and values of all ranks, gathered in forward and again in backward."""
+
+    ring: Group
+    # Tokens of the sequence.
+    length: int
+
+    def forward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> None:
+        """Attend to all keys."""
+        self._use(k_TBGD, v_TBGD, mask, use)
+
+    def backward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows of the gradients of all ranks."""
+        dk, dv = self._use(k_TBGD, v_TBGD, mask, use)
+        return comm.reduce_scatter(dk, self.ring), comm.reduce_scatter(dv, self.ring)
+
+    def _use(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
+        keys = [chunk for rank in range(self.ring.size) for chunk in chunks_of(self.length, self.ring.size, rank)]
+        k, v = (comm.start_all_gather(t, self.ring) for t in (k_TBGD, v_TBGD))
+        grads: tuple[Tensor, Tensor] = use(k.wait(), v.wait(), mask.with_keys(tuple(keys)))
+        return grads
+
+
+@dataclass(frozen=True)
+class PassedKeyValues:
+    """Keys and values of the other ranks, one rank after the other, the next in flight while one is used.
+
+    In step t, rank r uses those of rank r - t. They come straight from there, chunk by chunk, and only the chunks that
+    a query of rank r sees. The gradients go back the same way.
+    """
+
+    ring: Group
+    # Tokens of the sequence.
+    length: int
+
+    def forward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> None:
+        """Attend to the keys of each rank that are seen."""
+        for _, _, k, v, part in self._steps(k_TBGD, v_TBGD, mask):
+            use(k, v, part)
+
+    def backward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values, summed over the ranks that used them."""
+        own = torch.zeros((2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device)
+        by_chunk = own.unflatten(1, (2, -1))
+        returning = []
+        for step, seen, k, v, part in self._steps(k_TBGD, v_TBGD, mask):
+            grads = use(k, v, part) if seen else ()
+            if step == 0:
+                for total, grad in zip(own, grads):
+                    total += grad
+                continue
+            target, source = self._peers(step)
+            lent = self._seen(mask, target, self.ring.rank)
+            buffer = k_TBGD.new_empty(2, len(lent), *by_chunk.shape[2:])
+            sent = [grad.unflatten(0, (len(seen), -1)) for grad in grads]
+            returning.append((lent, self._start(sent, source, buffer, target)))
+        for lent, exchange in returning:
+            by_chunk[:, lent] += exchange.wait()
+        dk, dv = own.to(k_TBGD.dtype).unbind()
+        return dk, dv
+
+    def _steps(
+        self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask
+    ) -> Iterator[tuple[int, list[int], Tensor, Tensor, AttentionMask]]:
+        """Yield step, chunks of the owner that are seen, their keys and values, and the mask with these keys."""
+        owned = [t.unflatten(0, (2, -1)) for t in (k_TBGD, v_TBGD)]
+        pending = None
+        for step in range(self.ring.size):
+            arriving = pending
+            if step + 1 < self.ring.size:
+                pending = self._pass(owned, mask, step + 1)
+            if arriving is None:
+                yield step, [0, 1], k_TBGD, v_TBGD, mask
+                continue
+            seen, exchange = arriving
+            k, v = exchange.wait().flatten(1, 2)
+            chunks = chunks_of(self.length, self.ring.size, self._peers(step)[1])
+            yield step, seen, k, v, mask.with_keys(tuple(chunks[i] for i in seen))
+
+    def _pass(self, owned: Sequence[Tensor], mask: AttentionMask, step: int) -> tuple[list[int], PendingExchange]:
+        """Start to send this rank's chunks that the target of a step sees, and to receive the source's seen here."""
+        target, source = self._peers(step)
+        seen = self._seen(mask, self.ring.rank, source)
+        buffer = owned[0].new_empty(2, len(seen), *owned[0].shape[1:])
+        wanted = self._seen(mask, target, self.ring.rank)
+        sent = [[t[i] for i in wanted] for t in owned]
+        return seen, self._start(sent, target, buffer, source)
+
+    def _start(self, sent: Sequence[Iterable[Tensor]], target: int, buffer: Tensor, source: int) -> PendingExchange:
+        """Start to exchange chunks: dimension 0 of each tensor sent, dimension 1 of the buffer."""
+        leaving = [(chunk.contiguous(), target) for t in sent for chunk in t]
+        return comm.start_exchange(leaving, [(chunk, source) for t in buffer for chunk in t], buffer, self.ring)
+
+    def _peers(self, step: int) -> tuple[int, int]:
+        """Return the ranks that this one sends to and receives from."""
+        return (self.ring.rank + step) % self.ring.size, (self.ring.rank - step) % self.ring.size
+
+    def _seen(self, mask: AttentionMask, user: int, owner: int) -> list[int]:
+        """Return which chunks of ``owner`` a query of ``user`` sees."""
+        queries, keys = (chunks_of(self.length, self.ring.size, rank) for rank in (user, owner))
+        return [i for i, chunk in enumerate(keys) if mask.sees(queries, (chunk,))]
