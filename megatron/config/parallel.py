@@ -77,9 +77,7 @@ class ParallelConfig:
     """Communication of attention under CP: p2p (keys and values go from rank to rank: ring attention), all_gather (of
     keys and values), a2a (exchange of sequence for heads: Ulysses), or a2a+p2p (a2a inside groups of ranks, p2p between
     them)."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
-        (), role="free", needs=Need("cp_comm_type=a2a+p2p")
-    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option((), role="free", needs=Need("cp_comm_type=a2a+p2p"))
     """a2a+p2p: ranks of an a2a group, and number of the groups; their product is CP."""
     expert_model_parallel_size: int = option(1, role="free", at_least=1)
     """Expert parallelism: ranks that shard the experts (EP)."""

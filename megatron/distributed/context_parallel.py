@@ -169,7 +169,9 @@ class PassedKeyValues:
 
     def backward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the ranks that used them."""
-        own = torch.zeros((2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device)
+        own = torch.zeros(
+            (2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device
+        )
         by_chunk = own.unflatten(1, (2, -1))
         returning = []
         for step, seen, k, v, part in self._steps(k_TBGD, v_TBGD, mask):

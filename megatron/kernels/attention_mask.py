@@ -99,9 +99,7 @@ class AttentionMask:
     def _positions(self, ranges: Ranges) -> Tensor:
         return torch.cat([torch.arange(r.start, r.stop, device=self.device) for r in ranges])
 
-    def dense(
-        self, samples: slice = slice(None), queries: slice = slice(None), keys: slice = slice(None)
-    ) -> Tensor:
+    def dense(self, samples: slice = slice(None), queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Return the boolean mask of some rows, True where a query sees a key: ``[B or 1, 1, queries, keys]``."""
         query_S, key_T = self.query_positions[queries], self.key_positions[keys]
         mask_ST = self.pattern.allows(query_S.unsqueeze(1), key_T)
@@ -241,7 +239,9 @@ def _kinds_by_position(pattern: AttentionPattern, queries: Ranges, keys: Ranges)
         every &= farthest == 0
     if pattern.chunk is not None:
         first, last = np.maximum(q_low, k_low) // pattern.chunk, np.minimum(q_high, k_high) // pattern.chunk
-        some &= (q_low // pattern.chunk <= k_high // pattern.chunk) & (k_low // pattern.chunk <= q_high // pattern.chunk)
+        some &= (q_low // pattern.chunk <= k_high // pattern.chunk) & (
+            k_low // pattern.chunk <= q_high // pattern.chunk
+        )
         every &= (q_low // pattern.chunk == q_high // pattern.chunk) & (first == last)
         every &= k_low // pattern.chunk == k_high // pattern.chunk
     if pattern.rule is not None:

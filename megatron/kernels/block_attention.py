@@ -228,8 +228,10 @@ class _TileInputs:
 
     def scores(self) -> Tensor:
         """Return the scaled scores ``[B, N, S, T]`` in at least fp32, -infinity where a key is not visible."""
-        scores = _by_group(self.q_BNSD, self.k_BGTD).matmul(self.k_BGTD.transpose(2, 3)).view(
-            *self.q_BNSD.shape[:3], self.k_BGTD.shape[2]
+        scores = (
+            _by_group(self.q_BNSD, self.k_BGTD)
+            .matmul(self.k_BGTD.transpose(2, 3))
+            .view(*self.q_BNSD.shape[:3], self.k_BGTD.shape[2])
         )
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.q_BNSD.shape[3] ** -0.5
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)

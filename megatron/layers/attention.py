@@ -51,9 +51,7 @@ class CoreAttention(nn.Module):
         mask, kernel, dropout = ctx.masks[self.pattern], self.kernels.attention, None
         if ctx.training and self.dropout > 0.0:
             key = stable_hash(ctx.seed, ctx.batch.step, self.site)
-            dropout = AttentionDropout(
-                self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length
-            )
+            dropout = AttentionDropout(self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length)
         if self.cp is not None and ctx.batch.seq_length is not None:
             y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel)
         elif dropout is not None:
@@ -66,7 +64,9 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recompute_core: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recompute_core: bool
+    ) -> None:
         super().__init__()
         self.kernels = context.kernels
         self.name, self.recompute_core = context.name("core_attention"), recompute_core

@@ -29,7 +29,9 @@ class Block(nn.Module):
     losses, ``[2]``, or None in a block without experts.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recomputed: frozenset[str]) -> None:
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recomputed: frozenset[str]
+    ) -> None:
         """Build the block.
 
         Args:

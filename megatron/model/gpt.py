@@ -158,9 +158,7 @@ class GPTChunk(nn.Module):
         tokens = (range(cached + batch.length),)
         queries = (range(cached, cached + batch.length),)
         masks = {
-            pattern: AttentionMask(
-                queries, tokens, device, pattern, documents, batch.host_documents, batch.boundaries
-            )
+            pattern: AttentionMask(queries, tokens, device, pattern, documents, batch.host_documents, batch.boundaries)
             for pattern in self.patterns
         }
         rows = (range(s),) if context.cp is None or batch.seq_length is None else context.cp.rows(batch.length)

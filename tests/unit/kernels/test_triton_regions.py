@@ -33,6 +33,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rows per program, several tiles per row, and the last of each incomplete."""
     monkeypatch.setattr(regions, "PROGRAMS", 4)
     monkeypatch.setattr(regions, "TILE", 32)
+    monkeypatch.setattr(regions, "QKV_TILE", 32)
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
