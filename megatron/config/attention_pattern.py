@@ -111,7 +111,7 @@ CAUSAL = AttentionPattern()
 """Every token sees itself and all before it."""
 
 _FORMS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
-    "global": (0, lambda: {}),
+    "global": (0, dict),
     "local": (1, lambda window: {"window": window}),
     "chunked": (1, lambda chunk: {"chunk": chunk}),
     "dilated": (2, lambda window, step: {"window": (window - 1) * step + 1, "dilation": step}),

@@ -88,7 +88,7 @@ class BatchArrays(NamedTuple):
 
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
         """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
-        tokens, labels, loss_mask = (column[:, positions] for column in self[:3])
+        tokens, labels, loss_mask = self.tokens[:, positions], self.labels[:, positions], self.loss_mask[:, positions]
         places = np.broadcast_to(positions, tokens.shape) if self.positions is None else self.positions[:, positions]
         return BatchArrays(tokens, labels, loss_mask, np.ascontiguousarray(places), self.documents, self.boundaries)
 

@@ -19,7 +19,6 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.block_attention import block_attention
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
-
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 """``attention(q_SBND, k_TBGD, v_TBGD, mask) -> y_SBND``."""
 

@@ -1,7 +1,7 @@
 """Attention masks: which queries see which keys, and which blocks of them are full, partial or empty.
 
-A mask is known from the positions of its queries and keys, the attention pattern, and the documents. No ``S x S`` tensor
-is needed: kernels read the fields, or work block by block.
+A mask is known from the positions of its queries and keys, the attention pattern and the documents. Kernels read these
+or work block by block; no ``S x S`` tensor is needed.
 
 Shapes: B samples, L tokens of the sequence, S queries, T keys.
 """

@@ -184,11 +184,11 @@ def _merge(y_BNSD: Tensor, lse_BNS: Tensor, new_y_BNSD: Tensor, new_lse_BNS: Ten
 
 @dataclass(frozen=True)
 class _TileInputs:
-    """Inputs of a tile."""
+    """Inputs of a tile: ``q [B, N, S, D]``, ``k`` and ``v [B, G, T, D]``."""
 
-    q_BNSD: Tensor
-    k_BGTD: Tensor
-    v_BGTD: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     # All keys up to the query are visible; queries and keys are the same tokens.
     causal: bool
     # bool [B or 1, 1, S, T]; None where all, or all up to the query, are visible.
@@ -216,24 +216,20 @@ class _TileInputs:
     @property
     def fused(self) -> bool:
         """True if a fused kernel computes the tile."""
-        return _is_fused(self.q_BNSD, self.dropout_scale, self.visible)
+        return _is_fused(self.q, self.dropout_scale, self.visible)
 
     @property
     def bias(self) -> Tensor | None:
         """0 where a key is visible, -infinity elsewhere, for the kernel of CPUs."""
         if self.visible is None:
             return None
-        zeros = torch.zeros(self.visible.shape, dtype=self.q_BNSD.dtype, device=self.visible.device)
+        zeros = torch.zeros(self.visible.shape, dtype=self.q.dtype, device=self.visible.device)
         return zeros.masked_fill_(~self.visible, -torch.inf)
 
     def scores(self) -> Tensor:
         """Return the scaled scores ``[B, N, S, T]`` in at least fp32, -infinity where a key is not visible."""
-        scores = (
-            _by_group(self.q_BNSD, self.k_BGTD)
-            .matmul(self.k_BGTD.transpose(2, 3))
-            .view(*self.q_BNSD.shape[:3], self.k_BGTD.shape[2])
-        )
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.q_BNSD.shape[3] ** -0.5
+        scores = _by_group(self.q, self.k).matmul(self.k.transpose(2, 3)).view(*self.q.shape[:3], self.k.shape[2])
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.q.shape[3] ** -0.5
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)
 
 
@@ -250,7 +246,7 @@ def _by_group(t_BNSE: Tensor, k_BGTD: Tensor) -> Tensor:
 
 def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     """Return ``y [B, N, S, D]`` of a tile, and ``lse [B, N, S]`` in at least fp32."""
-    q, k, v = tile.q_BNSD, tile.k_BGTD, tile.v_BGTD
+    q, k, v = tile.q, tile.k, tile.v
     if tile.fused and q.is_cuda:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         sizes = q.shape[1], k.shape[1]
@@ -277,7 +273,7 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
 
     ``dS = P (dP - sum(dy y))`` with ``P = exp(S - lse)`` and ``dP = dy vᵀ`` (FlashAttention, algorithm 4).
     """
-    q, k, v = tile.q_BNSD, tile.k_BGTD, tile.v_BGTD
+    q, k, v = tile.q, tile.k, tile.v
     if tile.fused and q.is_cuda:
         dy, q, k, v, y = (t.transpose(1, 2) for t in (dy, q, k, v, y))
         sizes, unused = (q.shape[1], k.shape[1]), torch.empty(0, device=q.device)
