@@ -89,8 +89,8 @@ class BatchArrays(NamedTuple):
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
         """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
         tokens, labels, loss_mask = self.tokens[:, positions], self.labels[:, positions], self.loss_mask[:, positions]
-        places = np.broadcast_to(positions, tokens.shape) if self.positions is None else self.positions[:, positions]
-        return BatchArrays(tokens, labels, loss_mask, np.ascontiguousarray(places), self.documents, self.boundaries)
+        places = np.tile(positions, (len(tokens), 1)) if self.positions is None else self.positions[:, positions]
+        return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,231 @@
+"""Context parallelism beside one process, and block-sparse attention beside dense, on a CPU.
+
+    python -m benchmarks.context_parallel            # --write keeps the results
+    python -m benchmarks.context_parallel --long     # also one sample of 131,072 tokens, 10 minutes
+
+* Processor seconds of a training step, summed over the ranks, over those of one process with the same tokens.
+* Bytes that a rank sends in a step, counted, over the formula of `megatron/planner/communication.py`.
+* Time of attention, forward and backward, over that of plain causal attention, beside the share of tiles computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.ranks import run_ranks
+from benchmarks.record import conditions, keep, machine
+from megatron.arguments.cli import parse
+from megatron.config.attention_pattern import CAUSAL, AttentionPattern
+from megatron.config.run import RunConfig
+from megatron.distributed.comm import ALL_REDUCE
+from megatron.kernels.attention import sdpa
+from megatron.kernels.attention_mask import TRIANGLE, AttentionMask
+from megatron.kernels.block_attention import BLOCK, block_attention
+from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.communication import attention_traffic
+from megatron.training.build import build_trainer
+from megatron.training.step import train_step
+
+MODEL = (
+    "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --num-query-groups 4 --position-embedding-type rope "
+    "--swiglu --disable-bias-linear --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --vocab-size 1024 "
+    "--mock-data --train-iters 100 --global-batch-size 1 --micro-batch-size 1 --device cpu"
+)
+LENGTH, STEPS, ROUNDS = 8192, 2, 5
+METHODS = (
+    (2, "p2p"), (2, "all_gather"), (2, "a2a"),
+    (4, "p2p"), (4, "all_gather"), (4, "a2a"), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+)  # fmt: skip
+GOAL = 1.10
+"""Processor seconds over those of one process."""
+
+SPARSE_LENGTH = 16_384
+PATTERNS = ("local:4096", "local:1024", "chunked:2048", "local:512+first:64", "prefix:4096")
+DOCUMENTS = (1024, 4096)
+"""Tokens of each document of packed samples."""
+
+LONG = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope --swiglu "
+    "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --vocab-size 64 --mock-data --train-iters 100 "
+    "--global-batch-size 1 --micro-batch-size 1 --device cpu --attention-pattern local:8192,global"
+)
+LONG_LENGTH = 131_072
+
+
+def config_of(flags: str, length: int, size: int, method: str) -> RunConfig:
+    """Return the configuration of a run on ``size`` context-parallel ranks."""
+    context = f"--context-parallel-size {size} --cp-comm-type {method}" if size > 1 else ""
+    environment = {"RANK": "0", "WORLD_SIZE": str(size)}
+    return parse(f"{flags} --seq-length {length} --max-position-embeddings {length} {context}".split(), environment).config
+
+
+def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> dict[str, Any]:
+    """Return this rank's processor seconds and bytes sent per step, the last loss, and the growth of its peak memory."""
+    trainer = build_trainer(config, rank, world_size)
+    rates, meter = Rates(1e-3, 0.0), trainer.mesh.meter
+    loss, seconds = torch.zeros(()), []
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(steps):
+        batches = trainer.next_batches()
+        meter.pop_bytes_sent()
+        began = time.process_time()
+        loss = train_step(trainer, batches, rates).loss
+        seconds.append(time.process_time() - began)
+        trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, trainer.consumed_samples + 1
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # All-reduces are those of gradients and of the loss.
+    sent = sum(count for (axes, how), count in meter.pop_bytes_sent().items() if axes == "cp" and how != ALL_REDUCE)
+    return {"seconds": statistics.median(seconds[1:] or seconds), "bytes": sent, "loss": loss.item(), "KiB": peak - before}
+
+
+def step_rows() -> list[dict[str, Any]]:
+    """Measure every method beside one process, in turn."""
+    found: dict[tuple[int, str], list[list[dict[str, Any]]]] = {case: [] for case in ((1, "one process"), *METHODS)}
+    for _ in range(ROUNDS):
+        for (size, method), runs in found.items():
+            runs.append(run_ranks(size, measure_steps, config_of(MODEL, LENGTH, size, method), STEPS))
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for case, runs in found.items():
+        totals = [sum(rank["seconds"] for rank in ranks) for ranks in runs]
+        ones = [ranks[0]["seconds"] for ranks in found[1, "one process"]]
+        ratios[case] = [total / one for total, one in zip(totals, ones)]
+    rows = []
+    for size, method in METHODS:
+        ranks = found[size, method][0]
+        counted = statistics.mean(rank["bytes"] for rank in ranks)
+        config = config_of(MODEL, LENGTH, size, method)
+        formula = attention_traffic(config).sent * config.model.num_layers
+        ratio = ratios[size, method]
+        loss = abs(ranks[0]["loss"] / found[1, "one process"][0][0]["loss"] - 1)
+        rows.append({
+            "CP": size, "method": method.replace(" --hierarchical-context-parallel-sizes 2 2", ", 2 x 2"),
+            "ratio": statistics.median(ratio), "low": min(ratio), "high": max(ratio),
+            "bytes": counted, "formula": formula, "loss": loss,
+        })  # fmt: skip
+    return rows
+
+
+def share_of(mask: AttentionMask) -> float:
+    """Return the scores that are computed, over those of plain causal attention."""
+    computed = 0.0
+    for tile in mask.tiles(BLOCK):
+        q, k = tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start
+        computed += q * k / (2 if tile.kind == TRIANGLE else 1)
+    return computed / (SPARSE_LENGTH**2 / 2)
+
+
+def attention_seconds(mask: AttentionMask | None) -> float:
+    """Return the processor seconds of attention, forward and backward; None for plain causal attention."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, SPARSE_LENGTH, 1, 4, 64, generator=generator).unbind()
+    for t in (q, k, v):
+        t.requires_grad_()
+    plain = AttentionMask.of_sequence(SPARSE_LENGTH, q.device)
+    began = time.process_time()
+    y = sdpa(q, k, v, plain) if mask is None else block_attention(q, k, v, mask)
+    y.backward(torch.ones_like(y))
+    return time.process_time() - began
+
+
+def sparse_rows() -> list[dict[str, Any]]:
+    """Measure the patterns and packed documents beside plain causal attention, in turn."""
+    device = torch.device("cpu")
+    masks = {text: AttentionMask.of_sequence(SPARSE_LENGTH, device, AttentionPattern.parse(text)) for text in PATTERNS}
+    for tokens in DOCUMENTS:
+        documents = (torch.arange(SPARSE_LENGTH) // tokens).unsqueeze(0)
+        masks[f"documents of {tokens:,}"] = AttentionMask.of_sequence(SPARSE_LENGTH, device, CAUSAL, documents)
+    attention_seconds(None)
+    times: dict[str, list[float]] = {name: [] for name in masks}
+    for _ in range(ROUNDS):
+        dense = attention_seconds(None)
+        for name, mask in masks.items():
+            times[name].append(attention_seconds(mask) / dense)
+    return [
+        {"pattern": name, "share": share_of(masks[name]), "time": statistics.median(t), "low": min(t), "high": max(t)}
+        for name, t in times.items()
+    ]
+
+
+def long_rows() -> list[dict[str, Any]]:
+    """Train a step on one long sample with and without context parallelism."""
+    rows = []
+    for size, method in ((1, "p2p"), (4, "p2p"), (4, "all_gather"), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2")):
+        ranks = run_ranks(size, measure_steps, config_of(LONG, LONG_LENGTH, size, method), 1)
+        rows.append({
+            "CP": size, "method": method.split()[0] if size > 1 else "-", "loss": ranks[0]["loss"],
+            "MiB": max(rank["KiB"] for rank in ranks) / 1024,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "# Context parallelism and block-sparse attention, CPU, one thread a rank",
+        "",
+        f"A step on one sample of {LENGTH:,} tokens, two layers of width 256, fp32. Processor seconds of all ranks over",
+        f"those of one process: median of {ROUNDS} alternating rounds (goal {GOAL}). Bytes sent by a rank in the step, mean.",
+        "",
+        "| CP | method | seconds / one process | lowest | highest | MB sent | / formula | loss differs by |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['CP']} | {r['method']} | {r['ratio']:.2f} | {r['low']:.2f} | {r['high']:.2f} | {r['bytes'] / 1e6:.2f} | "
+        f"{r['bytes'] / r['formula']:.4f} | {r['loss']:.0e} |"
+        for r in result["steps"]
+    ]
+    lines += [
+        "",
+        f"Attention of {SPARSE_LENGTH:,} tokens, 4 heads of 64, fp32, forward and backward: processor seconds over those of",
+        "plain causal attention (SDPA), beside the share of its scores that is computed.",
+        "",
+        "| pattern | scores | seconds | lowest | highest |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['pattern']} | {r['share']:.3f} | {r['time']:.3f} | {r['low']:.3f} | {r['high']:.3f} |" for r in result["sparse"]
+    ]
+    if result["long"]:
+        lines += [
+            "",
+            f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of a rank's peak",
+            "memory during the step.",
+            "",
+            "| CP | method | loss | MiB | of one process |",
+            "|---|---|---|---|---|",
+        ]
+        one = result["long"][0]["MiB"]
+        lines += [
+            f"| {r['CP']} | {r['method']} | {r['loss']:.6f} | {r['MiB']:,.0f} | {r['MiB'] / one:.2f} |"
+            for r in result["long"]
+        ]
+    return "\n".join([*lines, "", conditions(result)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and with ``--write`` keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results")
+    parser.add_argument("--long", action="store_true", help="train on one sample of 131,072 tokens too")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    result = machine("torch") | {"load": round(os.getloadavg()[0], 1)}
+    result |= {"sparse": sparse_rows(), "steps": step_rows(), "long": long_rows() if args.long else []}
+    print(page(result))
+    if args.write:
+        keep("context_parallel", result, page(result))
+
+
+if __name__ == "__main__":
+    main()
