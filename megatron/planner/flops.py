@@ -90,13 +90,18 @@ def flop_table(
 
 
 def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
-    """Return the products that block ``place`` of a stage computes again in backward, besides attention kernels."""
+    """Return the products that block ``place`` of a stage computes again in backward.
+
+    Recomputation stops once backward has what it needs: unfused attention (with dropout) needs the attention weights
+    but not their product with the values, so only the scores are recomputed.
+    """
     if training.recompute_granularity is None:
         return frozenset()
     if training.recompute_granularity == "full":
         first = training.recompute_num_layers if training.recompute_method == "block" else None
         return frozenset(BLOCK_MATMULS if first is None or place < first else ())
-    products = {"core_attn": ("scores", "values"), "mlp": ("router", "fc1", "fc2")}
+    core = ("scores",) if model.attention_dropout > 0 else ("scores", "values")
+    products = {"core_attn": core, "mlp": ("router", "fc1", "fc2")}
     return frozenset(name for module in training.recompute_modules for name in products.get(module, ()))
 
 
@@ -131,7 +136,7 @@ class FlopsPerToken:
     full: float
     # 6N + 12Lh x the mean of causal_attention_keys: masked scores do not count.
     causal: float
-    # full plus recomputation, except that inside attention kernels
+    # full plus recomputation, except that inside fused attention kernels
     hardware: float
     # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
     megatron: float
