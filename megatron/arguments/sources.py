@@ -34,7 +34,11 @@ LENGTH_OPTIONS = (
 )
 """Groups of fields that set the same length."""
 
-EXCLUSIVE_OPTIONS = (*(tuple((name,) for name in names) for names in LENGTH_OPTIONS), SOURCE_OPTIONS)
+EXCLUSIVE_OPTIONS = (
+    *(tuple((name,) for name in names) for names in LENGTH_OPTIONS),
+    SOURCE_OPTIONS,
+    (("window_size",), ("attention_pattern",)),
+)
 """Mutually exclusive groups of fields. Setting one in a later source clears the others."""
 
 

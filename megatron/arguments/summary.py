@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.config.attention_pattern import parse_layers
 from megatron.config.batch import (
     batch_size_stages,
     final_consumed_samples,
@@ -31,7 +32,7 @@ from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_byte
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most twelve lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most thirteen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
@@ -44,6 +45,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "ranks": _ranks(config, world_size),
         "pipeline": _pipeline(config, world_size),
         "model": _model(config.model),
+        "attention": _attention(config.model),
         "parameters": _parameters(config),
         "memory": memory,
         "peak": peak,
@@ -112,6 +114,16 @@ def _model(model: ModelConfig) -> str:
         mlp += f" and a shared one of {shared}" if shared else ""
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"
     return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
+
+
+def _attention(model: ModelConfig) -> str:
+    """Return the attention patterns of the layers, unless all layers see all earlier tokens."""
+    text = model.attention_pattern
+    if text is None:
+        return "" if model.window_size is None else f"local:{model.window_size}"
+    parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
+    repeated = 1 < len(parse_layers(text)) < model.num_layers
+    return ", ".join(parts) + (" (repeated)" if repeated else "")
 
 
 def _parameters(config: RunConfig) -> str:

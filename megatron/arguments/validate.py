@@ -374,6 +374,7 @@ NOTES = (
     checkpoint.checkpoint_notes,
     profiling_notes,
     cuda_graph_notes,
+    model.attention_notes,
     model.pipeline_notes,
     model.expert_notes,
     model.sharding_notes,

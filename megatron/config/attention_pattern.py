@@ -6,8 +6,10 @@ tensors of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from megatron.config.plugins import registered
@@ -19,6 +21,10 @@ SYNTAX = (
     "global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP, prefix:TOKENS, or a plugin's pattern; first:TOKENS is "
     "added to one of them by +; commas separate the patterns of layers"
 )
+
+
+MAX_TOKENS, MAX_LAYERS = 10**9, 10**4
+"""Limits of the numbers of a pattern."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +56,30 @@ class AttentionPattern:
         Raises:
             ValueError: for anything else.
         """
-        pattern = cls()
+        fields: dict[str, Any] = {}
         for part in text.split("+"):
             name, *numbers = part.strip().split(":")
-            if name in registered(KIND) and not numbers:
-                pattern = replace(pattern, plugin=name)
-                continue
-            form = _FORMS.get(name)
+            form = (0, partial(dict, plugin=name)) if name in registered(KIND) else _FORMS.get(name)
             if form is None or len(numbers) != form[0]:
                 raise ValueError(f"{part!r} is no attention pattern: {SYNTAX}")
-            if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-                raise ValueError(f"{part!r}: sizes of attention patterns are positive numbers of tokens")
-            pattern = replace(pattern, **form[1](*map(int, numbers)))
+            if not all(_is_number(number, MAX_TOKENS) for number in numbers):
+                raise ValueError(f"{part!r}: sizes of attention patterns are numbers from 1 to {MAX_TOKENS:g}")
+            more = form[1](*map(int, numbers))
+            if fields.keys() & more.keys():
+                raise ValueError(f"{text!r}: {part!r} contradicts an earlier part of the pattern")
+            fields |= more
+        pattern = cls(**fields)
         if pattern.first and replace(pattern, first=0, prefix=0) == CAUSAL:
             raise ValueError(f"{text!r}: first:{pattern.first} changes nothing, as all earlier tokens are visible")
         return pattern
 
     @property
     def rule(self) -> Callable[[Any, Any], Any] | None:
-        """The function of the plugin, or None."""
-        return None if self.plugin is None else registered(KIND)[self.plugin]
+        """The function of the plugin, or None; with it too, a token sees itself."""
+        if self.plugin is None:
+            return None
+        rule = registered(KIND)[self.plugin]
+        return lambda query, key: rule(query, key) | (query == key)
 
     @property
     def only_window(self) -> bool:
@@ -95,16 +105,32 @@ class AttentionPattern:
     def mean_keys(self, length: int) -> float:
         """Return the keys that a token of a sequence sees on average, itself counted as half a key.
 
-        Closed form for one condition: ``s/2``; ``w - w²/2s`` with a window (a dilation divides it); ``c/2`` in blocks
-        of ``c``. The first tokens and a prefix are added where nothing else shows them. A plugin's rule counts as
-        plain causal attention, because only the whole mask could be counted.
+        It is ``s/2`` for plain causal attention. A plugin's rule is ignored, because that would take the whole mask.
         """
-        window = min(self.window or length, length)
-        keys = (window - window**2 / (2 * length)) / self.dilation
-        if self.chunk is not None:
-            keys = min(keys, min(self.chunk, length) / 2)
-        first, prefix = (min(tokens, length) for tokens in (self.first, self.prefix))
-        return min(keys + first, length / 2 + first / 2) + prefix**2 / (2 * length)
+        window, chunk = (min(limit or length, length) for limit in (self.window, self.chunk))
+
+        def pairs(tokens: int) -> int:
+            """Return the visible pairs of a query and a key in a chunk of so many tokens."""
+            near = min(tokens, window)  # these see all before them
+            steps, rest = divmod(near, self.dilation)
+            seen = self.dilation * steps * (steps + 1) // 2 + rest * (steps + 1)
+            return seen + (tokens - near) * ((window - 1) // self.dilation + 1)
+
+        def pairs_of_keys(stop: int) -> int:
+            """Return those with a key before ``stop``: in a chunk, the first keys have as many as the last queries."""
+            chunks, keys = divmod(stop, chunk)
+            size = min(chunk, length - chunks * chunk)
+            return chunks * pairs(chunk) + pairs(size) - pairs(size - keys)
+
+        prefix = min(self.prefix, length)
+        shown = max(prefix, min(self.first, length))  # keys that all later tokens see, and of the prefix all tokens
+        added = shown * length - (shown * (shown - 1) - prefix * (prefix - 1)) // 2
+        return (pairs_of_keys(length) - pairs_of_keys(shown) + added) / length - 0.5
+
+    def full_keys(self, length: int) -> int:
+        """Return the keys that a token sees in a sequence when those after it count too: the largest number."""
+        near = min(length, self.chunk or length, self.window or length)
+        return min((near - 1) // self.dilation + 1 + max(self.first, self.prefix), length)
 
 
 CAUSAL = AttentionPattern()
@@ -121,6 +147,10 @@ _FORMS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
 """Numbers that follow a name, and the fields they set."""
 
 
+def _is_number(text: str, most: int) -> bool:
+    return text.isdecimal() and len(text) < 12 and 0 < int(text) <= most
+
+
 def parse_layers(text: str) -> tuple[AttentionPattern, ...]:
     """Parse the patterns of ``--attention-pattern``: of layers 0, 1, ..., repeated as often as needed.
 
@@ -132,7 +162,15 @@ def parse_layers(text: str) -> tuple[AttentionPattern, ...]:
     patterns: list[AttentionPattern] = []
     for part in text.split(","):
         pattern, star, count = part.partition("*")
-        if star and not (count.isdecimal() and int(count) > 0):
-            raise ValueError(f"{part!r}: the number of layers after * is a positive number")
+        if star and not _is_number(count, MAX_LAYERS):
+            raise ValueError(f"{part!r}: after * is a number of layers from 1 to {MAX_LAYERS}")
         patterns += [AttentionPattern.parse(pattern)] * (int(count) if star else 1)
     return tuple(patterns)
+
+
+def format_layers(patterns: Sequence[str]) -> str:
+    """Return the shortest text of ``--attention-pattern`` for one pattern per layer: at most one period, with ``*``."""
+    periods = range(1, len(patterns) + 1)
+    period = next(n for n in periods if all(a == b for a, b in zip(patterns, patterns[n:])))
+    runs = ((pattern, len([*run])) for pattern, run in groupby(patterns[:period]))
+    return ",".join(f"{pattern}*{count}" if count > 1 else pattern for pattern, count in runs)

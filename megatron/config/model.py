@@ -34,6 +34,12 @@ def _window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
+def _attention_pattern(text: str) -> str:
+    """Check the patterns of attention; they are kept as text."""
+    parse_layers(text)
+    return text
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Decoder-only transformer.
@@ -103,7 +109,7 @@ class ModelConfig:
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1."""
-    attention_pattern: str | None = option(None, role="function")
+    attention_pattern: str | None = option(None, role="function", parse=_attention_pattern)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
@@ -177,6 +183,12 @@ class ModelConfig:
             return AttentionPattern(self.window_size)
         patterns = parse_layers(self.attention_pattern)
         return patterns[layer % len(patterns)]
+
+    @property
+    def attention_prefix(self) -> int:
+        """First tokens of the sequence that a layer lets see each other in both directions."""
+        patterns = () if self.attention_pattern is None else parse_layers(self.attention_pattern)
+        return max((pattern.prefix for pattern in patterns), default=0)
 
     @property
     def gated(self) -> bool:

@@ -102,20 +102,24 @@ class MaskBuilder:
     reset_positions: bool = False  # restart positions in every document
     reset_attention: bool = False  # no attention across documents
     mask_eod_loss: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
+    prefix: int = 0  # first tokens that attend to each other in both directions: no loss where the label is visible
 
     def __post_init__(self) -> None:
         if self.eod is None and (self.reset_positions or self.reset_attention or self.mask_eod_loss):
             raise ValueError("document masks need the end-of-document id")
 
     def describe(self) -> str | None:
-        """Describe the document options for the run's summary; None if none is on."""
+        """Describe the masks for the run's summary; None if there are none."""
         effects = {
             "no attention across documents": self.reset_attention,
             "positions restart in each": self.reset_positions,
             "no loss on the first token of each": self.mask_eod_loss,
         }
         active = ", ".join(text for text, is_on in effects.items() if is_on)
-        return f"end with id {self.eod}: {active}" if active else None
+        parts = [f"end with id {self.eod}: {active}"] if active else []
+        if self.prefix > 1:
+            parts.append(f"no loss on the first {self.prefix - 1} labels, which the prefix shows")
+        return "; ".join(parts) or None
 
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
@@ -125,6 +129,7 @@ class MaskBuilder:
             positions = document_positions(tokens, self.eod) if self.reset_positions else None
             documents = document_ids(tokens, self.eod) if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
+        loss_mask[:, : max(self.prefix - 1, 0)] = 0.0
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
             tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
@@ -353,6 +358,7 @@ def build_data(
     splits: Sequence[str] | None = None,
     segments: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
+    prefix: int = 0,
 ) -> DataSource:
     """Build the splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
@@ -364,6 +370,7 @@ def build_data(
         splits: names of the splits to build; None for all.
         segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before.
+        prefix: of the model's attention, see `MaskBuilder`.
 
     Raises:
         DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
@@ -372,7 +379,7 @@ def build_data(
     raise_open_file_limit()
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
-    masks = build_masks(data, known, vocab_size)
+    masks = build_masks(data, known, vocab_size, prefix)
     used = split_sample_counts(data, training, dp_size, begin, splits)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
@@ -417,10 +424,10 @@ def build_data(
     )
 
 
-def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> MaskBuilder:
+def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
     if data.mock_data:
-        return MaskBuilder()
+        return MaskBuilder(prefix=prefix)
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
     eod = find_eod_id(data, known, vocab_size)
     if wanted and eod is None:
@@ -431,7 +438,7 @@ def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) 
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         )
     pad = None if known is None else known.pad
-    return MaskBuilder(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return MaskBuilder(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, prefix)
 
 
 def note_many_epochs(source: str, epochs: float) -> str | None:

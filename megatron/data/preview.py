@@ -55,9 +55,11 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     read = split_sample_counts(config.data, config.training, dp, begin)
     sources = data_sources(config.data)
     rows = list(_rows(sources, tokens))
-    if any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
+    prefix = config.model.attention_prefix
+    if prefix or any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         known = find_tokenizer_info(config.data, config.model.vocab)
-        rows.append(f"{'documents':<11}{build_masks(config.data, known, config.model.vocab).describe()}")
+        masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
+        rows += [f"{'documents':<11}{masks}"] if masks else []
     notes: list[str] = []
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)

@@ -40,6 +40,11 @@ def chunks_of(length: int, size: int, rank: int) -> Ranges:
     return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
 
 
+def chunks_of_all(length: int, size: int) -> Ranges:
+    """Return the positions that all ring ranks hold, rank by rank."""
+    return tuple(chunk for rank in range(size) for chunk in chunks_of(length, size, rank))
+
+
 def rows_between(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Return the positions of rows ``start`` to ``stop - 1`` of ranges that lie one after the other."""
     found, first = [], 0
@@ -108,6 +113,18 @@ class ContextParallel:
             y = kernel(q_SBND, k_SBGD, v_SBGD, mask)
         return y if self.heads.size == 1 else self._scatter_rows(y)
 
+    def gather_keys(self, k_SBGD: Tensor, mask: AttentionMask) -> tuple[Tensor, AttentionMask]:
+        """Return the keys of all ranks, and the mask of this rank's queries and these keys.
+
+        Args:
+            k_SBGD: keys of :meth:`rows`.
+            mask: of the whole sequence.
+
+        """
+        length, size = mask.queries[0].stop, self.ring.size
+        k_TBGD = comm.all_gather(comm.all_gather(k_SBGD, self.heads), self.ring)
+        return k_TBGD, replace(mask, queries=self.rows(length), keys=chunks_of_all(length, size))
+
     def _gather_rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Exchange heads for rows: ``[S, B, N, D]`` of each tensor -> ``[T, B, sum of N/A, D]``."""
         size = self.heads.size
@@ -144,9 +161,9 @@ class GatheredKeyValues:
         return comm.reduce_scatter(dk, self.ring), comm.reduce_scatter(dv, self.ring)
 
     def _use(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
-        keys = [chunk for rank in range(self.ring.size) for chunk in chunks_of(self.length, self.ring.size, rank)]
+        keys = chunks_of_all(self.length, self.ring.size)
         k, v = (comm.start_all_gather(t, self.ring) for t in (k_TBGD, v_TBGD))
-        grads: tuple[Tensor, Tensor] = use(k.wait(), v.wait(), mask.with_keys(tuple(keys)))
+        grads: tuple[Tensor, Tensor] = use(k.wait(), v.wait(), mask.with_keys(keys))
         return grads
 
 

@@ -8,13 +8,15 @@ query heads, X query heads per key/value head plus its key and value, D channels
 
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed.random import stable_hash
-from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.attention_mask import FULL, AttentionMask
 from megatron.kernels.block_attention import AttentionDropout, block_attention
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
@@ -98,33 +100,31 @@ class SelfAttention(nn.Module):
         return self.linear_proj(y_SBH)
 
 
-LOGITS_PER_BLOCK = 1 << 25
+LOGITS_PER_TILE = 1 << 25
 """Logits computed at a time: 128 MiB of fp32."""
 
 
 @torch.no_grad()
-def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_BS: Tensor | None) -> Tensor:
+def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor:
     """Return the largest ``q k / sqrt(D)`` over all pairs that the mask permits, 0-d, in at least fp32.
 
-    Works on blocks of queries, so the S x S matrix is never stored.
+    Works tile by tile, so the S x T matrix is never stored.
 
     Args:
         q_SBND: queries.
-        k_SBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` attend to key head ``i``.
-        window: tokens that a query attends to, itself included; None for all before it.
-        documents_BS: as in :class:`~megatron.distributed.micro_batch.MicroBatch`.
+        k_TBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` attend to key head ``i``.
+        mask: of these queries and keys.
     """
-    s, b, n, d = q_SBND.shape
+    _, b, n, d = q_SBND.shape
     dtype = torch.promote_types(q_SBND.dtype, torch.float32)
-    q_BGXSD = q_SBND.unflatten(2, (k_SBGD.shape[2], -1)).permute(1, 2, 3, 0, 4)
-    k_BGDS = k_SBGD.permute(1, 2, 3, 0).to(dtype)
+    q_BGXSD = q_SBND.unflatten(2, (k_TBGD.shape[2], -1)).permute(1, 2, 3, 0, 4)
+    k_BGDT = k_TBGD.permute(1, 2, 3, 0).to(dtype)
     largest = torch.full((), -torch.inf, dtype=dtype, device=q_SBND.device)
-    step = max(1, LOGITS_PER_BLOCK // (b * n * s))
-    for start in range(0, s, step):
-        stop = min(start + step, s)
-        documents = None if documents_BS is None else documents_BS[:, :stop]
-        mask = AttentionMask.of_sequence(stop, q_SBND.device, AttentionPattern(window), documents, start).dense()
-        rows = q_BGXSD[..., start:stop, :].to(dtype).flatten(2, 3)
-        logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
-        largest = torch.maximum(largest, logits.masked_fill_(~mask, -torch.inf).amax())
+    for tile in mask.tiles(max(1, isqrt(LOGITS_PER_TILE // (b * n))), whole=False):
+        q = q_BGXSD[tile.samples, :, :, tile.queries].to(dtype)
+        logits_BGXST = q.flatten(2, 3).matmul(k_BGDT[tile.samples, ..., tile.keys]).unflatten(2, q.shape[2:4])
+        if tile.kind != FULL:
+            hidden_B11ST = ~mask.dense(tile.samples, tile.queries, tile.keys).unsqueeze(1)
+            logits_BGXST.masked_fill_(hidden_B11ST, -torch.inf)
+        largest = torch.maximum(largest, logits_BGXST.amax())
     return largest * d**-0.5

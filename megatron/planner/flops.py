@@ -11,6 +11,7 @@ values, three times: 12qk per layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
@@ -61,7 +62,7 @@ class FlopTable:
 def flop_table(
     model: ModelConfig,
     training: TrainingConfig,
-    keys: float,
+    keys: Sequence[float],
     vocabulary: int,
     parallel: ParallelConfig = NO_PIPELINE,
 ) -> FlopTable:
@@ -70,7 +71,7 @@ def flop_table(
     Args:
         model: architecture.
         training: recomputation options.
-        keys: average keys per token, from :func:`full_attention_keys` or :func:`causal_attention_keys`.
+        keys: average keys per token of each layer: :func:`full_attention_keys` or :func:`causal_attention_keys`.
         vocabulary: rows of the output layer, with or without padding.
         parallel: distribution of blocks over stages; recomputation may apply to the first blocks of *each* stage.
 
@@ -78,10 +79,11 @@ def flop_table(
         ScheduleError: when the pipeline cannot distribute the blocks.
     """
     forward = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
-    forward["scores"] = forward["values"] = 2.0 * model.num_attention_heads * model.head_dim * keys
+    queries = 2.0 * model.num_attention_heads * model.head_dim
     layers = []
     for stage in stage_layers(model, parallel):
         for index in range(stage.count):
+            forward["scores"] = forward["values"] = queries * keys[stage.layers.start + index]
             recomputed = recomputed_matmuls(model, training, index)
             layers.append({n: MatmulFlops(forward[n], forward[n] * (n in recomputed)) for n in BLOCK_MATMULS})
     return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary))
@@ -112,18 +114,17 @@ def matmul_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
 
 
-def full_attention_keys(model: ModelConfig, seq_length: int) -> float:
-    """Return the keys per token when masked scores count too: ``s``, or the window if shorter."""
-    return float(min(model.window_size or seq_length, seq_length))
+def full_attention_keys(model: ModelConfig, seq_length: int) -> tuple[float, ...]:
+    """Return the keys per token of each layer when masked scores count too: ``s``, or the window if shorter."""
+    return tuple(float(model.pattern(layer).full_keys(seq_length)) for layer in range(model.num_layers))
 
 
-def causal_attention_keys(model: ModelConfig, seq_length: int) -> float:
-    """Return the average keys per token under the causal mask: ``s/2``, or ``w - w^2/2s`` with a window ``w``.
+def causal_attention_keys(model: ModelConfig, seq_length: int) -> tuple[float, ...]:
+    """Return the average keys per token of each layer under its mask: ``s/2`` without a pattern.
 
     The token itself counts as half a key.
     """
-    window = full_attention_keys(model, seq_length)
-    return window - window**2 / (2 * seq_length)
+    return tuple(model.pattern(layer).mean_keys(seq_length) for layer in range(model.num_layers))
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class FlopsPerToken:
     """FLOPs per token, forward and backward, in the usual conventions."""
 
     # 6N + 12Lhs (PaLM, arXiv:2204.02311, appendix B): masked scores count. N is matmul_parameters, L the layers,
-    # h the width of the queries, s full_keys.
+    # h the width of the queries, s the mean of full_attention_keys.
     full: float
-    # 6N + 12Lh x causal_keys: masked scores do not count.
+    # 6N + 12Lh x the mean of causal_attention_keys: masked scores do not count.
     causal: float
     # full plus recomputation, except that inside fused attention kernels
     hardware: float
@@ -152,7 +153,7 @@ class FlopsPerToken:
             model.vocab, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
         )
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
-        megatron = flop_table(model, training, s / 2, padded)
+        megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
         routers = sum(3 * layer["router"].forward for layer in megatron.layers)
         return cls(
             full=full.model,

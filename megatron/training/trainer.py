@@ -159,7 +159,10 @@ class Trainer:
         self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
         with self.startup("data"):
             vocab = config.model.vocab
-            self.data = build_data(config.data, config.training, vocab, dp, segments=segments, begin=begin)
+            prefix = config.model.attention_prefix
+            self.data = build_data(
+                config.data, config.training, vocab, dp, segments=segments, begin=begin, prefix=prefix
+            )
             check_same_data(self.data, self.mesh.world)
             self.start_digest = self.data.digest("train", 0, consumed_samples)
         self.digest = consumed_samples, self.start_digest

@@ -132,6 +132,7 @@ GQA = replace(
     window_size=5,
     untie_embeddings_and_output_weights=True,
 )
+PATTERNS = replace(GQA, window_size=None, attention_pattern="chunked:6,local:3+first:2")
 
 
 def parallel(tp: int, sequence: bool = False) -> ParallelConfig:
@@ -162,6 +163,7 @@ CASES = {
         GQA, parallel(2, sequence=True), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
     "pp2": Case(BARE, pipeline(2), steps=2),
+    "pp2, patterns": Case(PATTERNS, pipeline(2), documents=DOCUMENTS["attention"], steps=2),
     "pp4, no layer on the first and the last": Case(MODEL, pipeline(4), steps=2),
     "pp2, interleaved, tp2, sequence": Case(
         replace(BARE, num_layers=5),
@@ -199,18 +201,19 @@ def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     assert not any(module._forward_hooks for module in trainer.chunks[0].modules())
 
 
-def test_logits_are_those_of_the_window_and_the_documents() -> None:
-    case = Case(GQA, documents=DOCUMENTS["attention"])
+def test_logits_are_those_of_the_patterns_and_the_documents() -> None:
+    case = Case(PATTERNS, documents=DOCUMENTS["attention"])
     trainer = build_trainer(case.config(), 0, 1)
     batches = batches_of(trainer, case, 0)
     vitals = HealthReport(trainer)
     vitals.on_step_start()
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         vitals.report(train_step(trainer, batches, RATES))
-    for at, ((q_SBND, k_SBGD, window, documents), _) in enumerate(looked.call_args_list):
-        assert documents is not None
-        assert (q_SBND.shape[2], k_SBGD.shape[2], window) == (4, 2, GQA.window_size)
-        assert documents is batches[at // GQA.num_layers].documents
+    for at, ((q_SBND, k_SBGD, mask), _) in enumerate(looked.call_args_list):
+        assert (q_SBND.shape[2], k_SBGD.shape[2]) == (4, 2)
+        assert mask.pattern == PATTERNS.pattern(at % PATTERNS.num_layers)
+        assert mask.documents is not None
+        assert mask.documents is batches[at // PATTERNS.num_layers].documents
 
 
 def test_bf16_is_near_fp64() -> None:

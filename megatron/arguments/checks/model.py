@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
+from megatron.config.attention_pattern import AttentionPattern, parse_layers
 from megatron.config.batch import batch_size_stages, get_num_microbatches
 from megatron.config.errors import Problem
 from megatron.config.launch import Launch
@@ -115,6 +116,42 @@ def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if model.yarn_beta_slow >= model.yarn_beta_fast:
         sentence = f"--yarn-beta-slow {model.yarn_beta_slow:g} is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
         yield Problem("E107", sentence, ("--yarn-beta-slow 1 --yarn-beta-fast 32",))
+
+
+def check_attention_pattern(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that attention is given once, that layers have all its patterns, and that labels are left to predict."""
+    model, length = config.model, config.training.seq_length
+    if model.attention_pattern is None:
+        return
+    count, prefix = len(parse_layers(model.attention_pattern)), model.attention_prefix
+    if model.window_size is not None:
+        sentence = f"--window-size {model.window_size} and --attention-pattern both set what a token attends to"
+        yield Problem("E109", sentence, ("drop --window-size", "drop --attention-pattern"))
+    if count > model.num_layers:
+        sentence = f"--attention-pattern has patterns for {count} layers, and the model has {model.num_layers}"
+        yield Problem("E109", sentence, (f"--num-layers {count}",))
+    if prefix >= length:
+        shorter = model.attention_pattern.replace(f"prefix:{prefix}", f"prefix:{length // 2 or 1}")
+        sentence = f"--attention-pattern prefix:{prefix} leaves no label of a sample of {length} tokens to predict"
+        fixes = (f"--seq-length {2 * prefix}", SETTINGS["attention_pattern"].spell(shorter))
+        yield Problem("E109", sentence, fixes)
+
+
+def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield notes about windows that hide nothing, and about patterns that end in the middle."""
+    model, length = config.model, config.training.seq_length
+    if model.window_size is not None and model.window_size >= length:
+        yield f"--window-size {model.window_size} has no effect: samples have {length} tokens"
+    if model.attention_pattern is None:
+        return
+    for text in dict.fromkeys(part.partition("*")[0].strip() for part in model.attention_pattern.split(",")):
+        pattern = AttentionPattern.parse(text)
+        limits = [limit for limit in (pattern.window, pattern.chunk) if limit is not None]
+        if limits and min(limits) >= length and pattern.dilation == 1:
+            yield f"--attention-pattern {text} hides nothing: samples have {length} tokens"
+    count = len(parse_layers(model.attention_pattern))
+    if model.num_layers % count:
+        yield f"--attention-pattern: {count} patterns do not divide {model.num_layers} layers; the last repeat is cut"
 
 
 def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -63,6 +63,7 @@ class HealthReport(Callback):
         self.logits = self.sums.new_full((len(layers),), -torch.inf)  # largest attention logit
         self.chosen = self.sums.new_zeros(len(layers), model.num_experts or 0)  # tokens routed to each expert
         self._counted = trainer.buckets.counted_shards()
+        self._cp = trainer.mesh.group("cp")
         self._seen: dict[tuple[nn.Module, int], MicroBatch] = {}
         self._hooks = ExitStack()
         self._hooks.callback(setattr, trainer.optimizer, "observe_update", None)
@@ -91,21 +92,23 @@ class HealthReport(Callback):
     def _see_attention(self, layer: str, module: CoreAttention, inputs: tuple[Any, ...], output: Tensor) -> None:
         q_SBND, k_SBGD, _, context = inputs
         if self._is_first_forward(module, context.batch):
-            row = self.rows[layer]
-            logit = largest_logit(q_SBND, k_SBGD, module.config.window_size, context.batch.documents)
+            row, mask = self.rows[layer], context.masks[module.pattern]
+            if module.cp is not None:
+                k_SBGD, mask = module.cp.gather_keys(k_SBGD, mask)
+            logit = largest_logit(q_SBND, k_SBGD, mask)
             self.logits[row] = torch.maximum(self.logits[row], logit)
 
     def _see_router(self, layer: str, module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
         x_SBH, batch = inputs
         if self._is_first_forward(module, batch):
-            counts_T = counted_samples(batch).repeat(x_SBH.shape[0]) > 0
+            counts_T = counted_samples(batch, self._cp).repeat(x_SBH.shape[0]) > 0
             chosen = output.experts[counts_T].flatten()
             self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
 
     def _see_output(self, layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         x_SBH, batch = (output, self._chunk_batch) if layer == EMBEDDING else (output[0].sum(), inputs[1].batch)
         if self._is_first_forward(module, batch):
-            counts_B = counted_samples(batch)
+            counts_B = counted_samples(batch, self._cp)
             counted_SBH = x_SBH.detach().where(counts_B.view(1, -1, 1) > 0, 0.0)
             self.sums[self.rows[layer], OUTPUT] += square_sum(counted_SBH)
             self.sums[self.rows[layer], OUTPUT_ELEMENTS] += counts_B.sum() * (x_SBH.numel() // x_SBH.shape[1])
@@ -155,9 +158,12 @@ class HealthReport(Callback):
                 yield slot.view_in(counted)
 
 
-def counted_samples(batch: MicroBatch) -> Tensor:
-    """Return fp64 ``[B]``: 1 for samples with an unmasked label, 0 for samples that pad the batch."""
-    return (batch.loss_mask.sum(1) > 0).double()
+def counted_samples(batch: MicroBatch, cp: Group) -> Tensor:
+    """Return fp64 ``[B]``: 1 for samples with an unmasked label, 0 for samples that pad the batch.
+
+    ``cp`` are the ranks that hold the samples together.
+    """
+    return (comm.all_reduce(batch.loss_mask.sum(1), cp) > 0).double()
 
 
 def layer_name(name: str) -> str:

@@ -323,6 +323,34 @@ def test_notes_on_experts(flags: str, told: list[str]) -> None:
     assert "no balancing loss" not in notes(f"{EXPERTS} {flags} {' '.join(offered)}")
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--window-size 1023", ""),
+        ("--window-size 1024", "--window-size 1024 has no effect: samples have 1024 tokens"),
+        ("--attention-pattern 'local:1023, chunked:1023'", ""),
+        ("--attention-pattern dilated:1024:2", ""),
+        ("--attention-pattern prefix:1023", ""),
+        ("--attention-pattern 'global,local:2000'", "--attention-pattern local:2000 hides nothing: samples have 1024"),
+        (
+            "--attention-pattern chunked:1024",
+            "--attention-pattern chunked:1024 hides nothing: samples have 1024 tokens",
+        ),
+        ("--attention-pattern local:5,chunked:1024+first:3", "chunked:1024+first:3 hides nothing"),
+        ("--attention-pattern local:2000+chunked:500", ""),
+        (
+            "--attention-pattern 'local:64*2,global' --num-layers 7",
+            "--attention-pattern: 3 patterns do not divide 7 layers; the last repeat is cut",
+        ),
+        ("--attention-pattern 'local:64*2,global' --num-layers 6", ""),
+    ],
+)
+def test_notes_on_patterns_of_attention(flags: str, told: str) -> None:
+    lines = notes(flags)
+    assert told in lines
+    assert lines == "" or told
+
+
 def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
     def told(flags: str, nodes: int) -> tuple[str, ...]:
         environ = {"RANK": "0", "WORLD_SIZE": str(nodes * 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}

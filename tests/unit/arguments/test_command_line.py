@@ -65,6 +65,9 @@ def test_without_flags_fields_have_their_defaults() -> None:
         ("--window-size (127,0)", "window_size", 128),
         ("--window-size=-1,0", "window_size", None),
         ("--window-size null", "window_size", None),
+        ("--attention-pattern 'local:64,global*1'", "attention_pattern", "local:64,global*1"),
+        ("--window-size 64 --set attention_pattern=local:64,global", "window_size", None),
+        ("--attention-pattern local:64 --set window_size=3", "attention_pattern", None),
         ("--rampup-batch-size 1 1 8 --global-batch-size 4", "rampup_batch_size", (1, 1, 8)),
         ("--recompute-activations --recompute-modules mlp core_attn", "recompute_modules", ("mlp", "core_attn")),
         ("--lr=3e-4", "lr", 3e-4),
@@ -98,6 +101,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
     def scalar() -> Any:
         if setting.option.choices:
             return dice.choice(setting.option.choices)
+        if setting.name == "attention_pattern":
+            return dice.choice(["global", "local:64*2, global", "dilated:4:2+first:3"])
         makers = {
             bool: lambda: dice.random() < 0.5,
             int: lambda: dice.randrange(-(10**12), 10**12),

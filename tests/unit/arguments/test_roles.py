@@ -34,7 +34,13 @@ BASES = {
         activation="swiglu",
     ),
 }
-OTHER_SIZES = {"hidden_size": 64, "num_query_groups": 2, "vocab_size": 110, "yarn_original_max_position_embeddings": 8}
+OTHER_VALUES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_query_groups": 2,
+    "vocab_size": 110,
+    "yarn_original_max_position_embeddings": 8,
+    "attention_pattern": "local:4,global",
+}
 
 
 def other_values(name: str, value: Any) -> list[Any]:
@@ -43,7 +49,7 @@ def other_values(name: str, value: Any) -> list[Any]:
         return [choice for choice in setting.option.choices if choice != value]
     if setting.scalar is bool:
         return [not value]
-    return [OTHER_SIZES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
+    return [OTHER_VALUES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
 
 
 @cache
@@ -103,6 +109,7 @@ CHANGED = {
     "yarn_beta_fast": "1.2",
     "yarn_beta_slow": "0.5",
     "window_size": "3",
+    "attention_pattern": "chunked:3",
     "norm_epsilon": "0.1",
     "seq_length": "4",
     "seed": "5",

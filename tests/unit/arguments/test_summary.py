@@ -45,6 +45,19 @@ def test_every_row() -> None:
     assert "length     1,000 steps, 6,000 samples, 60,000 tokens" in lengths, "the batch changed after 500 steps"
 
 
+def test_attention_unless_it_is_plain() -> None:
+    patterns = {
+        "": None,
+        "--window-size 100": "local:100",
+        "--attention-pattern global": "global",
+        "--attention-pattern 'local:64*3, global'": "local:64 x 3, global",
+        "--attention-pattern 'local:64*3,global' --num-layers 8": "local:64 x 3, global (repeated)",
+        "--attention-pattern local:64+first:4": "local:64+first:4",
+    }
+    for flags, row in patterns.items():
+        assert rows(f"--preset tiny-llama {flags}").get("attention") == row
+
+
 def test_experts_have_a_grid_and_active_parameters() -> None:
     experts = "--num-experts 8 --moe-ffn-hidden-size 96 --expert-model-parallel-size 2"
     printed = rows(f"--preset tiny-llama {experts} --moe-shared-expert-intermediate-size 64", ranks=4)

@@ -95,7 +95,7 @@ def columns_by_hand(text: list[int], masks: MaskBuilder) -> dict[str, list[int]]
         start = i + 1
         for query in after if masks.reset_attention else ():
             hidden[query][: i + 1] = [True] * (i + 1)
-    mask = [0 if label == masks.pad else m for label, m in zip(labels, mask)]
+    mask = [0 if label == masks.pad or i + 1 < masks.prefix else m for i, (label, m) in enumerate(zip(labels, mask))]
     tokens, labels = ([0 if t == masks.pad else t for t in ids] for ids in (tokens, labels))
     seen = [h for row in hidden for h in row]
     return {"tokens": tokens, "labels": labels, "mask": mask, "positions": positions, "hidden": seen}
@@ -105,7 +105,11 @@ texts = st.integers(1, 12).flatmap(
     lambda s: st.lists(st.lists(st.integers(0, 5), min_size=s + 1, max_size=s + 1), min_size=1, max_size=3)
 )
 all_masks = st.builds(
-    MaskBuilder, eod=st.just(EOD), pad=st.sampled_from([None, PAD]), **{flag: st.booleans() for flag in FLAGS}
+    MaskBuilder,
+    eod=st.just(EOD),
+    pad=st.sampled_from([None, PAD]),
+    prefix=st.sampled_from([0, 1, 2, 5]),
+    **{flag: st.booleans() for flag in FLAGS},
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.attention import AttentionMask
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers import attention as attention_module
 from megatron.layers import parameters
@@ -28,41 +33,56 @@ LENGTH = 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 9 + [5]])
 
 
-def visible(q: int, k: int, sample: int, window: int | None, documents: Tensor | None) -> bool:
-    """Whether query ``q`` may look at key ``k``, from the words of the definition."""
-    if k > q or (window is not None and k <= q - window):
-        return False
-    return documents is None or bool(documents[sample, q] == documents[sample, k])
+PATTERNS: dict[str, Callable[[int, int], bool]] = {
+    "global": lambda q, k: k <= q,
+    "local:1": lambda q, k: k == q,
+    "local:4": lambda q, k: q - 3 <= k <= q,
+    "local:100": lambda q, k: k <= q,
+    "chunked:5": lambda q, k: k <= q < k - k % 5 + 5,
+    "dilated:3:2": lambda q, k: k in (q - 4, q - 2, q),
+    "prefix:4": lambda q, k: k <= q or k < 4,
+    "local:2+first:3": lambda q, k: k <= q and (k < 3 or k > q - 2),
+}
+"""Whether a query may look at a key of its document."""
+
+
+def visible(q: int, k: int, sample: int, pattern: str, documents: Tensor | None) -> bool:
+    return PATTERNS[pattern](q, k) and (documents is None or bool(documents[sample, q] == documents[sample, k]))
+
+
+def mask_of(pattern: str, length: int, documents: Tensor | None) -> AttentionMask:
+    return AttentionMask.of_sequence(length, torch.device("cpu"), AttentionPattern.parse(pattern), documents)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "documents"])
-@pytest.mark.parametrize("window", [None, 1, 4, LENGTH, 100])
-def test_mask(window: int | None, documents: Tensor | None) -> None:
-    plain = window is None and documents is None
-    found = AttentionMask.of_sequence(LENGTH, torch.device("cpu"), window, documents)
-    assert found.is_causal is plain
-    mask = found.dense.expand(2, 1, LENGTH, LENGTH)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_mask(pattern: str, documents: Tensor | None) -> None:
+    found = mask_of(pattern, LENGTH, documents)
+    assert found.is_causal is (pattern == "global" and documents is None)
+    mask = found.dense().expand(2, 1, LENGTH, LENGTH)
     for sample in range(2):
         for q in range(LENGTH):
             seen = [bool(x) for x in mask[sample, 0, q]]
-            assert seen == [visible(q, k, sample, window, documents) for k in range(LENGTH)]
+            assert seen == [visible(q, k, sample, pattern, documents) for k in range(LENGTH)]
 
 
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-    return SelfAttention(config, context.declare(parameters.self_attention(config, context.sharding)), False)
+    context = context.declare(parameters.self_attention(config, context.sharding))
+    return SelfAttention(config, context, config.pattern(0), False)
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
-    mask = AttentionMask.of_sequence(LENGTH, torch.device("cpu"), config.window_size, documents)
+    masks = {config.pattern(0): mask_of(config.attention_pattern or "global", LENGTH, documents)}
     rotary = RotaryEmbedding(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return ForwardContext(batch, mask, rotary(LENGTH, None) if rotary else None, training=True)
+    return ForwardContext(batch, masks, rotary(LENGTH, None) if rotary else None, training=True)
 
 
-def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documents: Tensor | None) -> Tensor:
+def by_loops(
+    layer: SelfAttention, c: ModelConfig, x_SBH: Tensor, scene: ForwardContext, documents: Tensor | None
+) -> Tensor:
     """One head, one query at a time, from the weights' stored rows."""
-    c = layer.core_attention.config
     d, per_group = c.head_dim, c.heads_per_group
     qkv = x_SBH @ layer.linear_qkv.weight.t()
     if layer.linear_qkv.bias is not None:
@@ -79,7 +99,7 @@ def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: ForwardContext, documen
             q, k = (rotate(t.unsqueeze(2), rotary.cos, rotary.sin, rotary.interleaved).squeeze(2) for t in (q, k))
         for b in range(2):
             for s in range(LENGTH):
-                keys = [j for j in range(LENGTH) if visible(s, j, b, c.window_size, documents)]
+                keys = [j for j in range(LENGTH) if visible(s, j, b, c.attention_pattern or "global", documents)]
                 weights = (k[keys, b] @ q[s, b] / d**0.5).softmax(0)
                 out[s, b, head * d : (head + 1) * d] = weights @ v[keys, b]
     y = out @ layer.linear_proj.weight.t()
@@ -94,7 +114,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_query_groups": 2,
         "position_embedding_type": "rope",
         "qk_layernorm": True,
-        "window_size": 4,
+        "attention_pattern": "local:4",
+    },
+    **{
+        pattern: {"attention_pattern": pattern}
+        for pattern in ("chunked:5", "dilated:3:2", "prefix:4", "local:2+first:3")
     },
 }
 
@@ -111,7 +135,9 @@ def test_equals_loops(name: str, unfused: bool, documents: Tensor | None) -> Non
             torch.nn.init.normal_(bias)
     x = torch.randn(LENGTH, 2, config.hidden_size, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(layer(x, scene), by_loops(layer, x, scene, documents), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            layer(x, scene), by_loops(layer, config, x, scene, documents), rtol=1e-11, atol=1e-12
+        )
 
 
 def loss_at(solo: Solo, batch: MicroBatch, where: Tensor) -> Tensor:
@@ -157,14 +183,13 @@ def test_how_far_a_token_is_seen(window: int | None, reach: int) -> None:
 S, B, G, X, D = 11, 2, 2, 3, 4
 
 
-def by_loops_of_logit(q: Tensor, k: Tensor, window: int | None, documents: Tensor | None) -> float:
-    found = []
-    for b in range(B):
-        for i in range(S):
-            for j in range(max(0, i + 1 - window) if window else 0, i + 1):
-                if documents is None or documents[b, i] == documents[b, j]:
-                    found += [(q[i, b, n] @ k[j, b, n // X]).item() / D**0.5 for n in range(G * X)]
-    return max(found)
+def by_loops_of_logit(q: Tensor, k: Tensor, pattern: str, documents: Tensor | None) -> float:
+    return max(
+        (q[i, b, n] @ k[j, b, n // X]).item() / D**0.5
+        for b, i, j in product(range(B), range(S), range(S))
+        if visible(i, j, b, pattern, documents)
+        for n in range(G * X)
+    )
 
 
 def operands(seed: int) -> tuple[Tensor, Tensor]:
@@ -174,30 +199,48 @@ def operands(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 1000), block=st.sampled_from([1, 200, 1 << 20]))
-def test_it_is_that_of_the_visible_pairs(window: int | None, documents: bool, seed: int, block: int) -> None:
+@given(seed=st.integers(0, 1000), tile=st.sampled_from([1, 4, 200, 1 << 20]))
+def test_it_is_that_of_the_visible_pairs(pattern: str, documents: bool, seed: int, tile: int) -> None:
     q, k = operands(seed)
     ids = torch.tensor([[0] * 4 + [1] * 7, [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]]) if documents else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_module, "LOGITS_PER_BLOCK", block)
-        got = largest_logit(q, k, window, ids)
-    assert got.item() == pytest.approx(by_loops_of_logit(q, k, window, ids), rel=1e-12)
+        patch.setattr(attention_module, "LOGITS_PER_TILE", tile * B * G * X)
+        got = largest_logit(q, k, mask_of(pattern, S, ids))
+    assert got.item() == pytest.approx(by_loops_of_logit(q, k, pattern, ids), rel=1e-12)
+
+
+def test_a_tile_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor that is allocated, of 64 tiles of a sequence and of a long window."""
+    monkeypatch.setattr(attention_module, "LOGITS_PER_TILE", 64 * 64)
+    q, k = torch.randn(2, 512, 1, 1, 1, dtype=torch.float64)
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            self.largest = max([self.largest, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))])
+            return result
+
+    for pattern in ("global", "local:100"):
+        with Sizes() as sizes:
+            largest_logit(q, k, mask_of(pattern, 512, None))
+        assert sizes.largest == 64 * 64
 
 
 def test_half_precision_is_multiplied_in_fp32() -> None:
     q, k = (x.to(torch.bfloat16) for x in operands(0))
-    assert largest_logit(q, k, None, None).dtype == torch.float32
-    assert largest_logit(q, k, None, None).item() == pytest.approx(
-        by_loops_of_logit(q.double(), k.double(), None, None), rel=1e-6
-    )
+    largest = largest_logit(q, k, mask_of("global", S, None))
+    assert largest.dtype == torch.float32
+    assert largest.item() == pytest.approx(by_loops_of_logit(q.double(), k.double(), "global", None), rel=1e-6)
 
 
 def test_a_nan_is_reported() -> None:
     q, k = operands(0)
     q[3, 1, 2, 0] = torch.nan
-    assert largest_logit(q, k, None, None).isnan()
+    assert largest_logit(q, k, mask_of("global", S, None)).isnan()
 
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 4, 11
@@ -235,18 +278,6 @@ def test_positions_and_padding(read: int) -> None:
     for row, pad in enumerate(padding):
         assert cache.positions(tokens)[row].tolist() == [max(0, slot - pad) for slot in range(read, read + 4)]
         assert documents[row].tolist() == [int(slot >= pad) for slot in range(read + 4)]
-
-
-@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])])
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("first", [1, 3, 5])
-def test_later_queries_see_what_they_see_in_the_whole(
-    first: int, window: int | None, documents: torch.Tensor | None
-) -> None:
-    cpu = torch.device("cpu")
-    whole = AttentionMask.of_sequence(6, cpu, window, documents).dense
-    later = AttentionMask.of_sequence(6, cpu, window, documents, first).dense
-    assert torch.equal(later, whole[:, :, first:])
 
 
 HEAD_DIM, ROTARY_LENGTH = 16, 40

@@ -93,7 +93,7 @@ def attention_flops(q_BNSD: torch.Size, k_BGTD: torch.Size) -> int:
 
 
 def expected(model: ModelConfig, training: TrainingConfig) -> float:
-    table = flop_table(model, training, SEQ, PADDED)
+    table = flop_table(model, training, [SEQ] * model.num_layers, PADDED)
     return table.model + table.recomputed
 
 
@@ -140,7 +140,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str,
             x, _ = chunk.train()(x, batch)
         assert x is not None
         x.backward()
-    table = flop_table(model, training, SEQ, PADDED, parallel)
+    table = flop_table(model, training, [SEQ] * model.num_layers, PADDED, parallel)
     assert table.model + table.recomputed == counter.get_total_flops() / (SAMPLES * SEQ)
 
 
@@ -151,14 +151,40 @@ def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
     assert matmul_parameters(model) == sum(matrices.values())
 
 
-@pytest.mark.parametrize("window", [None, 1, 400, 5000])
-def test_causal_counts_the_keys_that_tokens_see(window: int | None) -> None:
-    seq = 1000
-    seen = sum(min(at + 1, window or seq) for at in range(seq)) / seq
-    assert causal_attention_keys(tiny(window_size=window), seq) == pytest.approx(
-        seen, abs=0.5
-    )  # the diagonal is half a key
-    assert causal_attention_keys(tiny(window_size=window), seq) <= full_attention_keys(tiny(window_size=window), seq)
+PATTERNS = (
+    "global",
+    *(f"local:{window}" for window in (1, 4, 100, 256, 5000)),
+    *("chunked:1", "chunked:64", "chunked:300", "chunked:5000"),
+    *("dilated:1:9", "dilated:16:3", "dilated:5000:7"),
+    *("prefix:1", "prefix:100", "prefix:999", "prefix:5000"),
+    *("local:16+first:4", "local:16+first:5000", "chunked:64+first:100", "dilated:8:5+first:3"),
+    *("local:100+chunked:64", "dilated:8:5+chunked:100", "local:16+prefix:100", "chunked:300+prefix:77+first:200"),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_causal_counts_the_keys_that_tokens_see(pattern: str) -> None:
+    for seq in (1, 17, 256, 1000):
+        model = tiny(attention_pattern=pattern, num_layers=1)
+        at = torch.arange(seq)
+        seen = model.pattern(0).allows(at[:, None], at).expand(seq, seq).sum(1)
+        (mean,), (most,) = causal_attention_keys(model, seq), full_attention_keys(model, seq)
+        assert mean == pytest.approx(seen.double().mean().item() - 0.5, rel=1e-12)  # the token itself is half a key
+        assert mean <= most
+        assert seen.max() <= most
+
+
+def test_layers_cost_what_their_patterns_cost() -> None:
+    model, training = tiny(num_layers=5, attention_pattern="local:8*2,global"), TrainingConfig(seq_length=64)
+    one_each = [tiny(num_layers=1, attention_pattern=pattern) for pattern in ("local:8", "global")]
+    for keys in (causal_attention_keys, full_attention_keys):
+        (local,), (full,) = (keys(each, 64) for each in one_each)
+        assert keys(model, 64) == (local, local, full, local, local)
+        table = flop_table(model, training, keys(model, 64), PADDED)
+        assert [layer["scores"].forward for layer in table.layers] == [
+            2 * 32 * n for n in (local, local, full, local, local)
+        ]
+    assert causal_attention_keys(tiny(window_size=8), 64) == causal_attention_keys(one_each[0], 64) * 2
 
 
 def test_conventions_side_by_side() -> None:
@@ -172,7 +198,8 @@ def test_conventions_side_by_side() -> None:
     flops_per_token = FlopsPerToken.from_config(run)
     layers = 2 * (96 + 32 + 128 + 128) * 32
     assert flops_per_token.full == 6 * (layers + 101 * 32) + 12 * 2 * 32 * 10
-    assert flops_per_token.causal == 6 * (layers + 101 * 32) + 12 * 2 * 32 * (10 - 100 / 200)
+    seen = 10 - 10 * 9 / 200 - 0.5  # the first 9 tokens see fewer, and a token is half a key of its own
+    assert flops_per_token.causal == pytest.approx(6 * (layers + 101 * 32) + 12 * 2 * 32 * seen, rel=1e-12)
     assert flops_per_token.hardware == flops_per_token.full + 2 * layers + 4 * 2 * 32 * 10
     assert flops_per_token.megatron == 6 * (layers + 128 * 32) + 12 * 2 * 32 * 50
 
