@@ -262,6 +262,9 @@ class TrainingConfig:
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""
+    mlp_chunk_size: int | None = option(None, role="free", at_least=1)
+    """Rows of the sequence, of those on a rank, whose MLP is computed at a time. Backward computes it again, chunk by
+    chunk. Experts are not divided. Default: all at once, and kept for backward."""
 
 
 @dataclass(frozen=True)
