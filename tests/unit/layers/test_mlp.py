@@ -54,7 +54,9 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("recomputed", RECOMPUTED)
-@pytest.mark.parametrize(("model", "size"), [("gpt", 1), ("gpt", 20), ("gpt", ROWS), ("llama", 20), ("shared expert", 9)])
+@pytest.mark.parametrize(
+    ("model", "size"), [("gpt", 1), ("gpt", 20), ("gpt", ROWS), ("llama", 20), ("shared expert", 9)]
+)
 def test_equals_the_whole(model: str, size: int, recomputed: str) -> None:
     loss, grads = step(model, replace(RECOMPUTED[recomputed], mlp_chunk_size=size))
     expected, expected_grads = whole(model)
