@@ -63,7 +63,7 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(x_SBH)
         ctx.mlp = mlp
         y_SBH = torch.empty_like(x_SBH)
-        for x, y in zip(x_SBH.split(mlp.chunk_size), y_SBH.split(mlp.chunk_size)):
+        for x, y in zip(x_SBH.detach().split(mlp.chunk_size), y_SBH.split(mlp.chunk_size)):
             y.copy_(mlp.apply_to_rows(x))
         return y_SBH
 
