@@ -34,6 +34,9 @@ DYNAMIC_LOSS_SCALE = Need(
 FP8 = Need("fp8_format")
 FIRST_LAST_LAYERS_BF16 = Need("first_last_layers_bf16")
 FULL_RECOMPUTE = Need("recompute_granularity=full")
+DENSE_MLP = Need(
+    lambda c: c.model.num_experts is None or c.model.moe_shared_expert_intermediate_size, "an MLP beside the experts"
+)
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
@@ -262,6 +265,9 @@ class TrainingConfig:
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""
+    mlp_chunk_size: int | None = option(None, role="free", at_least=1, needs=DENSE_MLP)
+    """Rows of the sequence, of those on a rank, whose MLP is computed at a time. Backward computes it again, chunk by
+    chunk. Experts are not divided. Default: all at once, and kept for backward."""
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,19 @@ class GradAccumulator:
                 grads = wide
             torch._foreach_add_(targets, grads)
 
+    @contextmanager
+    def one_contribution(self) -> Iterator[None]:
+        """Count all that the body adds to a parameter's gradient as one contribution, and defer nothing."""
+        contributed, deferred_to = self._contributed, self._deferred_to
+        names: dict[str, None] = {}
+        self._contributed, self._deferred_to = names.setdefault, None
+        try:
+            yield
+        finally:
+            self._contributed, self._deferred_to = contributed, deferred_to
+        for name in names:
+            contributed(name)
+
     def discard_pending(self) -> None:
         """Discard what an aborted step left in the queues."""
         self._queued_vectors.clear()

@@ -126,16 +126,17 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         s, b, n, d = q_SBND.shape
         dtype = torch.promote_types(q_SBND.dtype, torch.float32)
-        y_BNSD = q_SBND.new_zeros((b, n, s, d), dtype=dtype)
+        y_SBND = q_SBND.new_zeros((s, b, n, d), dtype=dtype)  # so that merging the heads later copies nothing
+        y_BNSD = y_SBND.permute(1, 2, 0, 3)
         lse_BNS = q_SBND.new_full((b, n, s), -torch.inf, dtype=dtype)
 
         def attend(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> None:
-            for tile in _tiles(part, dropout):
+            for tile in _tiles(q_SBND, part, dropout):
                 inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout)
                 _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *_forward(inputs))
 
         key_values.forward(k_SBGD, v_SBGD, mask, attend)
-        y_SBND = y_BNSD.permute(2, 0, 1, 3).to(q_SBND.dtype)
+        y_SBND = y_SBND.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS)
         ctx.mask, ctx.dropout, ctx.key_values = mask, dropout, key_values
         return y_SBND
@@ -144,27 +145,27 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_SBND: Tensor) -> tuple[Tensor | None, ...]:
         q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS = ctx.saved_tensors
-        dq_BNSD = torch.zeros_like(lse_BNS).unsqueeze(-1).repeat(1, 1, 1, q_SBND.shape[3])
+        dq_SBND = lse_BNS.new_zeros(q_SBND.shape)
+        dq_BNSD = dq_SBND.permute(1, 2, 0, 3)
 
         def differentiate(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> tuple[Tensor, Tensor]:
-            t, b, g, d = k_TBGD.shape
-            dk_BGTD, dv_BGTD = lse_BNS.new_zeros((2, b, g, t, d)).unbind()
-            for tile in _tiles(part, ctx.dropout):
+            dk_TBGD, dv_TBGD = lse_BNS.new_zeros((2, *k_TBGD.shape)).unbind()
+            dk_BGTD, dv_BGTD = (grad.permute(1, 2, 0, 3) for grad in (dk_TBGD, dv_TBGD))
+            for tile in _tiles(q_SBND, part, ctx.dropout):
                 inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout)
                 dy, y = (_rows(t, tile.samples, tile.queries) for t in (dy_SBND, y_SBND))
                 dq, dk, dv = _backward(inputs, dy, y, lse_BNS[tile.samples, :, tile.queries])
                 dq_BNSD[tile.samples, :, tile.queries] += dq
                 dk_BGTD[tile.samples, :, tile.keys] += dk
                 dv_BGTD[tile.samples, :, tile.keys] += dv
-            dk_TBGD, dv_TBGD = (grad.permute(2, 0, 1, 3).to(k_TBGD.dtype) for grad in (dk_BGTD, dv_BGTD))
-            return dk_TBGD, dv_TBGD
+            return dk_TBGD.to(k_TBGD.dtype), dv_TBGD.to(v_TBGD.dtype)
 
         dk_SBGD, dv_SBGD = ctx.key_values.backward(k_SBGD, v_SBGD, ctx.mask, differentiate)
-        return dq_BNSD.permute(2, 0, 1, 3).to(q_SBND.dtype), dk_SBGD, dv_SBGD, None, None, None
+        return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, None, None, None
 
 
-def _tiles(mask: AttentionMask, dropout: AttentionDropout | None) -> list[Tile]:
-    if dropout is None:
+def _tiles(q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None) -> list[Tile]:
+    if dropout is None and _is_fused(q_SBND, None, None):
         return mask.tiles(BLOCK)
     return mask.tiles(UNFUSED_BLOCK, whole=False)
 

@@ -254,7 +254,10 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, drop_activation: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, drop_activation: bool, chunk_size: int | None
+    ) -> None:
+        """Build the layer; arguments as for :class:`MLP`, of which ``chunk_size`` is for the shared expert only."""
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
@@ -262,7 +265,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, context.submodule("experts"), drop_activation)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
-            self.shared_experts = MLP(config, context.submodule("shared_experts"), drop_activation)
+            self.shared_experts = MLP(config, context.submodule("shared_experts"), drop_activation, chunk_size)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Route every token, and apply its experts."""

@@ -30,7 +30,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recomputed: frozenset[str]
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        pattern: AttentionPattern,
+        recomputed: frozenset[str],
+        mlp_chunk_size: int | None,
     ) -> None:
         """Build the block.
 
@@ -39,10 +44,13 @@ class Block(nn.Module):
             context: of the block.
             pattern: of its attention.
             recomputed: the modules that are recomputed in backward (``recompute_modules``).
+            mlp_chunk_size: rows of the MLP that are computed at a time; None for all at once.
 
         """
         super().__init__()
         self.recomputed, self.dropout = recomputed, config.hidden_dropout
+        in_chunks = mlp_chunk_size is not None and config.num_experts is None  # then the MLP recomputes itself
+        self.recompute_mlp = "mlp" in recomputed and not in_chunks
         self.attention_site, self.mlp_site = context.name("attention_dropout"), context.name("mlp_dropout")
         self.input_layernorm = Norm(config, context.submodule("input_layernorm"))
         self.self_attention = SelfAttention(
@@ -51,25 +59,27 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = Norm(config, context.submodule("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
         feed_forward = MLP if config.num_experts is None else MixtureOfExperts
-        self.mlp = feed_forward(config, context.submodule("mlp"), drop_activation)
+        self.mlp = feed_forward(config, context.submodule("mlp"), drop_activation, mlp_chunk_size)
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> tuple[Residual, Tensor | None]:
         """Apply the block."""
         x_SBH, y = self._apply_to_norm(self.input_layernorm, residual, lambda n: self.self_attention(n, ctx))
         residual = self._residual(x_SBH, y, self.self_attention.linear_proj.bias, ctx, self.attention_site)
-        if "mlp" in self.recomputed:
+        if self.recompute_mlp:
             x_SBH = residual.sum()
             y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(Residual(x))[1], ctx), x_SBH)
         else:
             x_SBH, (y, losses) = self._apply_to_norm(
-                self.pre_mlp_layernorm, residual, lambda n: self._feed_forward(n, ctx)
+                self.pre_mlp_layernorm, residual, lambda n: self._feed_forward(n, ctx), "mlp"
             )
         bias = self.mlp.linear_fc2.bias if isinstance(self.mlp, MLP) else None
         return self._residual(x_SBH, y, bias, ctx, self.mlp_site), losses
 
-    def _apply_to_norm(self, norm: Norm, residual: Residual, function: Callable[[Tensor], T]) -> tuple[Tensor, T]:
-        """Return ``x`` and ``function(norm(x))``, x the sum of the residual."""
-        if "layernorm" in self.recomputed:
+    def _apply_to_norm(
+        self, norm: Norm, residual: Residual, function: Callable[[Tensor], T], *modules: str
+    ) -> tuple[Tensor, T]:
+        """Return ``x`` and ``function(norm(x))``, x the sum of the residual; ``modules`` recompute the norm, too."""
+        if self.recomputed & {"layernorm", *modules}:
             x_SBH = residual.sum()
             return x_SBH, recompute_producer(lambda x: norm(Residual(x))[1], x_SBH, function, drop=True)
         x_SBH, n_SBH = norm(residual)

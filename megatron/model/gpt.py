@@ -96,7 +96,12 @@ class GPTChunk(nn.Module):
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.block(i), config.pattern(i), self.recompute.modules) for i in stage.layers}
+            {
+                str(i): Block(
+                    config, context.block(i), config.pattern(i), self.recompute.modules, training.mlp_chunk_size
+                )
+                for i in stage.layers
+            }
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None

@@ -11,6 +11,7 @@ values, three times: 12qk per layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,24 +86,25 @@ def flop_table(
         for index in range(stage.count):
             forward["scores"] = forward["values"] = queries * keys[stage.layers.start + index]
             recomputed = recomputed_matmuls(model, training, index)
-            layers.append({n: MatmulFlops(forward[n], forward[n] * (n in recomputed)) for n in BLOCK_MATMULS})
+            layers.append({n: MatmulFlops(forward[n], forward[n] * recomputed[n]) for n in BLOCK_MATMULS})
     return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary))
 
 
-def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
-    """Return the products that block ``place`` of a stage computes again in backward.
+def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> Counter[str]:
+    """Return how often block ``place`` of a stage computes each product again in backward.
 
-    Recomputation stops once backward has what it needs: unfused attention (with dropout) needs the attention weights
-    but not their product with the values, so only the scores are recomputed.
+    Attention with dropout, which is not fused, keeps no scores. Of an MLP in chunks every chunk is computed again; of
+    experts only the shared one is in chunks, which is not counted.
     """
+    in_chunks = training.mlp_chunk_size is not None and model.num_experts is None
+    again = Counter((*(("fc1", "fc2") if in_chunks else ()), *(("scores",) if model.attention_dropout > 0 else ())))
     if training.recompute_granularity is None:
-        return frozenset()
+        return again
     if training.recompute_granularity == "full":
         first = training.recompute_num_layers if training.recompute_method == "block" else None
-        return frozenset(BLOCK_MATMULS if first is None or place < first else ())
-    core = ("scores",) if model.attention_dropout > 0 else ("scores", "values")
-    products = {"core_attn": core, "mlp": ("router", "fc1", "fc2")}
-    return frozenset(name for module in training.recompute_modules for name in products.get(module, ()))
+        return again + Counter(BLOCK_MATMULS if first is None or place < first else ())
+    products = {"core_attn": ("scores", "values"), "mlp": () if in_chunks else ("router", "fc1", "fc2")}
+    return again + Counter(name for module in training.recompute_modules for name in products.get(module, ()))
 
 
 def matmul_parameters(model: ModelConfig) -> int:

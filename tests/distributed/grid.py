@@ -138,6 +138,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "samples": (4, 8, 6),
     "micro_batch": (1, 2, 4),
     "recompute": ("nothing", "all modules", "uniform 2", "block 1"),
+    "mlp_chunk": (None, 2),  # of 12 rows, or 6 or 3 with sequence parallelism
     "positions": tuple(POSITIONS),
     "rotary": tuple(ROTARY),
     "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
@@ -279,6 +280,7 @@ def case_of(choice: Choice) -> Case:
     training = TrainingConfig(
         micro_batch_size=c["micro_batch"],
         cross_entropy_chunk_size=c["loss_chunk"],
+        mlp_chunk_size=c["mlp_chunk"],
         **RECOMPUTE[c["recompute"]],
     )
     optimizer = OptimizerConfig(

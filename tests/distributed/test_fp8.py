@@ -47,6 +47,11 @@ def wide(recipe: str, samples: int, size: int) -> Case:
     return Case(model, TP2_SP, precision(recipe, "e4m3"), training, samples=samples, steps=1)
 
 
+def in_chunks(whole: Case) -> Case:
+    """The MLP on two of six rows at a time."""
+    return replace(whole, training=replace(whole.training, mlp_chunk_size=2))
+
+
 ZB = replace(pipeline(2, "zb-v", layers=4), precision=precision("tensorwise"), dp=1)
 CASES = {
     "tensorwise-tp2": case(TP2, "tensorwise"),
@@ -71,6 +76,8 @@ CASES = {
     ),
     "mxfp8-tp2-sp": wide("mxfp8", 16, 64),
     "blockwise-tp2-sp": wide("blockwise", 64, 256),
+    "mxfp8-tp2-sp-chunks": in_chunks(wide("mxfp8", 16, 64)),
+    "blockwise-tp2-sp-chunks": in_chunks(wide("blockwise", 64, 256)),
 }
 
 

@@ -178,7 +178,8 @@ def pairs_that_fit() -> set[Pair]:
 
 
 OF_THE_MODEL = {"samples", "layers"}
-OF_COMPUTING = {*LAYOUT, "recompute", "loss_chunk", "overlap", "bucket", "zero", "gather", "ep", "etp"} - OF_THE_MODEL
+OF_COMPUTING = {*LAYOUT, "recompute", "mlp_chunk", "loss_chunk", "overlap", "bucket", "zero", "gather", "ep", "etp"}
+OF_COMPUTING -= OF_THE_MODEL
 MATTERS = sorted(set(FACTORS) - OF_COMPUTING - {"rotary"})
 
 

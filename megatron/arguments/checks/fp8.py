@@ -1,8 +1,9 @@
-"""Checks of linears in FP8: the recipe, the model, the layers, and the sizes of matrices."""
+"""Checks of linears in FP8: the recipe, the model, the layers, and the sizes of matrices and chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from megatron.config.errors import Problem
 from megatron.config.run import RunConfig
@@ -58,6 +59,22 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank has {tokens} tokens of a micro-batch"
         length = of * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
         yield Problem("E923", sentence, (*multiples_as_fixes("--seq-length", training.seq_length, length), *other))
+
+
+def check_fp8_chunks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that chunks of the MLP do not divide the rows that share a scale."""
+    parallel, recipe = config.parallel, config.precision.fp8_recipe
+    size, samples = config.training.mlp_chunk_size, config.training.micro_batch_size
+    rows = config.training.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    if config.precision.fp8_format is None or recipe not in MULTIPLES or size is None or size >= rows:
+        return
+    of, chunk = MULTIPLES[recipe], f"--mlp-chunk-size {size}"
+    if recipe in ("tensorwise", "rowwise"):
+        sentence = f"{chunk} would give each chunk a scale: those of --fp8-recipe {recipe} cover all rows"
+        yield Problem("E925", sentence, ("drop --mlp-chunk-size", "--fp8-format e4m3 --fp8-recipe mxfp8", NO_FP8))
+    elif size * samples % of:
+        sentence = f"{chunk} x --micro-batch-size {samples} is no multiple of {of}, as --fp8-recipe {recipe} needs"
+        yield Problem("E925", sentence, multiples_as_fixes("--mlp-chunk-size", size, of // gcd(of, samples)))
 
 
 def check_fp8_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:

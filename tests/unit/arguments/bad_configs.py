@@ -395,6 +395,8 @@ CASES = (
     Case("--fp8-format hybrid --seq-length 1000"),
     Case("--fp8-format hybrid --first-last-layers-bf16"),
     Case("--fp8-format hybrid --fp8-output-proj"),
+    Case("--fp8-format hybrid --mlp-chunk-size 256"),
+    Case("--fp8-format e4m3 --fp8-recipe mxfp8 --micro-batch-size 8 --mlp-chunk-size 10"),
 )
 
 

@@ -170,6 +170,7 @@ CHANGED = {
     "recompute_num_layers": "2",
     "recompute_modules": "mlp core_attn",
     "cross_entropy_chunk_size": "5",
+    "mlp_chunk_size": "3",
     "eval_interval": "3",
     "eval_iters": "2",
     "log_interval": "7",

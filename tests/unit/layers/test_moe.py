@@ -241,7 +241,7 @@ class Made:
     def __init__(self, config: ModelConfig, drop_activation: bool = False) -> None:
         self.context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
         self.context.declare(parameters.mixture_of_experts(config, self.context.sharding))
-        self.module = MixtureOfExperts(config, self.context, drop_activation)
+        self.module = MixtureOfExperts(config, self.context, drop_activation, chunk_size=None)
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
         self.contributions: list[str] = []
         self.context.grad_accumulator.bind(self.gradients.__getitem__, self.contributions.append)

@@ -61,6 +61,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "default modules": SELECTIVE,
     **{name: SELECTIVE | {"recompute_modules": (name,)} for name in ("core_attn", "mlp")},
     "all modules": SELECTIVE | {"recompute_modules": ("layernorm", "activation", "core_attn", "mlp")},
+    "mlp in chunks": {"mlp_chunk_size": 3},
+    "mlp in chunks, all modules": SELECTIVE
+    | {"recompute_modules": ("layernorm", "activation", "core_attn", "mlp"), "mlp_chunk_size": 3},
+    "mlp in chunks, block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1, "mlp_chunk_size": 3},
 }
 
 

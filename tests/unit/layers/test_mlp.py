@@ -1,0 +1,104 @@
+"""The MLP in chunks: the results of the whole, one chunk's activations at a time, one contribution per weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import TrainingConfig
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.layers import parameters
+from megatron.layers.context import BuildContext
+from megatron.layers.mlp import MLP
+from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+
+ROWS, SAMPLES = 48, 2
+GPT = tiny(hidden_dropout=0.1, max_position_embeddings=ROWS)
+MODELS = {
+    "gpt": GPT,
+    "llama": replace(GPT, activation="swiglu", normalization="RMSNorm", add_bias_linear=False),
+    "shared expert": replace(
+        GPT,
+        add_bias_linear=False,
+        num_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_router_topk=2,
+        moe_shared_expert_intermediate_size=40,
+    ),
+}
+
+
+def step(model: str, training: TrainingConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of two micro-batches."""
+    solo = Solo.build(MODELS[model], training=training)
+    loss = solo.backward([random_batch(MODELS[model], SAMPLES, ROWS, seed=seed) for seed in (1, 2)])
+    return loss, solo.snapshot()
+
+
+@cache
+def whole(model: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return step(model, TrainingConfig())
+
+
+RECOMPUTED = {
+    "nothing": TrainingConfig(),
+    "norms": TrainingConfig(recompute_granularity="selective", recompute_modules=("layernorm",)),
+    "mlp": TrainingConfig(recompute_granularity="selective", recompute_modules=("mlp", "activation")),
+    "blocks": TrainingConfig(recompute_granularity="full", recompute_num_layers=2),
+}
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+@pytest.mark.parametrize(
+    ("model", "size"), [("gpt", 1), ("gpt", 20), ("gpt", ROWS), ("llama", 20), ("shared expert", 9)]
+)
+def test_equals_the_whole(model: str, size: int, recomputed: str) -> None:
+    loss, grads = step(model, replace(RECOMPUTED[recomputed], mlp_chunk_size=size))
+    expected, expected_grads = whole(model)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+    for name, grad in expected_grads.items():
+        assert (grads[name] - grad).norm() <= 1e-12 * grad.norm(), name
+
+
+class Made:
+    """An MLP alone, and where its gradients go."""
+
+    def __init__(self, config: ModelConfig, chunk_size: int | None) -> None:
+        context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
+        context.declare(parameters.mlp(config, context.sharding, config.ffn))
+        self.mlp, self.grad_accumulator = MLP(config, context, False, chunk_size), context.grad_accumulator
+        gradients = {name: torch.zeros_like(p) for name, p in context.params.items()}
+        self.contributions: list[str] = []
+        self.grad_accumulator.bind(gradients.__getitem__, self.contributions.append)
+        self.x = torch.randn(ROWS, SAMPLES, config.hidden_size, dtype=torch.float64, requires_grad=True)
+
+
+def test_chunks_are_one_contribution_and_nothing_waits_for_w() -> None:
+    made = Made(MODELS["gpt"], 5)
+    y = made.mlp(made.x)
+    with made.grad_accumulator.deferring_wgrad(0, 0):
+        y.sum().backward()
+        assert made.grad_accumulator.defers_wgrad
+    assert sorted(made.contributions) == ["linear_fc1.bias", "linear_fc1.weight", "linear_fc2.weight"]
+    assert made.grad_accumulator.queued == 0
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("size", [4, 16])
+def test_only_one_chunk_exists_at_a_time(model: str, size: int) -> None:
+    config = MODELS[model]
+    made = Made(config, size)
+    row = SAMPLES * made.x.element_size()
+    with Allocations() as forward:
+        y = made.mlp(made.x)
+        kept = forward.alive
+    assert kept == ROWS * row * config.hidden_size, "the output"
+    y.backward(torch.ones_like(y))
+    # The largest tensor is the output, or what fc1 gives for one chunk.
+    widest = max(ROWS * config.hidden_size, (1 + config.gated) * size * config.ffn)
+    assert forward.largest == widest * row
