@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.planner.communication import attention_traffic
 
 from benchmarks.ranks import run_ranks
 from benchmarks.record import conditions, keep, machine
@@ -31,7 +32,6 @@ from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import TRIANGLE, AttentionMask
 from megatron.kernels.block_attention import BLOCK, block_attention
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.planner.communication import attention_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
