@@ -41,10 +41,8 @@ MODEL = (
     "--mock-data --train-iters 100 --global-batch-size 1 --micro-batch-size 1 --device cpu"
 )
 LENGTH, STEPS, ROUNDS = 8192, 2, 5
-METHODS = (
-    (2, "p2p"), (2, "all_gather"), (2, "a2a"),
-    (4, "p2p"), (4, "all_gather"), (4, "a2a"), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
-)  # fmt: skip
+BOTH = "a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+METHODS = ((2, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "p2p"), (4, "all_gather"), (4, "a2a"), (4, BOTH))
 GOAL = 1.10
 """Processor seconds over those of one process."""
 
@@ -64,12 +62,12 @@ LONG_LENGTH = 131_072
 def config_of(flags: str, length: int, size: int, method: str) -> RunConfig:
     """Return the configuration of a run on ``size`` context-parallel ranks."""
     context = f"--context-parallel-size {size} --cp-comm-type {method}" if size > 1 else ""
-    environment = {"RANK": "0", "WORLD_SIZE": str(size)}
-    return parse(f"{flags} --seq-length {length} --max-position-embeddings {length} {context}".split(), environment).config
+    flags = f"{flags} --seq-length {length} --max-position-embeddings {length} {context}"
+    return parse(flags.split(), {"RANK": "0", "WORLD_SIZE": str(size)}).config
 
 
 def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> dict[str, Any]:
-    """Return this rank's processor seconds and bytes sent per step, the last loss, and the growth of its peak memory."""
+    """Return this rank's processor seconds and bytes sent per step, the last loss, and the growth of peak memory."""
     trainer = build_trainer(config, rank, world_size)
     rates, meter = Rates(1e-3, 0.0), trainer.mesh.meter
     loss, seconds = torch.zeros(()), []
@@ -85,7 +83,8 @@ def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # All-reduces are those of gradients and of the loss.
     sent = sum(count for (axes, how), count in meter.pop_bytes_sent().items() if axes == "cp" and how != ALL_REDUCE)
-    return {"seconds": statistics.median(seconds[1:] or seconds), "bytes": sent, "loss": loss.item(), "KiB": peak - before}
+    typical = statistics.median(seconds[1:] or seconds)
+    return {"seconds": typical, "bytes": sent, "loss": loss.item(), "KiB": peak - before}
 
 
 def step_rows() -> list[dict[str, Any]]:
@@ -159,7 +158,7 @@ def sparse_rows() -> list[dict[str, Any]]:
 def long_rows() -> list[dict[str, Any]]:
     """Train a step on one long sample with and without context parallelism."""
     rows = []
-    for size, method in ((1, "p2p"), (4, "p2p"), (4, "all_gather"), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2")):
+    for size, method in ((1, "p2p"), (4, "p2p"), (4, "all_gather"), (4, BOTH)):
         ranks = run_ranks(size, measure_steps, config_of(LONG, LONG_LENGTH, size, method), 1)
         rows.append({
             "CP": size, "method": method.split()[0] if size > 1 else "-", "loss": ranks[0]["loss"],
@@ -174,8 +173,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Context parallelism and block-sparse attention, CPU, one thread a rank",
         "",
-        f"A step on one sample of {LENGTH:,} tokens, two layers of width 256, fp32. Processor seconds of all ranks over",
-        f"those of one process: median of {ROUNDS} alternating rounds (goal {GOAL}). Bytes sent by a rank in the step, mean.",
+        f"A step on one sample of {LENGTH:,} tokens, two layers of width 256, fp32. Processor seconds of all ranks",
+        f"over those of one process: median of {ROUNDS} alternating rounds (goal {GOAL}). Bytes sent by a rank: mean.",
         "",
         "| CP | method | seconds / one process | lowest | highest | MB sent | / formula | loss differs by |",
         "|---|---|---|---|---|---|---|---|",
@@ -187,20 +186,21 @@ def page(result: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        f"Attention of {SPARSE_LENGTH:,} tokens, 4 heads of 64, fp32, forward and backward: processor seconds over those of",
-        "plain causal attention (SDPA), beside the share of its scores that is computed.",
+        f"Attention of {SPARSE_LENGTH:,} tokens, 4 heads of 64, fp32, forward and backward: processor seconds over",
+        "those of plain causal attention (SDPA), beside the share of its scores that is computed.",
         "",
         "| pattern | scores | seconds | lowest | highest |",
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['pattern']} | {r['share']:.3f} | {r['time']:.3f} | {r['low']:.3f} | {r['high']:.3f} |" for r in result["sparse"]
+        f"| {r['pattern']} | {r['share']:.3f} | {r['time']:.3f} | {r['low']:.3f} | {r['high']:.3f} |"
+        for r in result["sparse"]
     ]
     if result["long"]:
         lines += [
             "",
-            f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of a rank's peak",
-            "memory during the step.",
+            f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of a rank's",
+            "peak memory in the step.",
             "",
             "| CP | method | loss | MiB | of one process |",
             "|---|---|---|---|---|",
