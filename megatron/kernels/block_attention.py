@@ -44,8 +44,8 @@ class AttentionDropout:
     # Tokens of the whole sequence.
     length: int
 
-    def scale(self, mask: AttentionMask, tile: Tile, heads: int) -> Tensor:
-        """Return the factors on the weights of a tile, ``[B, N, S, T]``: 0, or ``1 / (1 - probability)``."""
+    def scale(self, mask: AttentionMask, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
+        """Return the factors on the weights of a tile, ``[B, N, S, T]`` in at least fp32: 0, or ``1 / (1 - p)``."""
         device = self.sample_ids.device
         head_N11 = torch.arange(self.first_head, self.first_head + heads, device=device).view(-1, 1, 1)
         keep = keep_mask(
@@ -55,7 +55,7 @@ class AttentionDropout:
             mask.query_positions[tile.queries].view(-1, 1),
             head_N11 * self.length + mask.key_positions[tile.keys],
         )
-        return keep * (1.0 / (1.0 - self.probability))
+        return keep.to(torch.promote_types(dtype, torch.float32)) * (1.0 / (1.0 - self.probability))
 
 
 Use = Callable[[Tensor, Tensor, AttentionMask], Any]
@@ -209,7 +209,7 @@ class _TileInputs:
     ) -> _TileInputs:
         q = _rows(q_SBND, tile.samples, tile.queries)
         k, v = (_rows(t, tile.samples, tile.keys) for t in (k_TBGD, v_TBGD))
-        scale = None if dropout is None else dropout.scale(mask, tile, q.shape[1])
+        scale = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
         partial = tile.kind not in (TRIANGLE, FULL) or (tile.kind == TRIANGLE and not _is_fused(q, scale, None))
         visible = mask.dense(tile.samples, tile.queries, tile.keys) if partial else None
         return cls(q, k, v, tile.kind == TRIANGLE and not partial, visible, scale)

@@ -161,10 +161,11 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     Where the case pads its batch, what is missing of a micro-batch is the sample before it again, of which no label
     counts.
     """
-    replicas, size = trainer.mesh.dp_cp, trainer.config.training.micro_batch_size
+    mesh, size = trainer.mesh, trainer.config.training.micro_batch_size
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
-    places = rank_micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
-    return [_rows(whole, mine, size) for mine in places]
+    places = rank_micro_batches(0, case.samples, size, mesh.dp_rank, mesh.dp_size, padded)
+    batches = [_rows(whole, mine, size) for mine in places]
+    return batches if trainer.cp is None else [_tokens(batch, trainer.cp.rows(SEQ_LENGTH)) for batch in batches]
 
 
 def global_batch(case: Case, step: int) -> MicroBatch:
@@ -191,3 +192,11 @@ def _rows(batch: MicroBatch, rows: range, size: int) -> MicroBatch:
     cut: dict[str, Any] = {name: x[ids] for name, x in vars(batch).items() if isinstance(x, Tensor)}
     cut["loss_mask"][len(rows) :] = 0.0
     return replace(batch, **cut)
+
+
+def _tokens(batch: MicroBatch, rows: tuple[range, ...]) -> MicroBatch:
+    """The tokens at these positions of every sample, as a context-parallel rank has them."""
+    places = torch.tensor([i for part in rows for i in part])
+    positions = places.expand(len(batch.tokens), -1) if batch.positions is None else batch.positions[:, places]
+    cut = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "loss_mask")}
+    return replace(batch, **cut, positions=positions, seq_length=SEQ_LENGTH)

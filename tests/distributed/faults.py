@@ -17,8 +17,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator, Operand, Wgra
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.distributed.tensor_parallel import PIPELINED, Product
-from megatron.layers import linear, loss
-from megatron.layers.attention import attention_dropout
+from megatron.kernels.block_attention import AttentionDropout
+from megatron.layers import attention, linear, loss
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
@@ -102,7 +102,8 @@ def dropout_by_local_row() -> Iterator[None]:
     original = GPTChunk._forward_context
 
     def from_zero(self: GPTChunk, *arguments: Any) -> ForwardContext:
-        return replace(original(self, *arguments), first_row=0)
+        context = original(self, *arguments)
+        return replace(context, rows=(range(len(context.row_positions)),))
 
     with patch.object(GPTChunk, "_forward_context", from_zero):
         yield
@@ -110,8 +111,11 @@ def dropout_by_local_row() -> Iterator[None]:
 
 def dropout_by_local_head() -> AbstractContextManager[Any]:
     """Tensor-parallel ranks drop the same weights of their first heads."""
-    original: Callable[..., Tensor] = attention_dropout
-    return patch("megatron.layers.attention.attention_dropout", lambda *arguments: original(*arguments[:-1], 0))
+
+    def from_head_0(probability: float, key: int, sample_ids: Tensor, first_head: int, length: int) -> AttentionDropout:
+        return AttentionDropout(probability, key, sample_ids, 0, length)
+
+    return patch.object(attention, "AttentionDropout", from_head_0)
 
 
 def dropout_by_local_sample() -> AbstractContextManager[Any]:

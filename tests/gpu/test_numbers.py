@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.run import KERNEL_CANDIDATES
-from megatron.kernels.attention import AttentionMask, sdpa
+from megatron.kernels.attention import sdpa
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.fp8 import BLOCKS, Float8Recipe, fp8_operation
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS, select_kernels
@@ -80,14 +82,14 @@ def test_gradients_under_a_mask_with_very_negative_logits(device: torch.device, 
     """cuDNN's are NaN on Hopper: any mask tensor, 64 tokens more than a multiple of 128 (pytorch#196678)."""
     attend = select_kernels(("torch", f"attention={choice}"), device, torch.bfloat16)[0].attention
     documents = torch.arange(704).div(300, rounding_mode="floor").expand(2, 704)
-    window, first = (100 if masked == "window" else None), (64 if masked == "cached" else 0)
+    pattern, first = AttentionPattern(100 if masked == "window" else None), (64 if masked == "cached" else 0)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 704, 2, 2, 64, generator=generator)
     q[..., 0], k[..., 0] = 10, -100  # all logits are about -125
     found = []
     for place, dtype in ((device, torch.bfloat16), (torch.device("cpu"), torch.float64)):
         parts = documents.to(place) if masked == "documents" else None
-        mask = AttentionMask.of_sequence(704, place, window, parts, first)
+        mask = AttentionMask.of_sequence(704, place, pattern, parts, first)
         q1, k1, v1 = (t.bfloat16().to(place, dtype).requires_grad_() for t in (q[first:], k, v))
         y = (attend if dtype == torch.bfloat16 else sdpa)(q1, k1, v1, mask)
         found.append([g.double().cpu() for g in torch.autograd.grad(y.square().sum(), (q1, k1, v1))])

@@ -187,7 +187,7 @@ def test_mesh_alone_needs_no_torch_distributed() -> None:
 
 def test_mesh_knows_only_the_groups_it_created() -> None:
     with pytest.raises(KeyError):
-        one_rank_mesh().group("cp", "tp")
+        one_rank_mesh().group("dp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
         one_rank_mesh().tp_subgroup((0, 1))
 

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels import attention, registry
-from megatron.kernels.attention import ATTENTION, AttentionMask, sdpa
+from megatron.kernels.attention import ATTENTION, sdpa
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.operation import check_kernel, combine
 from megatron.kernels.registry import select_kernels
 from tests.unit.kernels.doubles import FlashAttention, install
@@ -66,7 +68,7 @@ def test_flash_attn_gets_the_deterministic_option(double: FlashAttention) -> Non
 
 def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttention) -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    of, pieces = AttentionMask.of_sequence, (range(2), range(6, 8))
+    of, pieces, local = AttentionMask.of_sequence, (range(2), range(6, 8)), AttentionPattern(3)
 
     def taken(mask: AttentionMask, channels: int = 64, grad: bool = True, names: Sequence[str] = KERNELS) -> str:
         queries, keys = (sum(map(len, ranges)) for ranges in (mask.queries, mask.keys))
@@ -79,13 +81,15 @@ def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttentio
     plain = of(8, CPU)
     assert taken(plain) == taken(plain, channels=264) == "cudnn"
     assert taken(plain, grad=False) == "flash_attn", "no cuDNN plan for every length"
-    masks = of(8, CPU, 3), of(8, CPU, None, ids), of(8, CPU, 3, ids), of(8, CPU, None, None, 7), of(8, CPU, 3, None, 7)
-    for mask in masks:
+    whole = [of(8, CPU, pattern, documents) for pattern in (CAUSAL, local) for documents in (None, ids)][1:]
+    for mask in (*whole, of(8, CPU, first_query=7), of(8, CPU, local, first_query=7)):
         assert taken(mask) == "flash_attn"
         assert taken(mask, names=("cudnn", "varlen", "torch")) == "varlen"
         assert taken(mask, channels=60, names=("cudnn", "varlen", "torch")) == "torch"
         assert taken(mask, channels=264) == "torch"
-    assert taken(of(8, CPU, None, ids, 7)) == "torch", "documents of cached tokens"
+    assert taken(of(8, CPU, CAUSAL, ids, 7)) == "torch", "documents of cached tokens"
+    for text in ("chunked:4", "dilated:2:2", "prefix:2", "local:2+first:1"):
+        assert taken(of(8, CPU, AttentionPattern.parse(text))) == "torch"
     assert taken(AttentionMask(pieces, (range(8),), CPU)) == "torch", "a context-parallel rank's queries"
     assert taken(AttentionMask((range(4),), (range(8),), CPU)) == "torch", "keys after the queries"
 
@@ -101,7 +105,7 @@ def test_torch_takes_the_calls_that_a_chosen_kernel_does_not(
     double.calls.clear()
     q, k, v = torch.randn(3, 8, 1, 2, 8)
     for queries in ((range(8),), (range(4), range(4, 8))):
-        mask = AttentionMask(queries, (range(8),), CPU, window=3)
+        mask = AttentionMask(queries, (range(8),), CPU, AttentionPattern(3))
         torch.testing.assert_close(kernels.attention(q, k, v, mask), sdpa(q, k, v, mask))
         assert len(double.calls) == 1
 
@@ -133,10 +137,9 @@ def test_sdpa_never_picks_cudnn(monkeypatch: pytest.MonkeyPatch, error: type[Exc
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
     q = torch.randn(8, 1, 2, 8)
-    for mask in (AttentionMask.of_sequence(8, CPU), AttentionMask.of_sequence(8, CPU, 3)):
-        with nullcontext() if error is None else pytest.raises(error):
-            sdpa(q, q, q, mask)
-    assert (seen, enabled()) == ([False] * 2, True)
+    with nullcontext() if error is None else pytest.raises(error):
+        sdpa(q, q, q, AttentionMask.of_sequence(8, CPU))
+    assert (seen, enabled()) == ([False], True)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -156,45 +159,9 @@ def test_boundaries_that_are_known_are_not_looked_for(double: FlashAttention) ->
     expected = attend(q, k, v, AttentionMask.of_sequence(5, CPU, documents=documents))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "nonzero", None)
-        assert torch.equal(
-            attend(q, k, v, AttentionMask.of_sequence(5, CPU, documents=documents, known_boundaries=known)), expected
-        )
+        mask = replace(AttentionMask.of_sequence(5, CPU, documents=documents), known_boundaries=known)
+        assert torch.equal(attend(q, k, v, mask), expected)
     assert double.calls == [("documents", False)] * 2
-
-
-@pytest.mark.parametrize("name", FLASH)
-def test_a_mask_is_made_once_and_only_for_those_who_ask(double: FlashAttention, name: str) -> None:
-    mask = AttentionMask.of_sequence(5, CPU, window=2)
-    q, k, v = torch.randn(3, 5, 2, 2, 8)
-    ATTENTION.candidates[name].make()(q, k, v, mask)
-    assert "dense" not in vars(mask)
-    ATTENTION.candidates["torch"].make()(q, k, v, mask)
-    assert mask.dense is vars(mask)["dense"]
-
-
-@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])])
-@pytest.mark.parametrize("window", [None, 3])
-def test_any_part_of_a_sequence_has_its_part_of_the_mask(window: int | None, documents: torch.Tensor | None) -> None:
-    """Queries and keys of context-parallel ranks, which hold two pieces of the sequence each."""
-    whole = AttentionMask.of_sequence(8, CPU, window, documents)
-    pieces = [(range(2), range(6, 8)), (range(2, 4), range(4, 6))]
-    rows = [torch.tensor([i for piece in rank for i in piece]) for rank in pieces]
-    for (queries, q), (keys, k) in itertools.product(zip(pieces, rows), repeat=2):
-        parts = (None, None) if documents is None else (documents[:, q], documents[:, k])
-        mask = AttentionMask(queries, keys, CPU, window, *parts)
-        assert torch.equal(mask.dense, whole.dense[:, :, q][..., k])
-        assert not mask.is_causal, "two pieces are not one triangle"
-
-
-def test_ranks_that_hold_parts_of_the_queries_compute_the_whole() -> None:
-    """With all keys gathered, each rank's call gives its rows."""
-    q, k, v = torch.randn(3, 8, 2, 2, 4, dtype=torch.float64)
-    whole = AttentionMask.of_sequence(8, CPU, window=3)
-    expected = ATTENTION.candidates["torch"].make()(q, k, v, whole)
-    for queries in ((range(2), range(6, 8)), (range(2, 6),)):
-        rows = torch.tensor([i for piece in queries for i in piece])
-        mask = AttentionMask(queries, whole.keys, CPU, window=3)
-        torch.testing.assert_close(ATTENTION.candidates["torch"].make()(q[rows], k, v, mask), expected[rows])
 
 
 def test_gpu_kernels_are_missing_here() -> None:

@@ -148,11 +148,11 @@ def test_compiled_dropout_drops_the_same(monkeypatch: pytest.MonkeyPatch, backen
     """To the bit, for every key with one graph."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     ours = compiled(dropout)()
-    x, samples = torch.ones(7, 2, 33), torch.tensor([5, 2**40 + 1])
+    x, samples, positions = torch.ones(7, 2, 33), torch.tensor([5, 2**40 + 1]), torch.tensor([3, 4, 5, 9, 10, 2, 0])
     seen, before = [], graphs()
     for key in (0, 1, 2**62 + 12345, 2**63 - 1):
-        out = ours(x, 0.3, torch.tensor(key), samples, 3)
-        assert torch.equal(out, dropout(x, 0.3, torch.tensor(key), samples, 3))
+        out = ours(x, 0.3, torch.tensor(key), samples, positions)
+        assert torch.equal(out, dropout(x, 0.3, torch.tensor(key), samples, positions))
         seen.append(out)
     assert graphs() == before + 1
     assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:]))

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.attention_pattern import CAUSAL
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
-from megatron.kernels.attention import AttentionMask
+from megatron.kernels.attention_mask import FULL, AttentionMask, Tile
+from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention
-from megatron.layers.attention import attention_dropout
 from megatron.layers.context import ForwardContext
 from megatron.model import block
 from megatron.model.block import hidden_dropout
@@ -28,9 +29,9 @@ def batch_of(ids: Tensor, step: int = 3) -> MicroBatch:
     return MicroBatch(empty, empty, empty, ids, step)
 
 
-def context_of(batch: MicroBatch, seed: int = 1, first_row: int = 0, length: int = S) -> ForwardContext:
-    mask = AttentionMask.of_sequence(length, torch.device("cpu"))
-    return ForwardContext(batch, mask, seed=seed, training=True, first_row=first_row)
+def context_of(batch: MicroBatch, seed: int = 1, rows: tuple[range, ...] = (range(S),)) -> ForwardContext:
+    mask = AttentionMask.of_sequence(S, torch.device("cpu"))
+    return ForwardContext(batch, {CAUSAL: mask}, seed=seed, training=True, rows=rows)
 
 
 IDS = torch.tensor([0, 1, 2, 1000, 1001, 2**32 - 1])
@@ -68,28 +69,26 @@ def test_independent_of_step_site_and_seed() -> None:
 
 def test_slices_of_a_micro_batch_drop_the_same() -> None:
     whole = hidden_dropout(ONES, P, context_of(batch_of(IDS)), "a")
-    half = S // 2
-    rows = [hidden_dropout(ONES[:half], P, context_of(batch_of(IDS), first_row=first), "a") for first in (0, half)]
-    assert torch.equal(torch.cat(rows), whole)
+    quarters = [range(i * S // 4, (i + 1) * S // 4) for i in range(4)]
+    for mine in (quarters[:2], quarters[2:], (quarters[0], quarters[3])):
+        rows = hidden_dropout(ONES[: S // 2], P, context_of(batch_of(IDS), rows=tuple(mine)), "a")
+        assert torch.equal(rows, whole[[i for part in mine for i in part]])
     samples = [hidden_dropout(ONES[:, :2], P, context_of(batch_of(IDS[i : i + 2])), "a") for i in (0, 2, 4)]
     assert torch.equal(torch.cat(samples, 1), whole)
     assert torch.equal(hidden_dropout(ONES[..., :10], P, context_of(batch_of(IDS)), "a"), whole[..., :10])
 
 
 def test_slices_of_attention_drop_the_same() -> None:
-    weights = torch.rand(B, 8, 16, 16, dtype=torch.float64) + 0.1
-    whole = attention_dropout(weights, P, context_of(batch_of(IDS), length=16), "a", 0)
-    assert abs((whole != 0).double().mean().item() - (1 - P)) < SIGMAS * (P * (1 - P) / weights.numel()) ** 0.5
-    torch.testing.assert_close(whole, weights / (1 - P) * (whole != 0), rtol=1e-15, atol=0)
-    heads = [
-        attention_dropout(weights[:, i : i + 2], P, context_of(batch_of(IDS), length=16), "a", i) for i in (0, 2, 4, 6)
-    ]
-    assert torch.equal(torch.cat(heads, 1), whole)
-    samples = [
-        attention_dropout(weights[i : i + 3], P, context_of(batch_of(IDS[i : i + 3]), length=16), "a", 0)
-        for i in (0, 3)
-    ]
-    assert torch.equal(torch.cat(samples), whole)
+    dropout = AttentionDropout(P, 12345, IDS, first_head=0, length=16)
+    cpu, every, (low, middle, high) = torch.device("cpu"), slice(None), (range(4), range(4, 12), range(12, 16))
+    whole = dropout.scale(AttentionMask.of_sequence(16, cpu), Tile(every, every, every, FULL), 8, torch.float64)
+    assert set(whole.unique().tolist()) == {0.0, 1.0 / (1.0 - P)}
+    assert abs((whole != 0).double().mean().item() - (1 - P)) < SIGMAS * (P * (1 - P) / whole.numel()) ** 0.5
+    part = AttentionMask((low, high), (high, middle), cpu)
+    tile = Tile(slice(1, 3), slice(2, 8), slice(3, 12), FULL)
+    scale = replace(dropout, first_head=2).scale(part, tile, 4, torch.float64)
+    queries, keys = [2, 3, *high], [15, *middle]
+    assert torch.equal(scale, whole[1:3, 2:6, queries][..., keys])
 
 
 DROPPING = tiny(hidden_dropout=0.2, attention_dropout=0.2)

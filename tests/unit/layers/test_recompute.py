@@ -42,8 +42,8 @@ def dropped(model: str, plan: str) -> int:
             return 2 * HIDDEN * ROW
         case "activation":
             return activated * FFN * ROW
-        case "core_attn":  # attention weights before and after dropout; what they are made from is kept instead
-            return 2 * HEADS * LENGTH * ROW - 3 * HIDDEN * ROW
+        case "core_attn":  # logarithms of sums of exponentials, which are all that attention in tiles keeps
+            return HEADS * ROW - 256
         case "mlp":  # all inside: the norm's output, what the activation takes and makes
             return (HIDDEN + 2 * activated * FFN) * ROW
     return 1
