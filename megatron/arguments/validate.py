@@ -149,16 +149,27 @@ def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject FlashAttention on documents: their number is an argument of its call and differs in every step."""
-    words = config.compute.kernels
-    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(kernel_problems(words)):
+    """Reject separate documents: the host selects the parts of attention, which differ in every step."""
+    if config.compute.cuda_graph == "step" and config.data.reset_attention_mask:
+        sentence = "--cuda-graph step cannot capture attention to documents, which end at other tokens in every step"
+        yield Problem("E910", sentence, OPTIMIZER_ONLY)
+
+
+def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing context parallelism, and patterns that need FlexAttention, which is untested."""
+    size, model = config.parallel.context_parallel_size, config.model
+    if config.compute.cuda_graph != "step":
         return
-    name = kernel_choices(words)["attention"].name
-    if name in ("auto", "flash_attn", "varlen"):
-        kernel = "flash_attn or varlen, which --kernels auto selects" if name == "auto" else name
-        sentence = f"--cuda-graph step cannot capture attention to documents with {kernel}"
-        others = [word for word in words if not word.startswith("attention=")]
-        yield Problem("E910", sentence, (f"--kernels {' '.join([*others, 'attention=torch'])}", *OPTIMIZER_ONLY))
+    if size > 1:
+        sentence = f"--cuda-graph step is untested with context parallelism; there are {size} context-parallel ranks"
+        yield Problem("E917", sentence, OPTIMIZER_ONLY)
+    try:
+        windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
+    except ValueError:  # reported by the check of the pattern
+        return
+    if not windows:
+        sentence = f"--cuda-graph step is untested with --attention-pattern {model.attention_pattern}"
+        yield Problem("E917", sentence, OPTIMIZER_ONLY)
 
 
 def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -180,6 +191,7 @@ GRAPH_CHECKS = (
     check_graph_gather,
     check_graph_pipeline,
     check_graph_documents,
+    check_graph_attention,
     check_tp_overlap,
     model.check_graph_experts,
 )

@@ -548,7 +548,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
-    "attention": ("cudnn", "flash_attn", "varlen", "torch"),
+    "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
     "linear": ("apex", "addmm", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),

@@ -103,7 +103,7 @@ class ContextParallel:
                 dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * sizes[0])
         if self.ring.size > 1:
             chunks = chunks_of(length, self.ring.size, self.ring.rank)
-            mask = replace(mask, queries=chunks, keys=chunks)
+            mask = mask.part(chunks, chunks)
             source = GatheredKeyValues if self.gathers else PassedKeyValues
             key_values: KeyValues = source(self.ring, length)
             y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values)

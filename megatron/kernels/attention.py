@@ -17,6 +17,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.block_attention import block_attention
+from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
@@ -134,6 +135,30 @@ def _varlen_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Attenti
     return shape_fits and _can_use(can_use_flash_attention, q_SBND)
 
 
+def _flex() -> AttentionKernel:
+    kernel: AttentionKernel = importlib.import_module("megatron.kernels.flex_attention").make()
+    return kernel
+
+
+FLEX_BLOCK = 128
+"""Side of the blocks of a mask that FlexAttention skips or not, in tokens."""
+
+
+def _flex_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
+    """Return True for patterns that FlashAttention has no option for.
+
+    In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled.
+    """
+    shape_fits = 16 <= q_SBND.shape[3] <= 256 and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
+    return shape_fits and not mask.pattern.only_window and (mask.aligned or mask.queries_end_keys)
+
+
+def _flex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    return (
+        compiler_missing(device, dtype) if half_on_gpu(device, dtype) else "FlexAttention needs bf16 or fp16 on a GPU"
+    )
+
+
 def _can_use(kernel: Callable[[SDPAParams], bool], q_SBND: Tensor) -> bool:
     """Return True if SDPA could call a kernel on this GPU with these queries and as many keys.
 
@@ -160,7 +185,10 @@ def _flash_attn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _checks() -> Sequence[KernelCheck]:
-    """Return calls with plain, windowed and document masks, and with cached keys; longer than a kernel's blocks."""
+    """Return calls with plain, windowed and document masks, with cached keys, and with a pattern of all kinds.
+
+    They are longer than a kernel's blocks.
+    """
     length = 160
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(length, 2, 4, 64, generator=generator, dtype=torch.float64)
@@ -177,7 +205,9 @@ def _checks() -> Sequence[KernelCheck]:
 
     patterns = CAUSAL, AttentionPattern(window=7)
     whole = [check(pattern, parts) for parts in (None, two_documents) for pattern in patterns]
-    return [*whole, *(check(pattern, None, length - 3) for pattern in patterns)]
+    cached = [check(pattern, None, length - 3) for pattern in patterns]
+    every = AttentionPattern(window=70, dilation=3, chunk=100, first=2, prefix=5)
+    return [*whole, *cached, check(every, two_documents), check(every, None, 10)]
 
 
 ATTENTION = Operation(
@@ -195,6 +225,7 @@ ATTENTION = Operation(
             _missing("FlashAttention of PyTorch", can_use_flash_attention),
             covers=_varlen_covers,
         ),
+        "flex": Candidate(_flex, _flex_missing, covers=_flex_covers),
         "torch": Candidate(lambda: sdpa),
     },
     _checks,

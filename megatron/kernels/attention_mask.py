@@ -8,11 +8,11 @@ Shapes: B samples, L tokens of the sequence, S queries, T keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 
-EMPTY, PARTIAL, TRIANGLE, FULL = range(4)
+EMPTY, PARTIAL, TRIANGLE, FULL, BAND = range(5)
 """Kinds of blocks: no query sees a key; some do; all see the keys up to themselves, which are the same tokens; all see
-all."""
+all; all see those at some distances (of tiles only)."""
 
 Ranges = tuple[range, ...]
 
@@ -32,9 +32,32 @@ class Tile(NamedTuple):
     """Queries and keys that are computed together: rows of the mask, and their kind."""
 
     samples: slice
+    # May have a step, if the kind is BAND.
     queries: slice
     keys: slice
     kind: int
+    # Of a band. Query i of S sees key j of T if ``j <= i + T - S`` where causal, and ``j >= i + T - S - left`` unless
+    # left is -1: as in FlashAttention.
+    causal: bool = False
+    left: int = -1
+    # Rows at which separate sequences with this band begin, and the number of rows: int32 tensor, and the longest.
+    boundaries: tuple[Tensor, int] | None = None
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _remembered(method: Method) -> Method:
+    """Keep the results of a method in :attr:`AttentionMask.cache`; arguments must be hashable."""
+
+    @wraps(method)
+    def call(mask: AttentionMask, *arguments: Any, **options: Any) -> Any:
+        key = method.__name__, mask.queries, mask.keys, *arguments, *options.items()
+        if key not in mask.cache:
+            mask.cache[key] = method(mask, *arguments, **options)
+        return mask.cache[key]
+
+    return cast("Method", call)
 
 
 @dataclass(frozen=True)
@@ -56,6 +79,8 @@ class AttentionMask:
     host_documents: Tensor | None = None
     # The value of :attr:`boundaries`, if known in advance.
     known_boundaries: Tensor | None = None
+    # Results of methods, shared with the masks of other parts: layers of the same pattern compute them once.
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_sequence(
@@ -125,10 +150,16 @@ class AttentionMask:
         end = torch.full((1,), starts_BL.numel(), device=starts_BL.device)
         return torch.cat((starts_BL.flatten().nonzero().flatten(), end)).int()
 
+    @_remembered
+    def part(self, queries: Ranges, keys: Ranges) -> AttentionMask:
+        """Return the mask of other queries and keys of the sequence; the same object for the same ones."""
+        return replace(self, queries=queries, keys=keys)
+
     def with_keys(self, keys: Ranges) -> AttentionMask:
         """Return the mask of the same queries and other keys."""
-        return replace(self, keys=keys)
+        return self.part(self.queries, keys)
 
+    @_remembered
     def sees(self, queries: Ranges, keys: Ranges) -> bool:
         """Return True if any of these queries may see one of these keys."""
         return bool((self.block_kinds(queries, keys) != EMPTY).any())
@@ -164,6 +195,7 @@ class AttentionMask:
         np.cumsum(ids[:, 1:] != ids[:, :-1], axis=1, out=runs[:, 1:])
         return runs
 
+    @_remembered
     def tiles(self, block: int, whole: bool = True) -> list[Tile]:
         """Return the parts of the mask that are not empty, which cover it.
 
@@ -206,6 +238,120 @@ class AttentionMask:
                     run = tile
                 if run is not None:
                     yield run
+
+    @_remembered
+    def bands(self) -> list[Tile]:
+        """Return the mask as bands, which do not overlap: it takes few of them, whatever the pattern.
+
+        Raises:
+            ValueError: for the rule of a plugin, which need not have bands.
+        """
+        if self.pattern.rule is not None:
+            raise ValueError("the rule of a plugin need not have bands")
+        found: list[Tile] = []
+        for samples, documents in self._documents():
+            bands: list[Tile] = []
+            for q, q_row in _with_rows(self.queries):
+                for k, k_row in _with_rows(self.keys):
+                    for document in documents:
+                        for band in _bands(self.pattern, _meet(q, document), _meet(k, document)):
+                            rows = _shifted(band.queries, q_row - q.start), _shifted(band.keys, k_row - k.start)
+                            bands.append(Tile(samples, *rows, BAND, band.causal, band.left))
+            found += bands if len(documents) == 1 else self._packed(bands)
+        return found
+
+    def _documents(self) -> Iterator[tuple[slice, list[range]]]:
+        """Yield samples and the positions of their documents: of all samples together if each is one document."""
+        if self._runs is None:
+            yield slice(None), [range(max(r.stop for r in (*self.queries, *self.keys)))]
+            return
+        for sample, runs in enumerate(self._runs):
+            starts = [0, *(np.flatnonzero(np.diff(runs)) + 1).tolist(), len(runs)]
+            yield slice(sample, sample + 1), [range(*pair) for pair in zip(starts, starts[1:])]
+
+    def _packed(self, bands: Sequence[Tile]) -> list[Tile]:
+        """Join bands of one sample that follow each other, and differ in their rows only."""
+        groups: list[list[Tile]] = []
+        for tile in bands:
+            last = groups[-1][-1] if groups else tile
+            follows = tile.queries.start == last.queries.stop and tile.keys.start == last.keys.stop
+            if follows and _is_square(tile) and _is_square(last) and tile.left == last.left:
+                groups[-1].append(tile)
+            else:
+                groups.append([tile])
+        return [group[0] if len(group) == 1 else self._joined(group) for group in groups]
+
+    def _joined(self, group: Sequence[Tile]) -> Tile:
+        lengths = [tile.queries.stop - tile.queries.start for tile in group]
+        host = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        ends = (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
+        first, last = group[0], group[-1]
+        queries, keys = slice(first.queries.start, last.queries.stop), slice(first.keys.start, last.keys.stop)
+        return first._replace(queries=queries, keys=keys, boundaries=(ends, max(lengths)))
+
+
+def _is_square(tile: Tile) -> bool:
+    """Return True for causal bands of equally many consecutive queries and keys."""
+    q, k = tile.queries, tile.keys
+    return tile.causal and q.step in (1, None) and q.stop - q.start == k.stop - k.start
+
+
+def _meet(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _shifted(r: range, by: int) -> slice:
+    return slice(r.start + by, r.stop + by, r.step)
+
+
+class _Band(NamedTuple):
+    """Positions of queries and keys, and the fields ``causal`` and ``left`` of a :class:`Tile`."""
+
+    queries: range
+    keys: range
+    causal: bool
+    left: int
+
+    def times(self, step: int, first: int) -> _Band:
+        """Return the band of positions ``first + step * position``."""
+        q, k = (range(first + step * r.start, first + step * r.stop, step) for r in (self.queries, self.keys))
+        return self._replace(queries=q, keys=k)
+
+
+def _bands(pattern: AttentionPattern, queries: range, keys: range) -> Iterator[_Band]:
+    """Yield the bands of a pattern without a plugin's rule, of positions in one document."""
+    if not queries or not keys:
+        return
+    if prefix := _meet(keys, range(pattern.prefix)):
+        yield _Band(queries, prefix, False, -1)
+    yield from _window_bands(queries, _meet(keys, range(pattern.prefix, pattern.first)), None)
+    rest = _meet(keys, range(max(pattern.prefix, pattern.first), keys.stop))
+    size, step = pattern.chunk or max(queries.stop, keys.stop), pattern.dilation
+    window = None if pattern.window is None else -(-pattern.window // step)
+    for start in range(queries.start // size * size, queries.stop, size):
+        chunk = range(start, start + size)
+        parts = _meet(queries, chunk), _meet(rest, chunk)
+        for first in range(step):  # of the positions first + step i, those i have a plain window
+            q, k = (range(-((first - p.start) // step), -((first - p.stop) // step)) for p in parts)
+            yield from (band.times(step, first) for band in _window_bands(q, k, window))
+
+
+def _window_bands(queries: range, keys: range, window: int | None) -> Iterator[_Band]:
+    """Yield the bands of plain causal attention, with a window or without.
+
+    They have at least as many keys as queries, or all queries see all keys: otherwise FlashAttention's limits of
+    windows are wrong.
+    """
+    if not keys:
+        return
+    reach = queries.stop if window is None else window
+    near, far = _meet(queries, keys), _meet(queries, range(keys.stop, keys.stop - 1 + reach))
+    whole, rest = _meet(far, range(keys.start + reach)), _meet(far, range(keys.start + reach, far.stop))
+    for part in (near, whole, rest):
+        if part:
+            seen = _meet(keys, range(part.start - reach + 1, part.stop))
+            limited = window is not None and part is not whole
+            yield _Band(part, seen, part is near, reach - 1 - (part.stop - seen.stop) if limited else -1)
 
 
 def _with_rows(ranges: Ranges) -> Iterator[tuple[range, int]]:

@@ -1,9 +1,10 @@
 """Attention in tiles: time and memory follow the parts of the mask that are not empty.
 
-Softmax is computed tile by tile; each result has the logarithm of its sum of exponentials (``lse``), with which results
-for other keys of the same queries are merged (FlashAttention, arXiv 2205.14135; ring attention, arXiv 2310.01889). In
-backward every tile is computed again from the final ``lse``. So keys and values may arrive one part after the other,
-from wherever they are.
+On GPUs a few calls of FlashAttention cover every built-in pattern; elsewhere the mask is cut into blocks, some of which
+need a mask tensor. Softmax is computed tile by tile; each result has the logarithm of its sum of exponentials
+(``lse``), with which results for other keys of the same queries are merged (FlashAttention, arXiv 2205.14135; ring
+attention, arXiv 2310.01889). In backward every tile is computed again from the final ``lse``. So keys and values may
+arrive one part after the other, from wherever they are.
 
 Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), X query heads per key/value
 head, D channels of a head.
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.attention_mask import FULL, TRIANGLE, AttentionMask, Tile
+from megatron.kernels.attention_mask import BAND, FULL, PARTIAL, TRIANGLE, AttentionMask, Tile
 from megatron.kernels.dropout import keep_mask
-from megatron.kernels.operation import HALF_DTYPES
+from megatron.kernels.operation import half_on_gpu
 
 BLOCK = 256
 """Side of a partial tile, in tokens."""
@@ -165,9 +166,10 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _tiles(q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None) -> list[Tile]:
-    if dropout is None and _is_fused(q_SBND, None, None):
-        return mask.tiles(BLOCK)
-    return mask.tiles(UNFUSED_BLOCK, whole=False)
+    flash = _flash_covers(q_SBND)
+    if dropout is not None or not (flash or q_SBND.device.type == "cpu"):
+        return mask.tiles(UNFUSED_BLOCK, whole=False)
+    return mask.bands() if flash and mask.pattern.rule is None else mask.tiles(BLOCK)
 
 
 def _rows(t_SBND: Tensor, samples: slice, rows: slice) -> Tensor:
@@ -176,11 +178,9 @@ def _rows(t_SBND: Tensor, samples: slice, rows: slice) -> Tensor:
 
 def _merge(y_BNSD: Tensor, lse_BNS: Tensor, new_y_BNSD: Tensor, new_lse_BNS: Tensor) -> None:
     """Merge the results for more keys into ``y`` and ``lse``: softmax over both is their mean weighted by exp(lse)."""
-    total_BNS = torch.logaddexp(lse_BNS, new_lse_BNS)
-    finite_BNS = total_BNS.masked_fill(total_BNS == -torch.inf, 0.0)  # a query that has seen no key yet
-    y_BNSD.mul_((lse_BNS - finite_BNS).exp().unsqueeze(-1))
-    y_BNSD.addcmul_(new_y_BNSD.to(y_BNSD.dtype), (new_lse_BNS - finite_BNS).exp().unsqueeze(-1))
-    lse_BNS.copy_(total_BNS)
+    weight_BNS = (new_lse_BNS - lse_BNS).sigmoid_().nan_to_num_(0.0)  # NaN where a query has seen no key yet
+    y_BNSD.lerp_(new_y_BNSD.to(y_BNSD.dtype), weight_BNS.to(y_BNSD.dtype).unsqueeze(-1))
+    torch.logaddexp(lse_BNS, new_lse_BNS, out=lse_BNS)
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,13 @@ class _TileInputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    # All keys up to the query are visible; queries and keys are the same tokens.
-    causal: bool
-    # bool [B or 1, 1, S, T]; None where all, or all up to the query, are visible.
+    tile: Tile
+    # bool [B or 1, 1, S, T]; None where the tile tells which keys are visible.
     visible: Tensor | None
     # Factors on the attention weights.
     dropout_scale: Tensor | None
+    # FlashAttention on a GPU computes the tile.
+    flash: bool
 
     @classmethod
     def of(
@@ -210,14 +211,21 @@ class _TileInputs:
         q = _rows(q_SBND, tile.samples, tile.queries)
         k, v = (_rows(t, tile.samples, tile.keys) for t in (k_TBGD, v_TBGD))
         scale = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
-        partial = tile.kind not in (TRIANGLE, FULL) or (tile.kind == TRIANGLE and not _is_fused(q, scale, None))
-        visible = mask.dense(tile.samples, tile.queries, tile.keys) if partial else None
-        return cls(q, k, v, tile.kind == TRIANGLE and not partial, visible, scale)
+        flash = dropout is None and tile.kind != PARTIAL and _flash_covers(q)
+        fused = flash or (dropout is None and q.device.type == "cpu")
+        told = tile.kind in (FULL, BAND) or (tile.kind == TRIANGLE and fused)
+        visible = None if told else mask.dense(tile.samples, tile.queries, tile.keys)
+        return cls(q, k, v, tile, visible, scale, flash)
 
     @property
-    def fused(self) -> bool:
-        """True if a fused kernel computes the tile."""
-        return _is_fused(self.q, self.dropout_scale, self.visible)
+    def causal(self) -> bool:
+        """True if queries see only keys up to themselves, and no mask tensor says so."""
+        return self.tile.causal or (self.tile.kind == TRIANGLE and self.visible is None)
+
+    @property
+    def fused_on_cpu(self) -> bool:
+        """True if PyTorch's FlashAttention for CPUs computes the tile."""
+        return self.dropout_scale is None and self.q.device.type == "cpu"
 
     @property
     def bias(self) -> Tensor | None:
@@ -229,15 +237,15 @@ class _TileInputs:
 
     def scores(self) -> Tensor:
         """Return the scaled scores ``[B, N, S, T]`` in at least fp32, -infinity where a key is not visible."""
-        scores = _by_group(self.q, self.k).matmul(self.k.transpose(2, 3)).view(*self.q.shape[:3], self.k.shape[2])
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.q.shape[3] ** -0.5
+        scores_group = _product(_by_group(self.q, self.k), self.k.transpose(2, 3)).mul_(self.q.shape[3] ** -0.5)
+        scores = scores_group.view(*self.q.shape[:3], self.k.shape[2])
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)
 
 
-def _is_fused(q_BNSD: Tensor, dropout_scale: Tensor | None, visible: Tensor | None) -> bool:
-    """Return True for all tiles on CPUs, and on GPUs for 16-bit tiles without a mask, unless weights are dropped."""
-    on_gpu = q_BNSD.is_cuda and q_BNSD.dtype in HALF_DTYPES and visible is None and q_BNSD.shape[3] % 8 == 0
-    return dropout_scale is None and (on_gpu or q_BNSD.device.type == "cpu")
+def _flash_covers(q: Tensor) -> bool:
+    """Return True if PyTorch's FlashAttention 2 computes tiles without a mask tensor."""
+    shape_fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return half_on_gpu(q.device, q.dtype) and shape_fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _by_group(t_BNSE: Tensor, k_BGTD: Tensor) -> Tensor:
@@ -245,15 +253,20 @@ def _by_group(t_BNSE: Tensor, k_BGTD: Tensor) -> Tensor:
     return t_BNSE.unflatten(1, (k_BGTD.shape[1], -1)).flatten(2, 3)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix products of a batch ``[B, G, ., .]`` in at least fp32; logits are too large for 16 bits."""
+    if half_on_gpu(a.device, a.dtype):
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide).matmul(b.to(wide))
+
+
 def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     """Return ``y [B, N, S, D]`` of a tile, and ``lse [B, N, S]`` in at least fp32."""
     q, k, v = tile.q, tile.k, tile.v
-    if tile.fused and q.is_cuda:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        sizes = q.shape[1], k.shape[1]
-        y, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *sizes, 0.0, tile.causal, False)
-        return y.transpose(1, 2), lse
-    if tile.fused:
+    if tile.flash:
+        return _flash_forward(tile)
+    if tile.fused_on_cpu:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.causal, attn_mask=tile.bias
         )
@@ -265,7 +278,7 @@ def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     if tile.dropout_scale is not None:
         weights *= tile.dropout_scale
-    y = _by_group(weights.to(q.dtype), k).matmul(v).view_as(q)
+    y = _product(_by_group(weights.to(q.dtype), k), v).view_as(q)
     return y, lse.squeeze(-1)
 
 
@@ -275,27 +288,57 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     ``dS = P (dP - sum(dy y))`` with ``P = exp(S - lse)`` and ``dP = dy vᵀ`` (FlashAttention, algorithm 4).
     """
     q, k, v = tile.q, tile.k, tile.v
-    if tile.fused and q.is_cuda:
-        dy, q, k, v, y = (t.transpose(1, 2) for t in (dy, q, k, v, y))
-        sizes, unused = (q.shape[1], k.shape[1]), torch.empty(0, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            dy, q, k, v, y, lse.contiguous(), None, None, *sizes, 0.0, tile.causal, unused, unused
-        )
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq, dk, dv
-    if tile.fused:
+    if tile.flash:
+        return _flash_backward(tile, dy, y, lse)
+    if tile.fused_on_cpu:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, y, lse, 0.0, tile.causal, attn_mask=tile.bias
         )
         return dq, dk, dv
     weights = (tile.scores() - lse.unsqueeze(-1)).exp_()
     dy_group, scale = _by_group(dy, k), q.shape[3] ** -0.5
-    dweights = dy_group.matmul(v.transpose(2, 3)).view_as(weights).to(weights.dtype)
+    dweights = _product(dy_group, v.transpose(2, 3)).view_as(weights)
     dropped = weights
     if tile.dropout_scale is not None:
         dropped = weights * tile.dropout_scale
         dweights *= tile.dropout_scale
-    dv = _by_group(dropped.to(q.dtype), k).transpose(2, 3).matmul(dy_group)
-    dscores = weights * (dweights - (dy * y).sum(-1, keepdim=True, dtype=weights.dtype)) * scale
+    dv = _product(_by_group(dropped.to(q.dtype), k).transpose(2, 3), dy_group)
+    mean = (dy.to(weights.dtype) * y).sum(-1, keepdim=True)
+    dscores = weights.mul_(dweights.sub_(mean)).mul_(scale)
     dscores_group = _by_group(dscores.to(q.dtype), k)
-    return dscores_group.matmul(k).view_as(q), dscores_group.transpose(2, 3).matmul(_by_group(q, k)), dv
+    return _product(dscores_group, k).view_as(q), _product(dscores_group.transpose(2, 3), _by_group(q, k)), dv
+
+
+def _flash_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
+    q, k, v = (_sequences(tile, t) for t in (tile.q, tile.k, tile.v))
+    y, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_boundaries(tile), 0.0, tile.causal, False, window_size_left=tile.tile.left
+    )
+    return _from_sequences(tile, y), lse if tile.tile.boundaries is None else lse.unsqueeze(0)
+
+
+def _flash_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, dy, y = (_sequences(tile, t) for t in (tile.q, tile.k, tile.v, dy, y))
+    lse = (lse if tile.tile.boundaries is None else lse[0]).contiguous()
+    unused = torch.empty(0, device=q.device)  # state of the random numbers of dropout
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, y, lse, *_boundaries(tile), 0.0, tile.causal, unused, unused, window_size_left=tile.tile.left
+    )
+    return _from_sequences(tile, dq), _from_sequences(tile, dk), _from_sequences(tile, dv)
+
+
+def _sequences(tile: _TileInputs, t_BNSD: Tensor) -> Tensor:
+    """Return what FlashAttention takes: ``[B, S, N, D]``, or ``[S, N, D]`` of sequences with boundaries."""
+    return t_BNSD.transpose(1, 2) if tile.tile.boundaries is None else t_BNSD[0].transpose(0, 1)
+
+
+def _from_sequences(tile: _TileInputs, t: Tensor) -> Tensor:
+    return t.transpose(1, 2) if tile.tile.boundaries is None else t.transpose(0, 1).unsqueeze(0)
+
+
+def _boundaries(tile: _TileInputs) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return the boundaries of queries and keys, and the largest numbers of them in a sequence."""
+    if tile.tile.boundaries is None:
+        return None, None, tile.q.shape[2], tile.k.shape[2]
+    boundaries, longest = tile.tile.boundaries
+    return boundaries, boundaries, longest, longest

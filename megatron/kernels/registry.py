@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices
@@ -61,6 +62,7 @@ def select_kernels(
     deterministic: bool = False,
     attention_dropout: bool = False,
     fp8: Float8Recipe | None = None,
+    patterns: Collection[AttentionPattern] = (),
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -71,6 +73,8 @@ def select_kernels(
         deterministic: exclude implementations that are not bitwise reproducible.
         attention_dropout: the run drops attention weights, which only PyTorch's attention does.
         fp8: the recipe of linears in FP8, if there are any.
+        patterns: of the attention of whole sequences. ``auto`` takes FlexAttention, which has to be compiled, only for
+            patterns that other kernels do not cover.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -91,7 +95,7 @@ def select_kernels(
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         parts: dict[str, tuple[Any, Covers | None]] = {}
-        for name in _candidates(operations[operation], operation, choice, device):
+        for name in _candidates(operations[operation], operation, choice, device, patterns):
             found = _try(operations[operation], operation, name, device, dtype, deterministic)
             if not isinstance(found, _Refusal):
                 parts[name] = found
@@ -121,13 +125,16 @@ class _Refusal:
     code: str = "E903"
 
 
-def _candidates(operation: Operation, of: str, choice: KernelChoice, device: torch.device) -> Sequence[str]:
+def _candidates(
+    operation: Operation, of: str, choice: KernelChoice, device: torch.device, patterns: Collection[AttentionPattern]
+) -> Sequence[str]:
     """Return the candidates to try, best first and torch last; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
         names = KERNEL_CANDIDATES[of] if device.type == "cuda" else ("torch",)
-        return [name for name in names if operation.candidates[name].fast(device)]
+        idle = {"flex"} if all(pattern.only_window for pattern in patterns) else set()
+        return [name for name in names if name not in idle and operation.candidates[name].fast(device)]
     return ("torch",) if choice.name == "torch" else (choice.name, "torch")
 
 

@@ -159,7 +159,9 @@ def build_trainer(
         fp8 = None
         if precision.fp8_format is not None:
             fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
-        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8)
+        whole = parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a"  # others attend in tiles
+        patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
+        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns)
         check_same_kernels(notes[0], mesh.world)
         tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
         notes += overlap_notes

@@ -381,6 +381,11 @@ CASES = (
     Case("--tp-comm-overlap --tp-comm-overlap-method symmetric_memory --device cpu", ranks=2),
     Case("--tp-comm-overlap-method symmetric_memory --cuda-graph step --device cuda", ranks=2),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
+    Case(
+        "--cuda-graph step --context-parallel-size 2 --attention-pattern local:64,chunked:64 --hidden-dropout 0 "
+        "--attention-dropout 0",
+        ranks=2,
+    ),
     # everything at once
     Case(
         "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"
