@@ -79,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     echo(parsed.summary(), file=sys.stderr)
     config, p = parsed.config, parsed.config.parallel
-    grid = f"TP{p.tensor_model_parallel_size} x PP{p.pipeline_model_parallel_size} x DP{p.data_parallel_size(ranks)}"
+    context = f"CP{p.context_parallel_size} x " if p.context_parallel_size > 1 else ""
+    grid = f"TP{p.tensor_model_parallel_size} x {context}PP{p.pipeline_model_parallel_size}"
+    grid += f" x DP{p.data_parallel_size(ranks)}"
     title = f"# {options.preset} on {options.nodes} x {ranks // options.nodes} ranks = {grid}"
     if config.model.vocab_size is not None:
         title += f"; state of a rank: {format_bytes(sum(max_state_bytes(config, ranks).values()))}"

@@ -67,7 +67,8 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     peaks = [max_peak_bytes(stage, world_size) for stage in stages]
     sums = [sum(parts[kind] for kind in STATE_KINDS) for parts in peaks]
     pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
-    yield f"{num_parameters(config.model):,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
+    context = f"CP {p.context_parallel_size} x " if p.context_parallel_size > 1 else ""
+    yield f"{num_parameters(config.model):,} parameters on {world_size} ranks: PP {pp} x DP {dp} x {context}TP {tp}"
     yield "GiB on the fullest rank"
     yield ""
     yield row("", [f"ZeRO-{stage}" for stage in ZERO_STAGES.values()])
@@ -79,7 +80,7 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     yield ""
     yield from (line for part, line in shown.items() if part not in STATE_KINDS)
     yield row("peak of a step", gibibytes(sum(parts.values()) for parts in peaks))
-    if dp == 1:
+    if p.weight_replicas(world_size) == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 
 

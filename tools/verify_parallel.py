@@ -167,8 +167,8 @@ def read_config(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[
 def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
     """Return assignments that shorten the run. Widths, and thus the sharding, are unchanged."""
     training, parallel = config.training, config.parallel
-    tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
-    small = {"seq_length": (training.seq_length, -(-64 // tp) * tp)}
+    parts, dp = parallel.sequence_multiple, parallel.data_parallel_size(world_size)
+    small = {"seq_length": (training.seq_length, -(-64 // parts) * parts)}
     if not str(parallel.pipeline_schedule).endswith(SCHEDULE_SUFFIX):  # which is for one number of micro-batches
         batch = 2 * parallel.pipeline_model_parallel_size * training.micro_batch_size * dp
         small["global_batch_size"] = (training.global_batch_size or 0, batch)
@@ -212,13 +212,15 @@ def compare_runs(check: LayoutComparison, launch: Launcher) -> int:
 
 
 def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
-    """Describe a layout, as ``PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel``."""
+    """Describe a layout, as ``PP 2 x VPP 2 (interleaved) x DP 1 x CP 2 (p2p) x TP 2 + sequence parallel``."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     chunks = f" x VPP {vpp}" if vpp > 1 else ""
     pipeline = f"PP {pp}{chunks} ({schedule_name(parallel, vpp)}) x " if pp * vpp > 1 else ""
     sharing = " + sequence parallel" if parallel.sequence_parallel else ""
     dp = parallel.data_parallel_size(world_size)
-    return f"{pipeline}DP {dp} x TP {parallel.tensor_model_parallel_size}{sharing}"
+    cp = parallel.context_parallel_size
+    context = f"CP {cp} ({parallel.cp_comm_type}) x " if cp > 1 else ""
+    return f"{pipeline}DP {dp} x {context}TP {parallel.tensor_model_parallel_size}{sharing}"
 
 
 def describe_difference(bad: Sequence[StepDeviation], drifted: Sequence[str], tolerance: float) -> str:

@@ -306,7 +306,9 @@ def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Prob
 
 def _with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:
     """Return a flag with Megatron-LM's words for its value replaced by ours, and append a note if there are any."""
-    if not flag.setting.choices or set(flag.words) <= set(flag.setting.choices):
+    lists = flag.setting.many and flag.setting.scalar is int  # they may have brackets
+    ours = len(flag.words) == 1 and flag.words[0] in flag.setting.choices
+    if ours or not (flag.setting.choices or lists):
         return flag
     words = apply_foreign_values(flag.spelling, flag.words)
     if words != list(flag.words):

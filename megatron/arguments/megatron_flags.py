@@ -23,6 +23,8 @@ from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
 MAX_REASONS = 3  # in notes on ignored flags
+PER_LAYER = ("--cp-comm-type",)
+"""Flags that may have a word for each layer in Megatron-LM, and have one here."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,14 @@ def foreign_flags() -> ForeignFlags:
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
-    """Replace values of Megatron-LM by ours, and remove the brackets of a YAML list around them."""
+    """Replace values of Megatron-LM by ours, and remove the brackets of a YAML list around them.
+
+    The same word for every layer becomes one.
+    """
     theirs = foreign_flags().values.get(spelling, {})
     plain = [word.strip("[],") for word in words]
-    return [theirs.get(word, word) for word in plain]
+    ours = [theirs.get(word, word) for word in plain]
+    return ours[:1] if spelling in PER_LAYER and len(set(ours)) == 1 else ours
 
 
 def apply_foreign_flags(

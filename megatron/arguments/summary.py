@@ -68,7 +68,10 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     pipeline = f"PP {pp} ({stages}) x " if pp > 1 else ""
     sharing = "tensor and sequence parallel" if parallel.sequence_parallel and tp > 1 else "tensor parallel"
     dp = parallel.data_parallel_size(world_size)
-    row = f"{world_size} = {pipeline}DP {dp} (copies of the model) x TP {tp} ({sharing})"
+    cp, groups = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
+    hierarchy = f" {' x '.join(map(str, groups))}" if parallel.cp_comm_type == "a2a+p2p" else ""
+    context = f"CP {cp} ({parallel.cp_comm_type}{hierarchy}) x " if cp > 1 else ""
+    row = f"{world_size} = {pipeline}DP {dp} (copies of the model) x {context}TP {tp} ({sharing})"
     if config.model.num_experts is not None:
         ep = parallel.expert_model_parallel_size
         copies = world_size // (pp * ep * parallel.expert_tp)
@@ -199,7 +202,7 @@ def _length(config: RunConfig, world_size: int, *begin: int) -> str:
 
 def _optimizer(config: RunConfig, world_size: int) -> str:
     optimizer, parallel = config.optimizer, config.parallel
-    shards = parallel.data_parallel_size(world_size) // parallel.num_distributed_optimizer_instances
+    shards = parallel.weight_replicas(world_size) // parallel.num_distributed_optimizer_instances
     sharing = f", ZeRO-{parallel.zero_stage} over {counted(shards, 'rank')}" if parallel.zero_stage else ""
     row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
     if optimizer.lr_decay_style != "constant":

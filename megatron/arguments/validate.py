@@ -16,7 +16,7 @@ from os.path import exists, isdir  # unlike pathlib's they do not raise for a ve
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.arguments.checks import checkpoint, data, fp8, model, training
+from megatron.arguments.checks import checkpoint, context_parallel, data, fp8, model, training
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
@@ -267,7 +267,7 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
     if path is not None and config.training.eval_iters and not Path(path).is_file():
         sentence = f"--sample-prompts {path}: there is no such file; it has a prompt per line"
         yield Problem("E708", sentence, ("drop --sample-prompts",))
-    names = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel")
+    names = ("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel")
     for name in names if config.logging.sample_prompts is not None else ():
         if (value := getattr(config.parallel, name, 1)) > 1 or value is True:
             setting = SETTINGS[name]
@@ -376,7 +376,7 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
-    modules = (model, training, fp8, data, checkpoint, sys.modules[__name__])
+    modules = (model, context_parallel, training, fp8, data, checkpoint, sys.modules[__name__])
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 
@@ -390,6 +390,7 @@ NOTES = (
     model.pipeline_notes,
     model.expert_notes,
     model.sharding_notes,
+    context_parallel.context_parallel_notes,
     fp8.fp8_notes,
 )
 """Functions of a configuration without problems and the number of ranks; they yield notes of one line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from megatron.config.option import Need, option
 
@@ -77,7 +78,9 @@ class ParallelConfig:
     """Communication of attention under CP: p2p (keys and values go from rank to rank: ring attention), all_gather (of
     keys and values), a2a (exchange of sequence for heads: Ulysses), or a2a+p2p (a2a inside groups of ranks, p2p between
     them)."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = option((), role="free", needs=Need("cp_comm_type=a2a+p2p"))
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (), role="free", at_least=1, needs=Need("cp_comm_type=a2a+p2p")
+    )
     """a2a+p2p: ranks of an a2a group, and number of the groups; their product is CP."""
     expert_model_parallel_size: int = option(1, role="free", at_least=1)
     """Expert parallelism: ranks that shard the experts (EP)."""
@@ -125,6 +128,18 @@ class ParallelConfig:
         return sizes.get(self.cp_comm_type, 1)
 
     @property
+    def sequence_multiple(self) -> int:
+        """Number that divides the sequence length: every rank gets equally many tokens, and a ring rank two chunks."""
+        cp, tp = self.context_parallel_size, self.tensor_model_parallel_size
+        ring = cp // self.cp_head_ranks
+        return lcm(cp * tp if self.sequence_parallel else cp, 2 * ring if ring > 1 else 1)
+
+    def kv_copies(self, groups: int) -> int:
+        """Return how many times a2a repeats each of ``groups`` key/value heads, so that its ranks can share them."""
+        of_rank = max(1, groups // self.tensor_model_parallel_size)
+        return lcm(of_rank, self.cp_head_ranks) // of_rank
+
+    @property
     def expert_tp(self) -> int:
         """TP size inside experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
@@ -137,3 +152,7 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size (DP) of ``world_size`` ranks."""
         return max(1, world_size // self.model_ranks)
+
+    def weight_replicas(self, world_size: int) -> int:
+        """Return the ranks that hold the same weights and reduce their gradients: DP x CP."""
+        return self.data_parallel_size(world_size) * self.context_parallel_size

@@ -50,6 +50,8 @@ def _misspelling(word: str, name: str, vocabulary: Container[str]) -> int | None
     letters, meant = "".join(_parts(word)), "".join(_parts(name))
     if letters == meant:
         return 0
+    if letters.startswith("no") and not meant.startswith("no"):
+        return None  # it may be a misspelt --no-
     most = max(1, len(meant) // 5)
     if _shape(word) != _shape(name) or abs(len(letters) - len(meant)) > most:
         return None

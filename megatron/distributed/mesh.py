@@ -86,7 +86,7 @@ class Mesh:
         shares = [g[i : i + cp_head_ranks] for g in cp_groups for i in range(0, len(g), cp_head_ranks)]
         rings = [g[i::cp_head_ranks] for g in cp_groups for i in range(cp_head_ranks)]
         # Context-parallel ranks that exchange heads, and those that exchange keys and values.
-        self.cp_heads, self.cp_ring = self._create(shares, "cp", label="heads"), self._create(rings, "cp", label="ring")
+        self.cp_heads, self.cp_ring = self._create(shares, "cp", label="heads"), self._create(rings, "cp", "ring")
         # Pipeline rank of every stage.
         self.placement = placement
         # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.

@@ -279,7 +279,9 @@ def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int
     ends = sorted({placement[0], placement[-1]})
     if pp_rank in ends:
         found.add(tuple(layout.group_of(rank, ("pp",))[end] for end in ends))
-    gathers = set()
+    sequence, among = layout.group_of(rank, ("cp",)), parallel.cp_head_ranks
+    found.add(sequence[:among])
+    rings, gathers = {sequence[::among]}, set()
     for axes in REDUCTION_GROUPS:
         replicas = layout.group_of(rank, axes)
         size = len(replicas) // (parallel.optimizer_instances or len(replicas))
@@ -288,7 +290,7 @@ def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int
             gathers.add(replicas[:size])
     edges = channels(placement)
     received, sent = (sum(edge[end] == pp_rank for edge in edges) for end in (1, 0))
-    return 1 + sum(len(ranks) > 1 for of_use in (found, gathers) for ranks in of_use), received, sent
+    return 1 + sum(len(ranks) > 1 for of_use in (found, rings, gathers) for ranks in of_use), received, sent
 
 
 def communicator_bytes(config: RunConfig, world_size: int) -> int:

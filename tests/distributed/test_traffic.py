@@ -12,6 +12,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER, SEND
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.communication import attention_traffic
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -129,3 +130,38 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
                 both[operation] += count
             both[ALL_REDUCE] -= 2 * ring(SCALARS, 4)
             assert {o: n for o, n in both.items() if n} == pytest.approx(expected, rel=1e-12), case
+
+
+CP = "--seq-length 48 --global-batch-size 2 --context-parallel-size 4 --cp-comm-type"
+BOTH = "a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn"
+CONTEXTS = (
+    f"{CP} p2p --bf16",
+    f"{CP} all_gather --window-size 5 --micro-batch-size 2",
+    f"{CP} a2a --num-query-groups 1",
+    f"{CP} {BOTH} --num-query-groups 2 --window-size 5",
+    f"{CP} p2p --num-query-groups 2 --attention-pattern local:5,dilated:3:5",
+    f"{CP} p2p --attention-pattern chunked:16,prefix:20",
+    f"{CP} p2p --attention-pattern local:3+first:7,global",
+    f"{CP} all_gather --recompute-granularity full",
+    f"{CP} {BOTH} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    f"{CP} {BOTH} {RECOMPUTED}",
+    "--seq-length 48 --global-batch-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --cp-comm-type a2a --num-query-groups 2",
+)
+
+
+def test_context_parallel_ranks_send_what_the_formulas_say(pool: Pool) -> None:
+    found = pool.run(4, step, CONTEXTS, timeout=240.0)
+    for number, flags in enumerate(CONTEXTS):
+        sent: dict[str, float] = defaultdict(float)
+        for rank in found:
+            for operation, count in of_axes(rank[number], "cp").items():
+                sent[operation] += count / 4
+        config = config_of(flags, 4)
+        passes = LAYERS * get_num_microbatches(config.training, config.parallel.data_parallel_size(4))
+        formula = attention_traffic(config)
+        gathered = sent[ALL_GATHER] + sent[REDUCE_SCATTER]  # replicas only reduce gradients
+        found_here = (sent[SEND], gathered, sent[ALL_TO_ALL])
+        expected = tuple(passes * count for count in (formula.p2p, formula.all_gather, formula.a2a))
+        assert found_here == pytest.approx(expected, rel=1e-12), flags

@@ -53,12 +53,11 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, NO_FP8))
             break
-    tokens = training.seq_length * training.micro_batch_size
-    tokens //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    parts = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    tokens = training.seq_length * training.micro_batch_size // parts
     if tokens % of:
         sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank has {tokens} tokens of a micro-batch"
-        length = of * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-        yield Problem("E923", sentence, (*multiples_as_fixes("--seq-length", training.seq_length, length), *other))
+        yield Problem("E923", sentence, (*multiples_as_fixes("--seq-length", training.seq_length, of * parts), *other))
 
 
 def check_fp8_chunks(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Checks of the model's shape, and of its parallel layout: mesh axes, pipeline schedule and stages, experts, and ZeRO.
 
-Tensor, sequence and context parallelism are checked against the model and the number of ranks; pipeline parallelism
+Tensor and sequence parallelism are checked against the model and the number of ranks; pipeline parallelism
 against its layers and every batch of the run; ZeRO against the data-parallel ranks.
 """
 
@@ -164,14 +164,6 @@ def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E108", sentence)
 
 
-def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the sequence and the heads divide over the context-parallel ranks."""
-    size = config.parallel.context_parallel_size
-    return
-    if size > 1:
-        yield Problem("E201", f"context parallelism of {size} is not supported", ("--context-parallel-size 1",))
-
-
 def check_world_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the ranks of one model divide the world size."""
     parallel = config.parallel
@@ -238,11 +230,13 @@ def check_mlp_divides(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_sequence_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that TP divides the sequence length under sequence parallelism."""
-    length, tp = config.training.seq_length, config.parallel.tensor_model_parallel_size
-    if config.parallel.sequence_parallel and length % tp:
-        sentence = f"sequence parallelism: samples of {length} tokens do not divide over TP {tp}"
-        fixes = (*multiples_as_fixes("--seq-length", length, tp), "--no-sequence-parallel")
+    """Check that TP divides the sequence length, or a context-parallel rank's part, under sequence parallelism."""
+    parallel, length = config.parallel, config.training.seq_length
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if parallel.sequence_parallel and length % (tp * cp):
+        over = f"TP {tp}" if cp == 1 else f"TP {tp} x CP {cp}"
+        sentence = f"sequence parallelism: samples of {length} tokens do not divide over {over}"
+        fixes = (*multiples_as_fixes("--seq-length", length, parallel.sequence_multiple), "--no-sequence-parallel")
         yield Problem("E205", sentence, fixes)
 
 
@@ -337,14 +331,18 @@ def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E215", sentence, (SHARDED, "--num-distributed-optimizer-instances 1"))
 
 
+def _replica_axes(parallel: ParallelConfig) -> str:
+    return "DP" if parallel.context_parallel_size == 1 else "DP x CP"
+
+
 def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
     parallel = config.parallel
     count = parallel.num_distributed_optimizer_instances
     if not parallel.zero_stage or world_size % parallel.model_ranks:
         return
-    replicas = world_size // (parallel.model_ranks // parallel.context_parallel_size)
-    sizes = {"DP": replicas}
+    replicas = parallel.weight_replicas(world_size)
+    sizes = {_replica_axes(parallel): replicas}
     experts = parallel.expert_model_parallel_size * parallel.expert_tp * parallel.pipeline_model_parallel_size
     if config.model.num_experts is not None and world_size % experts == 0:
         sizes["expert DP"] = world_size // experts
@@ -473,15 +471,16 @@ def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about bf16 gradient reduction and ZeRO sharding."""
     if config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16: gradients are rounded before the reduction, so the numbers depend on the layout"
-    replicas = config.parallel.data_parallel_size(world_size)
-    on_a_node = NODE_GPUS // (config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size)
+    replicas = config.parallel.weight_replicas(world_size)
+    on_a_node = NODE_GPUS // config.parallel.tensor_model_parallel_size
     if config.parallel.grad_reduce_in_bf16 and config.training.device != "cpu" and 1 < on_a_node < replicas:
         yield (
             f"--grad-reduce-in-bf16: {on_a_node} of {replicas} data-parallel ranks share a node of {NODE_GPUS}; all of "
             "them send to all other nodes, while in a ring in fp32 only one does"
         )
     if config.parallel.zero_stage and replicas == config.parallel.num_distributed_optimizer_instances:
-        yield f"{SHARDED} shards nothing here: each of {replicas} instances has one rank (DP {replicas})"
+        axes = _replica_axes(config.parallel)
+        yield f"{SHARDED} shards nothing here: each of {replicas} instances has one rank ({axes} {replicas})"
     if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:
         yield from _zero2_traffic_note(config, world_size)
     if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:

@@ -147,7 +147,21 @@ CASES = (
     Case("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 2"),
     Case("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4"),
     # layout
-    Case("--context-parallel-size 2 --expert-tensor-parallel-size 4", ranks=2),
+    Case("--context-parallel-size 3", ranks=6),
+    Case("--context-parallel-size 8 --cp-comm-type a2a", ranks=8),
+    Case(
+        "--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 24 --num-query-groups 8 --hidden-size 96 "
+        "--tensor-model-parallel-size 8",
+        ranks=16,
+    ),
+    Case("--context-parallel-size 8 --cp-comm-type a2a+p2p --num-attention-heads 8", ranks=8),
+    Case("--context-parallel-size 3 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 3 1", ranks=3),
+    Case(
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --seq-length 1022",
+        ranks=4,
+    ),
+    Case("--context-parallel-size 2 --cp-comm-type p2p a2a", ranks=2),
+    Case("--context-parallel-size 2 --cp-comm-type ring", ranks=2),
     Case("--tensor-model-parallel-size 4", ranks=6),
     Case("--tensor-model-parallel-size 2"),
     Case("--tensor-model-parallel-size 16", ranks=24),
@@ -155,6 +169,10 @@ CASES = (
     Case("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 384 --num-query-groups 6", ranks=4),
     Case("--tensor-model-parallel-size 4 --ffn-hidden-size 342", ranks=4),
     Case("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 1022", ranks=4),
+    Case(
+        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 1020",
+        ranks=8,
+    ),
     Case("--distributed-backend nccl --device cpu"),
     # pipelines
     Case("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ranks=6),

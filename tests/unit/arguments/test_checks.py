@@ -490,6 +490,79 @@ def test_a_layout_by_cost_is_named_where_it_saves_much() -> None:
         assert "reduces the bubble" not in notes(f"{large} {flags}", 64)
 
 
+LONG = "--preset llama3-8b --bf16 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 32"
+CP = f"{LONG} --context-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        # as many bytes, or not much less; between nodes
+        ("8", ""),
+        ("8 --cp-comm-type a2a", ""),
+        ("8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", ""),
+        # many key/value heads
+        ("8 --num-query-groups 32", "p2p sends 3.94 GiB per layer and micro-batch; --cp-comm-type a2a 896.00 MiB"),
+        ("8 --num-query-groups 32 --tensor-model-parallel-size 2", "; --cp-comm-type a2a+p2p "),
+        # few
+        ("8 --num-query-groups 2 --cp-comm-type a2a", "head is repeated 4 times; --cp-comm-type p2p 252.00 MiB"),
+        ("8 --num-query-groups 1 --cp-comm-type a2a", "head is repeated 8 times; --cp-comm-type p2p 126.00 MiB"),
+        # patterns that hide most
+        ("8 --cp-comm-type all_gather --window-size 4096", "sends 1.31 GiB"),
+        ("8 --cp-comm-type all_gather --window-size 4096", "; --cp-comm-type p2p 168.00 MiB"),
+        ("8 --cp-comm-type a2a --attention-pattern chunked:8192", "; --cp-comm-type p2p 0 bytes"),
+        ("8 --cp-comm-type a2a --attention-pattern local:4096,global", ""),
+        # several nodes
+        (
+            "32 --cp-comm-type a2a",
+            "while attention waits; --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4",
+        ),
+        ("32", "; --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 248.00 MiB"),
+        # whose slowest rank is much slower
+        (
+            "4 --num-query-groups 32 --attention-pattern chunked:40000",
+            ", and its slowest rank computes 1.35 times the mean; --cp-comm-type a2a 1.50 GiB",
+        ),
+        # documents, which only a run knows
+        ("8 --num-query-groups 32 --reset-attention-mask", "has no effect without documents"),
+        # short
+        (
+            "8 --seq-length 4096 --global-batch-size 1024",
+            "CP 8 leaves a rank 512 tokens of a sample: more DP with --context-parallel-size 4",
+        ),
+        ("8 --seq-length 512 --global-batch-size 8192", "more DP with --context-parallel-size 1 sends less"),
+    ],
+)
+def test_notes_on_context_parallelism(flags: str, told: str) -> None:
+    lines = notes(f"{CP} {flags}", 64)
+    assert told in lines
+    assert lines.count("\n") == 0
+    assert bool(lines) is bool(told)
+
+
+def test_a_noted_method_is_accepted_and_not_noted() -> None:
+    for flags in ("8 --num-query-groups 32", "32", "8 --cp-comm-type a2a --num-query-groups 1"):
+        lines = notes(f"{CP} {flags}", 64)
+        better = re.findall(r"; (--cp-comm-type [^.]*?) [\d.]+ \w+$", lines)
+        before = re.sub("--cp-comm-type a2a", "", flags)
+        assert notes(f"{CP} {before} {better[0]}", 64) == "", flags
+
+
+def test_context_parallel_sizes_without_effect_are_noted() -> None:
+    lines = notes(f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4)
+    assert lines == "--hierarchical-context-parallel-sizes has no effect without --cp-comm-type a2a+p2p"
+    assert "--cp-comm-type has no effect without CP above 1" in notes("--cp-comm-type a2a")
+
+
+def test_a_method_for_each_layer_is_one_method() -> None:
+    flags = "--context-parallel-size 4 --cp-comm-type"
+    assert run(f"{flags} allgather allgather", 4).config.parallel.cp_comm_type == "all_gather"
+    assert run(f"{flags} a2a a2a", 4).config == run(f"{flags} a2a", 4).config
+    assert codes(f"{flags} a2a p2p", 4) == ["E002"]
+    sizes = run(f"{flags} a2a+p2p --hierarchical-context-parallel-sizes [2, 2]", 4)
+    assert sizes.config.parallel.hierarchical_context_parallel_sizes == (2, 2)
+
+
 NUMBER = 2**63 - 1
 
 

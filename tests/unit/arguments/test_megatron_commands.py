@@ -24,7 +24,7 @@ from tools.from_megatron import Run, translate
 
 COMMANDS = Path(__file__).parents[2] / "fixtures" / "megatron_commands.json.gz"
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron_commands.txt"
-MISSING_FEATURES = {"E001", "E002", "E004", "E201", "E210"}
+MISSING_FEATURES = {"E001", "E002", "E004", "E210"}
 """Codes of refusals for something that is not here; E002 for a value of a flag that is."""
 
 

@@ -45,6 +45,8 @@ OTHER_VALUES: dict[str, Any] = {
 
 def other_values(name: str, value: Any) -> list[Any]:
     setting = SETTINGS[name]
+    if name == "attention_pattern":
+        return ["local:3"]
     if setting.option.choices:
         return [choice for choice in setting.option.choices if choice != value]
     if setting.scalar is bool:
@@ -177,7 +179,8 @@ CHANGED = {
 }
 LEFT_OUT = {
     "they need several ranks, as the tests of layouts have": """
-        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size cp_comm_type
+        hierarchical_context_parallel_sizes
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
         microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers

@@ -190,6 +190,9 @@ def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: 
         ("--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2", 4),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", 8),
         (f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", 8),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2 --cp-comm-type a2a", 8),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 8),
+        ("--context-parallel-size 4 --use-distributed-optimizer --overlap-param-gather", 4),
     ],
 )
 def test_communicators_are_those_that_a_mesh_creates(flags: str, ranks: int) -> None:

@@ -1,0 +1,134 @@
+"""Context-parallel attention in numbers: bytes on the wire, balance, and keys and values in flight.
+
+Per layer, micro-batch and rank, forward and backward, with R ranks of a ring and A ranks that exchange heads (see
+:mod:`megatron.distributed.context_parallel`), and k, q: the bytes of this rank's keys and values, and of its queries:
+
+==============  ==================================================================================================
+p2p             3 k x (chunks of other ranks that a rank's queries see, on average) / 2; 3 k x 3/4 (R - 1) for plain
+                causal attention. Keys and values are sent in forward and in backward, and their gradients once.
+all_gather      3 k (R - 1): gathered in forward and in backward, and the gradients reduced and scattered.
+a2a             2 (A - 1) / A x (2 q + c k): queries, keys, values and output in forward, and their gradients. Where A
+                does not divide the key/value heads, each is sent c = lcm(heads, A) / heads times.
+a2a+p2p         both, p2p with c k instead of k.
+==============  ==================================================================================================
+
+Recomputation repeats what forward sends, that of core attention without its output. Packed documents are not known
+here: p2p sends less with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.config.attention_pattern import AttentionPattern
+from megatron.config.run import RunConfig
+from megatron.pipeline.plan import stage_layers
+from megatron.planner.activations import DTYPE_BYTES
+from megatron.planner.flops import recomputed_matmuls
+
+SAMPLED_QUERIES = 64
+"""Queries of a chunk whose keys are counted for the balance."""
+
+
+@dataclass(frozen=True)
+class AttentionTraffic:
+    """What context parallelism costs a rank: means over the layers, for one micro-batch."""
+
+    # Bytes sent per layer, forward and backward; mean over the ranks.
+    p2p: float
+    all_gather: float
+    a2a: float
+    # Work of the slowest rank over the mean.
+    balance: float
+    # Bytes of other ranks' keys and values that a rank holds at a time.
+    in_flight: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent per layer, forward and backward."""
+        return self.p2p + self.all_gather + self.a2a
+
+
+def attention_traffic(config: RunConfig) -> AttentionTraffic:
+    """Return the cost of context parallelism of a run."""
+    model, parallel, training = config.model, config.parallel, config.training
+    tp, cp, heads_ranks = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.cp_head_ranks
+    ring, groups, gathers = cp // heads_ranks, max(1, model.kv_groups // tp), parallel.cp_comm_type == "all_gather"
+    of_head = training.micro_batch_size * training.seq_length // cp * model.head_dim
+    of_head *= DTYPE_BYTES[config.precision.params_dtype]
+    queries = of_head * model.num_attention_heads // tp
+    keys = 2 * of_head * groups * parallel.kv_copies(model.kv_groups)
+    p2p = all_gather = a2a = 0.0
+    work = [0.0] * ring
+    places = (place for stage in stage_layers(model, parallel) for place in range(stage.count))
+    for layer, place in enumerate(places):
+        pattern = model.pattern(layer)
+        recomputed = recomputed_matmuls(model, training, place)
+        passes = 3 + ("scores" in recomputed)
+        if gathers:
+            all_gather += passes * keys * (ring - 1)
+        else:
+            p2p += passes * keys * sum(chunks_seen(pattern, training.seq_length, ring)) / ring / 2
+        again = 2 * queries + keys if "proj" in recomputed else queries + keys if "scores" in recomputed else 0
+        a2a += (2 * (2 * queries + keys) + again) * (heads_ranks - 1) / heads_ranks
+        work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
+    layers = model.num_layers
+    return AttentionTraffic(
+        p2p=p2p / layers,
+        all_gather=all_gather / layers,
+        a2a=a2a / layers,
+        balance=max(work) * ring / sum(work),
+        in_flight=keys * (ring if gathers else min(2, ring - 1)),
+    )
+
+
+def _chunks(length: int, ring: int) -> list[tuple[range, range]]:
+    """Return the chunks of every rank of a ring: the sequence is cut into twice as many, one from either end."""
+    cuts = [range(i * length // (2 * ring), (i + 1) * length // (2 * ring)) for i in range(2 * ring)]
+    return [(cuts[rank], cuts[-1 - rank]) for rank in range(ring)]
+
+
+@lru_cache(maxsize=256)
+def chunks_seen(pattern: AttentionPattern, length: int, ring: int) -> tuple[int, ...]:
+    """Return how many chunks of other ranks the queries of each rank of a ring may see."""
+    ranks = _chunks(length, ring)
+    return tuple(
+        sum(any(_sees(pattern, q, k) for q in mine) for theirs in ranks if theirs != mine for k in theirs)
+        for mine in ranks
+    )
+
+
+@lru_cache(maxsize=256)
+def ring_work(pattern: AttentionPattern, length: int, ring: int) -> tuple[float, ...]:
+    """Return the number of keys that the queries of each rank of a ring see, from a sample of them."""
+    if ring == 1:
+        return (1.0,)
+    return tuple(
+        sum(_visible_keys(pattern, q) for chunk in mine for q in chunk[:: -(-len(chunk) // SAMPLED_QUERIES)])
+        for mine in _chunks(length, ring)
+    )
+
+
+def _sees(pattern: AttentionPattern, queries: range, keys: range) -> bool:
+    """Return True if one of the queries may see one of the keys. A plugin's rule is not asked."""
+    least, most = max(0, queries[0] - keys[-1]), queries[-1] - keys[0]
+    if keys[0] < pattern.prefix or (keys[0] < pattern.first and most >= 0):
+        return True
+    if pattern.window is not None:
+        most = min(most, pattern.window - 1)
+    if pattern.chunk is not None and not (
+        queries[0] // pattern.chunk <= keys[-1] // pattern.chunk
+        and keys[0] // pattern.chunk <= queries[-1] // pattern.chunk
+    ):
+        return False
+    return -(-least // pattern.dilation) * pattern.dilation <= most
+
+
+def _visible_keys(pattern: AttentionPattern, query: int) -> int:
+    """Return the number of keys that a query sees. A plugin's rule is not asked."""
+    near = max(0, query + 1 - (pattern.window or query + 1))
+    if pattern.chunk is not None:
+        near = max(near, query // pattern.chunk * pattern.chunk)
+    count = (query - near) // pattern.dilation + 1 + min(near, max(pattern.first, pattern.prefix))
+    return max(count, pattern.prefix) if query < pattern.prefix else count
