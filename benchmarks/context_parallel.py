@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.planner.communication import attention_traffic
 
 from benchmarks.ranks import run_ranks
 from benchmarks.record import conditions, keep, machine
@@ -32,6 +31,7 @@ from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import TRIANGLE, AttentionMask
 from megatron.kernels.block_attention import BLOCK, block_attention
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.planner.communication import attention_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
@@ -205,8 +205,8 @@ def page(result: dict[str, Any]) -> str:
     if result["long"]:
         lines += [
             "",
-            f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of the peak",
-            "memory of a rank in the step, after a step on a short sample.",
+            f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of",
+            "the peak memory of a rank in the step, after a step on a short sample.",
             "",
             "| CP | method | loss | MiB | of one process |",
             "|---|---|---|---|---|",

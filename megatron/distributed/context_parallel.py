@@ -190,20 +190,26 @@ class PassedKeyValues:
             (2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device
         )
         by_chunk = own.unflatten(1, (2, -1))
-        returning = []
+        returning: tuple[list[int], PendingExchange] | None = None
+
+        def add_returned() -> None:
+            if returning is not None:
+                chunks, exchange = returning
+                by_chunk[:, chunks] += exchange.wait()
+
         for step, seen, k, v, part in self._steps(k_TBGD, v_TBGD, mask):
             grads = use(k, v, part) if seen else ()
             if step == 0:
                 for total, grad in zip(own, grads):
                     total += grad
                 continue
+            add_returned()  # of the step before, which had the time of this one
             target, source = self._peers(step)
             lent = self._seen(mask, target, self.ring.rank)
             buffer = k_TBGD.new_empty(2, len(lent), *by_chunk.shape[2:])
             sent = [grad.unflatten(0, (len(seen), -1)) for grad in grads]
-            returning.append((lent, self._start(sent, source, buffer, target)))
-        for lent, exchange in returning:
-            by_chunk[:, lent] += exchange.wait()
+            returning = lent, self._start(sent, source, buffer, target)
+        add_returned()
         dk, dv = own.to(k_TBGD.dtype).unbind()
         return dk, dv
 
