@@ -86,6 +86,11 @@ class AttentionPattern:
         """True for causal attention with or without a window, which fused kernels compute."""
         return replace(self, window=None) == CAUSAL
 
+    @property
+    def only_distance(self) -> bool:
+        """True if it does not matter where in the sequence a query and a key are."""
+        return replace(self, window=None, dilation=1) == CAUSAL
+
     def allows(self, query: Any, key: Any) -> Any:
         """Return whether tokens at positions ``query`` see those at ``key``; numbers, or tensors that broadcast."""
         distance = query - key

@@ -128,13 +128,28 @@ def generate(
     check_prompts(chunk.config, prompts, max_new_tokens)
     chunk.eval()
     new: list[list[int]] = [[] for _ in prompts]
-    for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
+    for first, batch in _batches(chunk, prompts, batch_size):
         for index, token in _generate_batch(chunk, batch, first, max_new_tokens, sampling, stop_ids):
             new[index].append(token)
             if on_token is not None:
                 on_token(index, token, token in stop_ids or len(new[index]) == max_new_tokens)
     return new
+
+
+def _batches(
+    chunk: GPTChunk, prompts: Sequence[Sequence[int]], size: int
+) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+    """Yield batches of successive prompts, with the index of the first.
+
+    Padding moves tokens to later positions. Where attention depends on these, prompts of a batch are equally long.
+    """
+    first, padded = 0, all(pattern.only_distance for pattern in chunk.patterns)
+    while first < len(prompts):
+        stop, last = first + 1, min(first + size, len(prompts))
+        while stop < last and (padded or len(prompts[stop]) == len(prompts[first])):
+            stop += 1
+        yield first, prompts[first:stop]
+        first = stop
 
 
 def _generate_batch(

@@ -160,6 +160,19 @@ CASES = [
     ),
     Case("mistral-window", "Mistral", {"window_size": 5}, {"sliding_window": 5}),
     Case(
+        "qwen3-layers",
+        "Qwen3",
+        {"qk_layernorm": True, "num_query_groups": 2, "attention_pattern": "local:5,global"},
+        {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": True, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    Case(
+        "ministral-layers",
+        "Ministral",
+        {"attention_pattern": "global,local:3"},
+        {"head_dim": 8, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    Case(
         "stablelm-partial-rotary",
         "StableLm",
         {"normalization": "LayerNorm", "rotary_percent": 0.5, "add_qkv_bias": True},

@@ -104,6 +104,11 @@ def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
     if family.startswith("Qwen"):
         windowed = rng.random() < 0.5
         keys |= {"use_sliding_window": windowed, "sliding_window": 5, "max_window_layers": 0 if windowed else 9}
+    if family in ("Qwen2", "Qwen3", "Ministral") and rng.random() < 0.7:
+        kinds = rng.choices(["sliding_attention", "full_attention"], k=keys["num_hidden_layers"])
+        keys |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
+        if family == "Ministral":
+            del keys["use_sliding_window"]
     if family in ("Mixtral", "Qwen3Moe"):
         experts = rng.randint(2, 6)
         keys |= {"num_local_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
@@ -118,8 +123,8 @@ def shapes() -> dict[str, Shape]:
     rng = random.Random(20)
     found = {f"GPT2-{n}": gpt2_shape(rng) for n in range(SHAPES)}
     found |= {f"Llama-{n}": llama_shape(rng) for n in range(SHAPES)}
-    for family in ("Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"):
-        found |= {f"{family}-{n}": llama_shape(rng, family) for n in range(2)}
+    for family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"):
+        found |= {f"{family}-{n}": llama_shape(rng, family) for n in range(3)}
     return found
 
 

@@ -172,7 +172,7 @@ def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
     positions, the last row has the last positions. Rotary embedding uses small positions only, since the angles of
     large positions differ by rounding; the frequencies are compared instead.
     """
-    window = model.window_size or 0
+    window = largest_window(model) or 0
     length = SAMPLE_TOKENS + window if window <= MAX_CHECKED_WINDOW else SAMPLE_TOKENS
     length = min(length, model.max_position_embeddings or length)
     generator = torch.Generator().manual_seed(length)
@@ -183,9 +183,15 @@ def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
     return tokens_BS, positions_BS
 
 
+def largest_window(model: ModelConfig) -> int | None:
+    """Return the number of tokens beyond which a layer hides others, or None if none does."""
+    windows = (model.pattern(layer).window for layer in range(model.num_layers))
+    return max((window for window in windows if window is not None), default=None)
+
+
 def uncovered_by_check(model: ModelConfig) -> str | None:
     """Return what the check does not cover because its rows are too short, or None."""
-    window, positions = model.window_size, model.max_position_embeddings
+    window, positions = largest_window(model), model.max_position_embeddings
     length = sample_inputs(model)[0].shape[1]
     if window is None or window < length or (positions is not None and window >= positions):
         return None

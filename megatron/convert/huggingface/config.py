@@ -26,6 +26,7 @@ from megatron.convert.huggingface.families import (
     UnsupportedConfigError,
     model_families,
     read_bool,
+    with_one_window,
 )
 from megatron.data.errors import DataError
 
@@ -212,6 +213,7 @@ def model_type_for(model: ModelConfig) -> str:
     Raises:
         UserError: when there is none, naming the options that the closest model types lack.
     """
+    model = with_one_window(model)
     lacking = {kind: family.lacks(model) for kind, family in model_families().items()}
     best = min(lacking, key=lambda kind: len(lacking[kind]))
     if not lacking[best]:
@@ -235,6 +237,7 @@ def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonO
     Raises:
         UserError: when no family computes exactly the same, or a size is not set.
     """
+    model = with_one_window(model)
     kind = model_type_for(model)
     family = model_families()[kind]
     for name in ("vocab_size", "max_position_embeddings"):

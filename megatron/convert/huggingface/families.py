@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
 
@@ -49,6 +50,14 @@ _RESOLVED = {
 def resolved(model: ModelConfig, name: str) -> Any:
     """Return the value of a field that applies to a model."""
     return getattr(model, _RESOLVED.get(name, name))
+
+
+def with_one_window(model: ModelConfig) -> ModelConfig:
+    """Return the model with ``window_size`` in place of attention patterns that are the same window in all layers."""
+    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+    if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
+        return model
+    return replace(model, attention_pattern=None, window_size=patterns.pop().window)
 
 
 class UnsupportedConfigError(ValueError):
@@ -117,7 +126,10 @@ class ModelFamily:
     def lacks(self, model: ModelConfig) -> list[str]:
         """Return the options of a model that the family cannot express."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
-        return lacking + [name for row in self.keys for name, can in row.can.items() if not can(model)]
+        lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
+        if model.attention_pattern is not None and not any("attention_pattern" in row.can for row in self.keys):
+            lacking.append("attention_pattern")
+        return lacking
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
@@ -426,28 +438,75 @@ _MISTRAL = replace(
 )
 
 
-def _read_qwen_window(config: JsonObject) -> FieldValues:
-    """Read Qwen's window, which its first layers may not have; here all layers have the same."""
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Values of ``layer_types``."""
+
+
+def _read_layer_types(config: JsonObject, window: int | None, full: int) -> FieldValues:
+    """Read which layers have the window; without ``layer_types``, those from layer ``full`` on."""
     layers = read_number(_LAYERS, config)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = layers if window is None else max(0, min(full, layers))
+        kinds = [FULL] * min(first, MAX_LAYERS) + [WINDOWED] * min(layers - first, MAX_LAYERS)
+    elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
+        raise UnsupportedConfigError(f"layer_types {kinds} are not {layers} times {FULL} or {WINDOWED}")
+    if WINDOWED not in kinds:
+        return {"window_size": None, "attention_pattern": None}
+    if window is None:
+        raise UnsupportedConfigError(f"layer_types with {WINDOWED} need a sliding_window that is in use")
+    if FULL not in kinds:
+        return {"window_size": window, "attention_pattern": None}
+    if not 0 < window <= MAX_TOKENS:
+        raise UnsupportedConfigError(f"sliding_window is {window}, not 1 to {MAX_TOKENS:g}")
+    patterns = {WINDOWED: f"local:{window}", FULL: "global"}
+    return {"window_size": None, "attention_pattern": format_layers([patterns[kind] for kind in kinds])}
+
+
+def _write_layer_types(model: ModelConfig) -> FieldValues:
+    """Return the window, and which layers have it unless all are equal."""
+    windows = [model.pattern(layer).window for layer in range(model.num_layers)]
+    kinds = [FULL if window is None else WINDOWED for window in windows]
+    size = next(filter(None, windows), None)
+    return {"sliding_window": size} | ({"layer_types": kinds} if len({*kinds}) > 1 else {})
+
+
+def _layers_have_one_window(model: ModelConfig) -> bool:
+    """Return True if every layer has full attention or the same window."""
+    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+    return all(pattern.only_window for pattern in patterns) and len(patterns - {CAUSAL}) <= 1
+
+
+_LAYER_TYPES = KeyGroup(
+    ("sliding_window", "layer_types"),
+    lambda c: _read_layer_types(c, read_number(_WINDOW, c), 0),
+    _write_layer_types,
+    {"attention_pattern": _layers_have_one_window},
+)
+
+_MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], _LAYER_TYPES))
+
+
+def _read_qwen_window(config: JsonObject) -> FieldValues:
+    """Read Qwen's window, which its first layers may not have."""
     full = read_number(ConfigKey("", "max_window_layers", 28), config)
     window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    by_place = {"sliding_attention"} if window and full < layers else set()
-    by_place |= {"full_attention"} if not window or full > 0 else set()
-    layer_types = config.get("layer_types", [*by_place])
-    kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else {repr(layer_types)}
-    if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
-        raise UnsupportedConfigError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not supported")
-    return {"window_size": window if kinds == {"sliding_attention"} else None}
+    return _read_layer_types(config, window, full)
+
+
+def _write_qwen_window(model: ModelConfig) -> FieldValues:
+    """Return the keys of the window, with the number of first layers that do not have it."""
+    windows = [model.pattern(layer).window for layer in range(model.num_layers)]
+    full = next((layer for layer, window in enumerate(windows) if window), model.num_layers)
+    used = {"use_sliding_window": full < model.num_layers, "max_window_layers": full}
+    return used | _write_layer_types(model)
 
 
 _QWEN_WINDOW = KeyGroup(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    ("use_sliding_window", "max_window_layers", *_LAYER_TYPES.names),
     _read_qwen_window,
-    lambda m: {
-        "use_sliding_window": m.window_size is not None,
-        "sliding_window": m.window_size,
-        "max_window_layers": m.num_layers if m.window_size is None else 0,  # the first layers, without a window
-    },
+    _write_qwen_window,
+    _LAYER_TYPES.can,
 )
 _QWEN_KEYS = with_defaults(
     *_SHARED_KEYS, intermediate_size=22016, num_key_value_heads=32, vocab_size=151936, max_position_embeddings=32768
@@ -582,6 +641,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen3": _QWEN3,
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "ministral": _MINISTRAL,
 }
 """Built-in families by transformers' ``model_type``."""
 

@@ -34,6 +34,8 @@ MODELS = {
         position_embedding_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64
     ),
     "llama3": llama(use_rope_scaling=True, rope_original_max_position=16, max_position_embeddings=4096),
+    "qwen3-layers": llama(qk_layernorm=True, attention_pattern="local:5,global", max_position_embeddings=64),
+    "ministral": llama(attention_pattern="global,local:5", max_position_embeddings=64),
     "qwen3-window": llama(qk_layernorm=True, window_size=5, kv_channels=6, max_position_embeddings=64),
 }
 

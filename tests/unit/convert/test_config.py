@@ -18,8 +18,10 @@ from transformers import AutoConfig
 
 from megatron.arguments.presets import PRESETS
 from megatron.config import plugins
+from megatron.config.attention_pattern import format_layers
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
+from megatron.convert.huggingface import families
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     build_config_json,
@@ -78,6 +80,11 @@ MISTRAL = json.loads("""{
   "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,
   "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000
 }""")
+MINISTRAL = MISTRAL | {
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "layer_types": ["sliding_attention", "full_attention"] * 16,
+}
 QWEN2 = json.loads("""{
   "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
   "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
@@ -191,8 +198,46 @@ def test_window_of_qwen() -> None:
     assert model(windowed | {"max_window_layers": 24}).window_size is None, "all layers come before the windowed ones"
     assert model(windowed | {"max_window_layers": 0}).window_size == 64
     assert model(windowed | {"layer_types": ["sliding_attention"] * 24}).window_size == 64
-    with pytest.raises(UserError, match="several kinds"):
-        model(windowed | {"max_window_layers": 12})
+    assert model(windowed | {"layer_types": None, "max_window_layers": 0}).window_size == 64
+    half = model(windowed | {"max_window_layers": 12})
+    assert (half.window_size, half.attention_pattern) == (None, "global*12,local:64*12")
+    assert model(QWEN2 | {"layer_types": ["full_attention"] * 24}).attention_pattern is None
+
+
+LAYER_TYPES = (["sliding_attention"] * 5 + ["full_attention"]) * 4  # of 24 layers
+
+
+def test_layers_of_two_kinds_are_patterns() -> None:
+    for config, window in (
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, 64),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 4096}, 4096),
+        (MINISTRAL | {"num_hidden_layers": 24, "sliding_window": 9}, 9),
+    ):
+        ours = model(config | {"layer_types": LAYER_TYPES})
+        assert (ours.window_size, ours.attention_pattern) == (None, f"local:{window}*5,global")
+        written = build_config_json(ours)
+        assert written["model_type"] == config["model_type"]
+        assert (written["layer_types"], written["sliding_window"]) == (LAYER_TYPES, window)
+        theirs = AutoConfig.for_model(**written)
+        assert (theirs.layer_types, theirs.sliding_window) == (LAYER_TYPES, window)
+        assert model(theirs.to_dict()) == model(written) == ours
+
+
+def test_equal_patterns_are_a_window() -> None:
+    base = preset("tiny-llama")
+    for text, family, window in (("local:7*3,local:7", "mistral", 7), ("global", "llama", None)):
+        patterns = replace(base, attention_pattern=text)
+        assert model_type_for(patterns) == family
+        assert build_config_json(patterns) == build_config_json(replace(base, window_size=window))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["local:5,local:6", "chunked:8", "global,dilated:3:2", "prefix:9", "local:5+first:1", "local:5,prefix:3"]
+)
+def test_other_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match="E852") as caught:
+        build_config_json(replace(preset("tiny-llama"), qk_layernorm=True, attention_pattern=pattern))
+    assert f"has no attention_pattern {pattern}" in str(caught.value)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -224,7 +269,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),
-        (QWEN3 | {"layer_types": [{}, 1]}, "layers of several kinds (1, {})"),
+        (QWEN3 | {"layer_types": [{}, 1]}, "layer_types [{}, 1] are not 24 times full_attention or sliding_attention"),
+        (QWEN3 | {"layer_types": "full_attention"}, "layer_types full_attention are not"),
+        (QWEN3 | {"layer_types": ["full_attention"] * 27}, "are not 24 times"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 24}, "need a sliding_window that is in use"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 9}, "sliding_window is 0"),
         (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not supported"),
     ],
 )
@@ -270,6 +319,10 @@ def test_family_is_the_first_that_can() -> None:
     assert model_type_for(replace(base, window_size=8)) == "mistral"
     assert model_type_for(replace(base, add_qkv_bias=True)) == "qwen2"
     assert model_type_for(replace(base, qk_layernorm=True, window_size=8)) == "qwen3"
+    mixed = replace(base, attention_pattern="local:8,global")
+    assert model_type_for(mixed) == "ministral"
+    assert model_type_for(replace(mixed, add_qkv_bias=True)) == "qwen2"
+    assert model_type_for(replace(mixed, qk_layernorm=True)) == "qwen3"
     assert model_type_for(preset("tiny-gpt2")) == "gpt2"
     assert model_type_for(replace(base, num_experts=4)) == "mixtral"
     assert model_type_for(replace(base, num_experts=4, qk_layernorm=True)) == "qwen3_moe"
@@ -312,10 +365,14 @@ def models(draw: st.DrawFn) -> ModelConfig:
         shared |= {"use_rope_scaling": True, "rope_scaling_factor": draw(st.floats(1, 64))}
     if scaling == "yarn":
         shared |= {"rotary_scaling_factor": draw(st.floats(1, 64)), "yarn_original_max_position_embeddings": 77}
-    kind = draw(st.sampled_from(["plain", "biases", "window", "qkv_bias", "qk_norm"]))
+    kind = draw(st.sampled_from(["plain", "biases", "window", "layers", "qkv_bias", "qk_norm"]))
     shared |= {"add_bias_linear": kind == "biases" and hidden % heads == 0, "qk_layernorm": kind == "qk_norm"}
     shared |= {"add_qkv_bias": kind == "qkv_bias", "window_size": 5 if kind == "window" else None}
-    if kind in ("plain", "window", "qk_norm") and draw(st.booleans()):
+    layered = kind in ("layers", "qkv_bias", "qk_norm") and shared["num_layers"] > 1
+    if layered and draw(st.booleans()):
+        layers = draw(st.permutations(["global", "local:5"] + ["local:5"] * (shared["num_layers"] - 2)))
+        shared |= {"attention_pattern": format_layers(layers)}
+    elif kind in ("plain", "window", "qk_norm") and draw(st.booleans()):
         experts = draw(st.integers(2, 9))
         shared |= {"num_experts": experts, "moe_router_topk": draw(st.integers(1, experts))}
         if kind == "qk_norm":
@@ -353,7 +410,9 @@ def test_transformers_reads_it_the_same(name: str, changes: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize(
-    "config", [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"]
+    "config",
+    [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL],
+    ids=lambda c: c["model_type"],
 )
 def test_defaults_are_those_of_transformers(config: dict[str, Any]) -> None:
     kept = {"model_type": config["model_type"]}
@@ -418,7 +477,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("registered")
 def test_a_registered_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(model_families()) == [*MODEL_FAMILIES, "cousin"]
-    monkeypatch.delitem(MODEL_FAMILIES, "mistral")  # which would be the first that can express the model
+    others = {kind: family for kind, family in MODEL_FAMILIES.items() if "stral" not in kind}  # they could express it
+    monkeypatch.setattr(families, "MODEL_FAMILIES", others)
     weights = random_weights(WINDOWED, torch.bfloat16)
     assert "model.layers.0.attention.q_proj.weight" in weights
     folder = write_folder(tmp_path / "hf", WINDOWED, weights)

@@ -26,6 +26,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rope-gqa-qk-norm": {"position_embedding_type": "rope", "num_query_groups": 2, "qk_layernorm": True},
     "rope-window": {"position_embedding_type": "rope", "window_size": 4, "num_query_groups": 1},
     "interleaved-partial": {"position_embedding_type": "rope", "rotary_interleaved": True, "rotary_percent": 0.5},
+    "dilated": {"position_embedding_type": "rope", "attention_pattern": "dilated:3:2,global"},
+    "patterns-of-positions": {"attention_pattern": "chunked:4,local:3+first:2"},
     "no-positions": {"position_embedding_type": "none", "window_size": 3},
 }
 
@@ -56,7 +58,7 @@ class Noted(nn.Module):
 
     def __init__(self, chunk: GPTChunk) -> None:
         super().__init__()
-        self.chunk, self.config, self.context = chunk, chunk.config, chunk.context
+        self.chunk, self.config, self.context, self.patterns = chunk, chunk.config, chunk.context, chunk.patterns
         self.seen: list[Tensor] = []
 
     def logits(self, *arguments: Any, **named: Any) -> Tensor:
@@ -76,10 +78,24 @@ def test_generation_equals_reading_everything_anew(name: str) -> None:
             assert generate(chunk, prompts, NEW, sampling, batch_size=batch_size) == expected
     noted = Noted(chunk)
     chosen = generate(cast(GPTChunk, noted), prompts, NEW, GREEDY)
-    cached = torch.cat(noted.seen)
+    batches = [noted.seen[i : i + NEW] for i in range(0, len(noted.seen), NEW)]
+    cached = torch.cat([torch.cat(batch) for batch in batches], 1)
     for row, (prompt, ids) in enumerate(zip(prompts, chosen)):
         alone = chunk.logits(torch.tensor([prompt + ids]))[len(prompt) - 1 : -1, 0]
         torch.testing.assert_close(cached[:, row], alone, rtol=1e-10, atol=1e-10)
+
+
+def test_the_prefix_of_a_prompt_is_read_in_both_directions() -> None:
+    """As long as the prompt has all of it; a later token does not change what earlier ones have seen."""
+    chunk = model(attention_pattern="prefix:5,local:3")
+    prompts = prompts_of(chunk.config, (7, 5, 5, 6))
+    expected = [reread(chunk, prompt, number, GREEDY) for number, prompt in enumerate(prompts)]
+    assert generate(chunk, prompts, NEW, GREEDY) == expected
+    (short,) = generate(chunk, [prompts[0][:2]], NEW, GREEDY)
+    assert short[:3] == generate(chunk, [prompts[0][:2]], 3, GREEDY)[0]
+    other = [prompts[0][0], *prompts[0][1:4], (prompts[0][4] + 1) % chunk.config.vocab, *prompts[0][5:]]
+    first, changed = (chunk.logits(torch.tensor([ids]))[0, 0] for ids in (prompts[0], other))
+    assert not torch.equal(first, changed), "the first token sees the fifth"
 
 
 def test_a_stop_token_ends_its_prompt_only() -> None:
