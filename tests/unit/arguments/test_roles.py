@@ -45,8 +45,6 @@ OTHER_VALUES: dict[str, Any] = {
 
 def other_values(name: str, value: Any) -> list[Any]:
     setting = SETTINGS[name]
-    if name == "attention_pattern":
-        return ["local:3"]
     if setting.option.choices:
         return [choice for choice in setting.option.choices if choice != value]
     if setting.scalar is bool:
