@@ -203,7 +203,8 @@ class PassedKeyValues:
             sent = [grad.unflatten(0, (len(seen), -1)) for grad in grads]
             returning.append((lent, self._start(sent, source, buffer, target)))
         for lent, exchange in returning:
-            by_chunk[:, lent] += exchange.wait()
+            for i, grad in zip(lent, exchange.wait().unbind(1)):  # a list as an index would wait for the device
+                by_chunk[:, i] += grad
         dk, dv = own.to(k_TBGD.dtype).unbind()
         return dk, dv
 
