@@ -195,7 +195,8 @@ class PassedKeyValues:
         def add_returned() -> None:
             if returning is not None:
                 chunks, exchange = returning
-                by_chunk[:, chunks] += exchange.wait()
+                for i, grad in zip(chunks, exchange.wait().unbind(1)):  # indexing with a list would wait for the device
+                    by_chunk[:, i] += grad
 
         for step, seen, k, v, part in self._steps(k_TBGD, v_TBGD, mask):
             grads = use(k, v, part) if seen else ()

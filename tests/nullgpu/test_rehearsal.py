@@ -59,6 +59,10 @@ FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
+CP = "--context-parallel-size"
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+PATTERNS = "--attention-pattern local:32+first:2,chunked:48,dilated:8:3,prefix:16"
+
 CASES = {
     "gpt": Case(1, ""),
     "llama": Case(1, LLAMA, between=True),
@@ -78,7 +82,7 @@ CASES = {
     "sgd": Case(1, f"{LLAMA} --optimizer sgd"),
     "low-precision moments": Case(1, f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --store-param-remainders"),
     "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
-    "documents": Case(1, f"{LLAMA} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "documents": Case(1, f"{LLAMA} {DOCUMENTS}"),
     "window": Case(1, f"{LLAMA} --window-size 32"),
     "fp16": Case(1, LLAMA, dtype="fp16"),
     "FP8 tensorwise": Case(1, f"{LLAMA} {FP8}"),
@@ -109,6 +113,26 @@ CASES = {
             "dualpipe-v": "",
         }.items()
     },
+    "patterns": Case(1, f"{LLAMA} {PATTERNS}", between=True),
+    "patterns, documents": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS}"),
+    "patterns, torch": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS} --kernels auto attention=torch"),
+    "context-parallel p2p": Case(2, f"{LLAMA} {CP} 2", hidden=0.5, between=True),
+    "context-parallel p2p, 4 ranks": Case(4, f"{LLAMA} {CP} 4", hidden=0.5),
+    "context-parallel p2p, documents": Case(4, f"{LLAMA} {CP} 4 {DOCUMENTS}", hidden=0.5),
+    "context-parallel p2p, window": Case(4, f"{LLAMA} {CP} 4 --window-size 12"),
+    "context-parallel p2p, patterns": Case(2, f"{LLAMA} {CP} 2 {PATTERNS} {DOCUMENTS}"),
+    "context-parallel all_gather": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type all_gather"),
+    "context-parallel a2a": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a"),
+    "context-parallel a2a, patterns": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a {PATTERNS}"),
+    "context-parallel a2a+p2p": Case(
+        4, f"{LLAMA} {CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    ),
+    "context-parallel p2p, tensor-parallel": Case(4, f"{LLAMA} {CP} 2 {TP}"),
+    "context-parallel p2p, pipeline zb-v": Case(
+        4, f"{LLAMA} {CP} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
+    ),
+    "context-parallel p2p, ZeRO-2": Case(4, f"{LLAMA} {CP} 2 {ZERO1} --data-parallel-sharding-strategy optim_grads"),
+    "context-parallel p2p, graph of the optimizer": Case(2, f"{LLAMA} {CP} 2 --cuda-graph optimizer"),
     "everything": Case(4, f"{LLAMA} {TP} --pipeline-model-parallel-size 2 {ZERO1}"),
 }
 
