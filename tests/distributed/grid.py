@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import product
+from operator import and_
 from typing import Any
 
-from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
+from megatron.config.parallel import CP_COMM_TYPES, PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
@@ -70,6 +71,16 @@ DOCUMENTS: dict[str, MaskBuilder] = {
     "all": MaskBuilder(EOD, reset_positions=True, reset_attention=True, mask_eod_loss=True),
 }
 
+PATTERNS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window_size": 5},
+    **{
+        text: {"attention_pattern": text}
+        for text in ("local:5,global", "chunked:4,dilated:3:2", "local:3+first:2,prefix:4")
+    },
+}
+"""Of layers in turn; each is at least once in a model."""
+
 MOMENTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
@@ -122,7 +133,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 MAX_RANKS = 8
 """Of a case: what the pool has."""
 MAX_COLLECTIVES = 48
-"""Layers x micro-batches x TP of a case: roughly what it costs, where many ranks share few cores."""
+"""Layers x micro-batches x TP x CP of a case: roughly what it costs, where many ranks share few cores."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
@@ -130,6 +141,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "schedule": ("1f1b", *(name for name in PIPELINE_SCHEDULES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2, 3, 4),
+    "cp": (1, 2, 4, 3),
+    "cp_type": CP_COMM_TYPES,
     "zero": ("0", "1", "2", "2 twice"),  # "1 twice" is in the product
     "gather": (False, True),
     "experts": tuple(EXPERTS),
@@ -138,7 +151,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "samples": (4, 8, 6),
     "micro_batch": (1, 2, 4),
     "recompute": ("nothing", "all modules", "uniform 2", "block 1"),
-    "mlp_chunk": (None, 2),  # of 12 rows, or 6 or 3 with sequence parallelism
+    "mlp_chunk": (None, 2),  # of 3 to 24 rows
     "positions": tuple(POSITIONS),
     "rotary": tuple(ROTARY),
     "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
@@ -150,7 +163,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "qk_norm": (False, True),
     "biases": tuple(BIASES),
     "activation": choices("activation"),
-    "window": (None, 5),
+    "pattern": tuple(PATTERNS),
     "documents": tuple(DOCUMENTS),
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
@@ -165,42 +178,54 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-LAYOUT = ("pp", "vpp", "schedule", "tp", "dp", "samples", "micro_batch", "layers")
+LAYOUT = ("pp", "vpp", "schedule", "tp", "dp", "cp", "samples", "micro_batch", "layers")
 """Factors that rules of the rank grid and of the pipeline connect."""
 
-SHARING = ("tp", "dp", "zero", "gather", "experts", "ep", "etp", "biases")
+SHARING = ("tp", "dp", "cp", "zero", "gather", "experts", "ep", "etp", "biases")
 """Factors that rules of what replicas cut, and of experts, connect."""
 
-Grid = tuple[str, int]
-"""TP and DP: all that ``LAYOUT`` and ``SHARING`` have in common."""
+CONTEXT = ("tp", "dp", "cp", "cp_type")
+"""Factors that rules of context parallelism connect."""
+
+Grid = tuple[str, int, int]
+"""TP, DP and CP: all that ``LAYOUT``, ``SHARING`` and ``CONTEXT`` have in common."""
 
 
 def valid(choice: Choice) -> bool:
     """Whether a choice can be completed so that it breaks no rule."""
-    if not _grids(layouts, _known(choice, LAYOUT)) & _grids(sharings, _known(choice, SHARING)):
+    rules = (layouts, LAYOUT), (sharings, SHARING), (contexts, CONTEXT)
+    if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
         return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
 
 
-def _known(choice: Choice, names: tuple[str, ...]) -> Choice:
-    return {name: choice[name] for name in names if name in choice}
+Fitting = Callable[[], tuple[Choice, ...]]
 
 
-def _grids(fitting: Callable[[], tuple[Choice, ...]], known: Choice) -> frozenset[Grid]:
-    """The grids of what fits together and has these values."""
-    return _by_values(fitting, tuple(known)).get(tuple(known.values()), frozenset())
+def _known(choice: Choice, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, choice[name]) for name in names if name in choice)
 
 
 @cache
-def _by_values(
-    fitting: Callable[[], tuple[Choice, ...]], names: tuple[str, ...]
-) -> Mapping[tuple[Any, ...], frozenset[Grid]]:
-    found: dict[tuple[Any, ...], set[Grid]] = defaultdict(set)
-    for c in fitting():
-        found[tuple(c[name] for name in names)].add((c["tp"], c["dp"]))
-    return {values: frozenset(grids) for values, grids in found.items()}
+def _grids(fitting: Fitting, known: tuple[tuple[str, Any], ...]) -> frozenset[Grid]:
+    """The grids of what fits together and has these values."""
+    whole, grids = _members(fitting)
+    members = reduce(and_, (whole.get(value, 0) for value in known), -1)
+    return frozenset(grid for grid, of_grid in grids.items() if of_grid & members)
+
+
+@cache
+def _members(fitting: Fitting) -> tuple[Mapping[tuple[str, Any], int], Mapping[Grid, int]]:
+    """Which of what fits together has a value, and a grid: bit ``i`` for number ``i``."""
+    values: dict[tuple[str, Any], int] = defaultdict(int)
+    grids: dict[Grid, int] = defaultdict(int)
+    for i, c in enumerate(fitting()):
+        grids[c["tp"], c["dp"], c["cp"]] |= 1 << i
+        for value in c.items():
+            values[value] |= 1 << i
+    return values, grids
 
 
 @cache
@@ -209,10 +234,13 @@ def layouts() -> tuple[Choice, ...]:
     found = []
     for values in product(*(FACTORS[name] for name in LAYOUT)):
         c = dict(zip(LAYOUT, values))
+        tp = int(c["tp"][0])
+        if tp * c["pp"] * c["dp"] * c["cp"] > MAX_RANKS:
+            continue
         fits = stages_on_a_rank(c["schedule"]) in (None, c["vpp"])
         filled = c["pp"] * c["vpp"] <= c["layers"] + 2  # the first and the last stage may have no block
-        tp, (micro_batches, rest) = int(c["tp"][0]), divmod(c["samples"], c["micro_batch"] * c["dp"])
-        small = tp * c["pp"] * c["dp"] <= MAX_RANKS and c["layers"] * micro_batches * tp <= MAX_COLLECTIVES
+        micro_batches, rest = divmod(c["samples"], c["micro_batch"] * c["dp"])
+        small = c["layers"] * micro_batches * tp * c["cp"] <= MAX_COLLECTIVES
         in_turn = rest == 0 and (micro_batches > 1 or c["pp"] == 1)  # one alone has no order to get wrong
         if fits and filled and small and in_turn:
             found.append(c)
@@ -226,13 +254,26 @@ def sharings() -> tuple[Choice, ...]:
     sets = FACTORS | {"zero": tuple(ZERO), "ep": (1, 2, 4)}
     for values in product(*(sets[name] for name in SHARING)):
         c = dict(zip(SHARING, values))
-        tp = int(c["tp"][0])
-        copies, rest = divmod(tp * c["dp"], c["ep"] * (c["etp"] or tp))  # of every expert
+        tp, replicas = int(c["tp"][0]), c["dp"] * c["cp"]
+        copies, rest = divmod(tp * replicas, c["ep"] * (c["etp"] or tp))  # of every expert
         alone = c["experts"] == "none" and c["ep"] == 1 and c["etp"] is None
         mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and c["biases"] != "all" and rest == 0
-        halved = c["dp"] % 2 == 0 and (alone or copies % 2 == 0)
-        cut = c["dp"] > 1 and (halved or not c["zero"].endswith("twice"))
+        halved = replicas % 2 == 0 and (alone or copies % 2 == 0)
+        cut = replicas > 1 and (halved or not c["zero"].endswith("twice"))
         if (alone or mixed) and (cut if c["zero"] != "0" else not c["gather"]):
+            found.append(c)
+    return tuple(found)
+
+
+@cache
+def contexts() -> tuple[Choice, ...]:
+    """Every combination of the values in ``CONTEXT`` that fits together."""
+    found = []
+    for values in product(*(FACTORS[name] for name in CONTEXT)):
+        c = dict(zip(CONTEXT, values))
+        heads = MODEL.num_attention_heads // int(c["tp"][0])
+        fits = {"p2p": True, "all_gather": c["cp"] > 1, "a2a": c["cp"] > 1 and heads % c["cp"] == 0}
+        if fits.get(c["cp_type"], c["cp"] == 4 and heads % 2 == 0):
             found.append(c)
     return tuple(found)
 
@@ -256,8 +297,8 @@ def case_of(choice: Choice) -> Case:
         normalization=c["norm"],
         qk_layernorm=c["qk_norm"],
         activation=c["activation"],
-        window_size=c["window"],
         z_loss_coeff=c["z_loss"],
+        **PATTERNS[c["pattern"]],
         **POSITIONS[c["positions"]],
         **ROTARY[c["rotary"]],
         **BIASES[c["biases"]],
@@ -269,6 +310,9 @@ def case_of(choice: Choice) -> Case:
         pipeline_model_parallel_size=c["pp"],
         num_virtual_stages_per_pipeline_rank=c["vpp"],
         pipeline_schedule=c["schedule"],
+        context_parallel_size=c["cp"],
+        cp_comm_type=c["cp_type"],
+        hierarchical_context_parallel_sizes=(2, 2) if c["cp_type"] == "a2a+p2p" else (),
         sequence_parallel=c["tp"].endswith("sp"),
         ddp_bucket_size=c["bucket"],
         overlap_grad_reduce=c["overlap"],
@@ -308,12 +352,14 @@ def stages_on_a_rank(schedule: str) -> int | None:
     return SCHEDULES[schedule].chunks if schedule in SCHEDULES else None
 
 
-IN_LABEL = ("pp", "vpp", "schedule", "tp", "dp", "micro_batch", "samples")
+IN_LABEL = ("pp", "vpp", "schedule", "tp", "dp", "cp", "cp_type", "micro_batch", "samples")
 
 
 def label(choice: Choice) -> str:
     """A name for people: the layout, then what is not the first value of its factor."""
     c = choice
-    layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} mb{c['micro_batch']}of{c['samples']}"
+    context = f"cp{c['cp']} {c['cp_type']} " if c["cp"] > 1 else ""
+    layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} {context}"
+    layout += f"mb{c['micro_batch']}of{c['samples']}"
     rest = [f"{n}={v}" for n, v in choice.items() if n not in IN_LABEL and v != FACTORS[n][0]]
     return ",".join([layout, *rest]).replace(" ", "-")

@@ -13,9 +13,9 @@ Pair = frozenset[tuple[str, Any]]
 
 def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> list[Choice]:
     """Greedy and deterministic: each case takes up a pair that is left, of values of which most are, and adds what
-    covers most others.
+    covers most others, the factors first of which most pairs are left.
 
-    Among equals the value named first is taken: name the cheap ones first.
+    Among equals the value of which most pairs are left is taken, then the one named first: name the cheap ones first.
 
     Args:
         factors: values by name; values are hashable.
@@ -27,11 +27,10 @@ def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], boo
     while left:
         waiting, often = set(left), Counter(value for pair in left for value in pair)
         choice = dict(sorted(max(left, key=lambda pair: sum(often[value] for value in pair))))
-        for name in sorted(set(factors) - set(choice), key=lambda n: (-len(factors[n]), n)):
-            choice[name] = max(
-                (v for v in factors[name] if valid(choice | {name: v})),
-                key=lambda v: sum(frozenset(((name, v), known)) in waiting for known in choice.items()),
-            )
+        for name in sorted(set(factors) - set(choice), key=lambda n: (-sum(often[n, v] for v in factors[n]), n)):
+            fitting = [(name, value) for value in factors[name] if valid(choice | {name: value})]
+            pairs = [sum(frozenset((value, known)) in waiting for known in choice.items()) for value in fitting]
+            _, (_, choice[name]) = max(zip(pairs, fitting), key=lambda found: (found[0], often[found[1]]))
         done = pairs_of(choice)
         left = [pair for pair in left if pair not in done]
         cases.append({name: choice[name] for name in factors})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig,
 from tests.distributed import product
 from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (
+    CONTEXT,
     DOCUMENTS,
     EXPERTS,
     FACTORS,
@@ -30,8 +32,10 @@ from tests.distributed.grid import (
     RECOMPUTE,
     SHARING,
     ZERO,
+    Grid,
     case_of,
     choices,
+    contexts,
     label,
     layouts,
     sharings,
@@ -148,12 +152,12 @@ def test_a_large_parameter_in_fp32(pool: Pool) -> None:
 
 
 def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
-    assert len(MATRIX) <= 60
+    assert len(MATRIX) <= 67
     assert all(valid(choice) and set(choice) == set(FACTORS) for choice in MATRIX)
     covered = set().union(*map(pairs_of, MATRIX))
     together = pairs_that_fit()
     for pair in valid_pairs(FACTORS, lambda choice: True):
-        ruled = {name for name, _ in pair} <= {*LAYOUT, *SHARING}
+        ruled = {name for name, _ in pair} <= {*LAYOUT, *SHARING, *CONTEXT}
         assert (pair in together if ruled else valid(dict(pair))) == (pair in covered), sorted(pair)
 
 
@@ -165,20 +169,34 @@ def test_the_pages_count_its_cases(page: str) -> None:
 
 
 def pairs_that_fit() -> set[Pair]:
-    """Pairs of values of what rules connect, from every layout and every sharing with the same TP and DP."""
+    """Pairs of values of what rules connect, from every layout, sharing and context with the same TP, DP and CP."""
     found: set[Pair] = set()
-    whole = [*layouts()], [*sharings()]
-    for grid in itertools.product(FACTORS["tp"], FACTORS["dp"]):
-        parts = [[c for c in side if (c["tp"], c["dp"]) == grid] for side in whole]
+    by_grid: dict[Grid, list[list[Choice]]] = defaultdict(lambda: [[], [], []])
+    for i, whole in enumerate((layouts(), sharings(), contexts())):
+        for c in whole:
+            by_grid[c["tp"], c["dp"], c["cp"]][i].append(c)
+    for parts in by_grid.values():
         if all(parts):
             found.update(*(pairs_of(c) for part in parts for c in part))
-            ends = [set().union(*(c.items() for c in part)) for part in parts]
-            found |= {frozenset(pair) for pair in itertools.product(*ends) if pair[0][0] != pair[1][0]}
+            for ends in itertools.combinations([set().union(*(c.items() for c in part)) for part in parts], 2):
+                found |= {frozenset(pair) for pair in itertools.product(*ends) if pair[0][0] != pair[1][0]}
     return found
 
 
 OF_THE_MODEL = {"samples", "layers"}
-OF_COMPUTING = {*LAYOUT, "recompute", "mlp_chunk", "loss_chunk", "overlap", "bucket", "zero", "gather", "ep", "etp"}
+OF_COMPUTING = {
+    *LAYOUT,
+    *CONTEXT,
+    "recompute",
+    "mlp_chunk",
+    "loss_chunk",
+    "overlap",
+    "bucket",
+    "zero",
+    "gather",
+    "ep",
+    "etp",
+}
 OF_COMPUTING -= OF_THE_MODEL
 MATTERS = sorted(set(FACTORS) - OF_COMPUTING - {"rotary"})
 
