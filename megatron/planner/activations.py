@@ -309,7 +309,7 @@ def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int,
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
     peaks = [number * shape.residual + group * block + max(forward, backward) for number, group in enumerate(groups)]
     if not rest:  # the attention of the last block is gone when its MLP is computed
-        forward = max(attention + core_forward, mlp)
+        forward = max(attention + core_forward, mlp + 2 * shape.residual)
     return held, forward, max([backward + held * (rest > 0), *peaks]) - held
 
 
