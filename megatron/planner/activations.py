@@ -10,10 +10,12 @@ schedule determines their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple
 
+from megatron.config.attention_pattern import CAUSAL
 from megatron.config.batch import get_num_microbatches, loss_chunk_tokens
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, kernel_choices
@@ -27,6 +29,10 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 INDEX_BYTES, MASK_BYTES = 8, 1
 """Bytes of an index, and of an element of a boolean mask."""
+
+
+CHUNKS = "chunks of the MLP"
+"""What ``--mlp-chunk-size`` recomputes, as a name beside those of ``--recompute-modules``."""
 
 
 class KeptTensor(NamedTuple):
@@ -52,12 +58,20 @@ class ActivationShape:
     """Sizes of a rank's part of a micro-batch, and what computes it."""
 
     model: ModelConfig
-    # Sequence length.
-    length: int
-    # Tokens of a micro-batch, and rows of the residual stream: fewer with sequence parallelism.
+    # Samples of a micro-batch, their tokens on this rank, and rows of the residual stream: fewer with sequence
+    # parallelism.
+    samples: int
     tokens: int
     rows: int
     tp: int
+    # Context-parallel ranks that hold different chunks of the sequence, and those that exchange rows for heads.
+    ring: int
+    head_ranks: int
+    gathers_keys: bool
+    # An attention that is computed tile by tile.
+    tiled: bool
+    # Cosines and sines are those of each sample's positions.
+    own_positions: bool
     # Rows that the experts of this rank receive if every expert is chosen equally often, and the ranks of an expert.
     expert_rows: int
     expert_tp: int
@@ -67,8 +81,10 @@ class ActivationShape:
     on_gpu: bool
     # Operations that run as plain PyTorch, whose autograd keeps more.
     eager: frozenset[str]
-    # Modules recomputed within blocks.
+    # Modules recomputed within blocks, and :data:`CHUNKS`.
     recomputed: frozenset[str]
+    # Tokens of a chunk of the MLP; None where it is not computed in chunks.
+    mlp_chunk: int | None
     loss_chunk: int | None
     # A plugin's loss may be scaled before backward, so the weight gradient of the output layer waits for it.
     keeps_loss_wgrad: bool
@@ -77,25 +93,35 @@ class ActivationShape:
     def of(cls, config: RunConfig) -> ActivationShape:
         """Return the sizes of a run. ``--device auto`` counts as a GPU."""
         model, parallel, training = config.model, config.parallel, config.training
-        tokens, tp = training.micro_batch_size * training.seq_length, parallel.tensor_model_parallel_size
-        rows = tokens // tp if parallel.sequence_parallel else tokens
+        samples, tp, cp = training.micro_batch_size, parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        tokens, row_ranks = samples * training.seq_length // cp, tp if parallel.sequence_parallel else 1
+        rows, chunk = tokens // row_ranks, training.mlp_chunk_size
         width, on_gpu = DTYPE_BYTES[config.precision.params_dtype], training.device != "cpu"
         plain = ("torch",) if on_gpu else ("torch", "auto")
         eager = {op for op, choice in kernel_choices(config.compute.kernels).items() if choice.name in plain}
         selective = training.recompute_granularity == "selective"
+        ring, documents = cp // parallel.cp_head_ranks, config.data.reset_attention_mask
+        patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+        covered = all(p.only_window and ("attention" not in eager or (p == CAUSAL and not documents)) for p in patterns)
         return cls(
             model=model,
-            length=training.seq_length,
+            samples=samples,
             tokens=tokens,
             rows=rows,
             tp=tp,
+            ring=ring,
+            head_ranks=parallel.cp_head_ranks,
+            gathers_keys=parallel.cp_comm_type == "all_gather",
+            tiled=ring > 1 or model.attention_dropout > 0 or not covered,
+            own_positions=cp > 1 or config.data.reset_position_ids,
             expert_rows=rows * model.moe_router_topk * parallel.expert_tp,
             expert_tp=parallel.expert_tp,
             width=width,
             wide=max(width, DTYPE_BYTES["fp32"]),
             on_gpu=on_gpu,
             eager=frozenset(eager),
-            recomputed=frozenset(training.recompute_modules if selective else ()),
+            recomputed=frozenset(training.recompute_modules if selective else ()) | {CHUNKS},
+            mlp_chunk=None if chunk is None else min(chunk * samples * row_ranks, tokens),
             loss_chunk=training.cross_entropy_chunk_size,
             keeps_loss_wgrad=training.objective != "next_token",
         )
@@ -118,17 +144,27 @@ class ActivationShape:
     @property
     def keys(self) -> int:
         """Elements of this rank's keys, and of its values."""
-        return self.tokens * self.model.kv_groups * self.model.head_dim // self.tp
+        return self.tokens * self.groups * self.model.head_dim
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads of this rank."""
+        return max(1, self.model.kv_groups // self.tp)
+
+    @property
+    def exchanged_keys(self) -> int:
+        """Elements of the keys, and of the values, that the attention of an a2a rank takes: copied to enough heads."""
+        return self.keys * lcm(self.groups, self.head_ranks) // self.groups
 
     @property
     def mlps(self) -> tuple[tuple[str, int, int], ...]:
-        """Name, rows and local hidden width of the MLPs of a block."""
-        model = self.model
+        """Name, rows (of a chunk) and local hidden width of the MLPs of a block."""
+        model, rows = self.model, self.mlp_chunk or self.tokens
         if model.num_experts is None:
-            return (("mlp", self.tokens, model.ffn // self.tp),)
+            return (("mlp", rows, model.ffn // self.tp),)
         experts = ("experts", self.expert_rows, model.expert_ffn // self.expert_tp)
         shared = model.moe_shared_expert_intermediate_size
-        return (experts, ("shared expert", self.tokens, shared // self.tp)) if shared else (experts,)
+        return (experts, ("shared expert", rows, shared // self.tp)) if shared else (experts,)
 
 
 def block_tensors(shape: ActivationShape) -> tuple[list[KeptTensor], list[KeptTensor]]:
@@ -145,38 +181,35 @@ def _attention_half(shape: ActivationShape) -> Iterator[KeptTensor]:
     for kept in _statistics(shape, "add_norm", shape.rows, shape.residual // width):
         yield kept._replace(recomputed_by=("layernorm",))
     yield KeptTensor("norm", shape.residual // width, width, ("layernorm",), True)
-    unfused = model.attention_dropout > 0 and "core_attn" not in shape.recomputed
-    yield from _split_qkv(shape, unfused)
-    if unfused:
-        scores = shape.tokens * shape.length * heads
-        yield KeptTensor("k, v of every head", 2 * shape.queries, width)
-        yield KeptTensor("mask of attention", shape.length**2, MASK_BYTES)
-        yield KeptTensor("softmax", scores, shape.wide)
-        yield KeptTensor("mask of attention dropout", scores, MASK_BYTES)
-        yield KeptTensor("softmax after dropout", scores, width)
-    elif not model.attention_dropout:
-        yield KeptTensor("logsumexp of attention", shape.tokens * heads, shape.wide, ("core_attn",))
+    yield from _split_qkv(shape)
+    yield KeptTensor("logsumexp of attention", shape.tokens * heads, shape.wide, ("core_attn",))
+    if shape.head_ranks > 1:
+        yield KeptTensor("output for some heads", shape.queries, width, ("core_attn",))
     yield KeptTensor("output of attention", shape.queries, width, (), True)
 
 
-def _split_qkv(shape: ActivationShape, unfused: bool) -> Iterator[KeptTensor]:
-    """Yield q, k and v, as attention keeps them unless it copies them (``unfused``), and what their norms keep."""
+def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
+    """Yield q, k and v as attention keeps them, and what their norms keep."""
     model, queries, keys, width = shape.model, shape.queries, shape.keys, shape.width
     eager, rotary, normed = "split_qkv" in shape.eager, model.rotary_dim > 0, model.qk_layernorm
+    kept = True
+    if shape.head_ranks > 1:
+        yield KeptTensor("q, k, v for some heads", queries + 2 * shape.exchanged_keys, width, ("core_attn",))
+        kept = "core_attn" in shape.recomputed  # those that are sent are kept to compute the others again
     if normed:
-        heads = shape.tokens * (model.num_attention_heads + model.kv_groups) // shape.tp
+        heads = shape.tokens * (model.num_attention_heads // shape.tp + shape.groups)
         yield from _statistics(shape, "split_qkv", heads, queries + keys)
         if eager and model.heads_per_group > 1:
             yield KeptTensor("queries before their norm", queries, width)
     if rotary and not (eager or normed):
-        yield KeptTensor("q, k, v", queries + 2 * keys * (not unfused), width)
+        if kept:
+            yield KeptTensor("q, k, v", queries + 2 * keys, width)
         return
-    split = rotary or normed or model.heads_per_group > 1  # q is not a view of the projection
-    if normed or not (unfused and split):
+    if kept or normed:
         yield KeptTensor("output of the projection", queries + 2 * keys, width)  # v is a part of it
-    if split:
+    if kept and (rotary or normed or model.heads_per_group > 1):  # q is not a view of the projection
         yield KeptTensor("q", queries, width)
-    if not unfused and (rotary or normed):
+    if kept and (rotary or normed):
         yield KeptTensor("k", keys, width)
 
 
@@ -192,10 +225,11 @@ def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
         for kept in _routing(shape, model.num_experts):
             yield kept._replace(recomputed_by=("mlp",))
     for name, rows, ffn in shape.mlps:
-        yield KeptTensor(f"{name}: output of fc1", (1 + model.gated) * rows * ffn, width, ("mlp",))
+        again = (CHUNKS,) if shape.mlp_chunk and name != "experts" else ("mlp",)
+        yield KeptTensor(f"{name}: output of fc1", (1 + model.gated) * rows * ffn, width, again)
         if model.gated and "activation" in shape.eager:
-            yield KeptTensor(f"{name}: silu(gate)", rows * ffn, width, ("activation", "mlp"))
-        yield KeptTensor(f"{name}: activation", rows * ffn, width, ("activation", "mlp"), True)
+            yield KeptTensor(f"{name}: silu(gate)", rows * ffn, width, ("activation", *again))
+        yield KeptTensor(f"{name}: activation", rows * ffn, width, ("activation", *again), CHUNKS not in again)
 
 
 def _routing(shape: ActivationShape, experts: int) -> Iterator[KeptTensor]:
@@ -238,39 +272,45 @@ class StageMemory:
     def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
         """Return that of a stage."""
         shape = ActivationShape.of(config)
-        attention, mlp = block_tensors(shape)
-        kept, again = _kept_by_blocks(config, shape, stage.count)
-        if shape.model.rotary_dim:
-            kept += 2 * shape.length * shape.model.rotary_dim * shape.width  # cosines and sines
-        kept += _embedding(shape) if stage.first else 0
-        loss, forward = _loss(shape) if stage.last else (0, 0)
-        if stage.count:  # the last block's attention, before its MLP
-            forward = max(forward, _dropout_hashes(shape) - loss - sum(t.size for t in mlp))
-        wgrad = stage.count * _wgrad_operands(shape, [*attention, *mlp])
-        return cls(kept, loss, wgrad, forward, again + _block_backward(shape) if stage.count else 0)
+        blocks, forward, backward = _blocks(config, shape, stage.count) if stage.count else (0, 0, 0)
+        kept = blocks + (_embedding(shape) if stage.first else 0)
+        if shape.model.rotary_dim:  # cosines and sines
+            rows = shape.tokens if shape.own_positions else shape.tokens // shape.samples
+            kept += 2 * rows * shape.model.rotary_dim * shape.width
+        loss, loss_forward = _loss(shape) if stage.last else (0, 0)
+        wgrad = stage.count * _wgrad_operands(shape)
+        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward)
 
 
-def _kept_by_blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int, int]:
-    """Return what ``count`` blocks keep, and the most that is recomputed at a time, beyond what is freed by then."""
+def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int, int, int]:
+    """Return what ``count`` blocks keep, and the most beside it in the forward and in the backward of a block."""
     training, halves = config.training, block_tensors(shape)
     attention, mlp = (sum(t.size for t in half) for half in halves)
+    kept_attention, kept_mlp = (
+        sum(t.size for t in half if not shape.recomputed & {*t.recomputed_by}) for half in halves
+    )
+    core_forward, core_backward = _core_attention(shape)
+    # Beside what the block keeps: attention runs before its MLP in forward, after it in backward. In forward the outputs
+    # of the block before, of attention and of the MLP exist until the block ends.
+    forward = max(
+        attention - kept_attention + core_forward + shape.residual - kept_mlp, mlp - kept_mlp + 3 * shape.residual
+    )
+    backward = max(attention - kept_attention + core_backward - kept_mlp, mlp - kept_mlp + _mlp_backward(shape))
+    block = kept_attention + kept_mlp
     if training.recompute_granularity != "full":
-        kept = [sum(t.size for t in half if not shape.recomputed & {*t.recomputed_by}) for half in halves]
-        if "core_attn" in shape.recomputed:
-            unfused = _attention_half(replace(shape, recomputed=frozenset()))
-            attention = sum(t.size for t in unfused) + _dropout_hashes(shape)
-        # The MLP is freed before attention is recomputed.
-        return count * sum(kept), max(mlp - kept[1], attention - sum(kept))
+        return count * block, forward, backward
     if training.recompute_method == "block":
         done = min(training.recompute_num_layers or count, count)
         groups, rest = [1] * done, count - done
     else:
         size = training.recompute_num_layers or 1
         groups, rest = [min(size, count - start) for start in range(0, count, size)], 0
-    held = len(groups) * shape.residual + rest * (attention + mlp)
+    held = len(groups) * shape.residual + rest * block
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
-    peaks = [number * shape.residual + group * (attention + mlp) for number, group in enumerate(groups)]
-    return held, max([0, *(peak + max(0, _dropout_hashes(shape) - mlp) - held for peak in peaks)])
+    peaks = [number * shape.residual + group * block + max(forward, backward) for number, group in enumerate(groups)]
+    if not rest:  # the attention of the last block is gone when its MLP is computed
+        forward = max(attention + core_forward, mlp + 2 * shape.residual)
+    return held, forward, max([backward + held * (rest > 0), *peaks]) - held
 
 
 def _embedding(shape: ActivationShape) -> int:
@@ -279,30 +319,74 @@ def _embedding(shape: ActivationShape) -> int:
     return ids + (shape.residual // shape.width * MASK_BYTES if dropped else 0)
 
 
-def _wgrad_operands(shape: ActivationShape, tensors: Sequence[KeptTensor]) -> int:
-    """Return the bytes of the inputs and output gradients of a block's linears."""
-    inputs = sum(tensor.size for tensor in tensors if tensor.wgrad_input)
+def _wgrad_operands(shape: ActivationShape) -> int:
+    """Return the bytes of the inputs and output gradients of a block's linears; those of chunks are used at once."""
+    inputs = sum(tensor.size for half in block_tensors(shape) for tensor in half if tensor.wgrad_input)
     gradients = (shape.queries + 2 * shape.keys) * shape.width + shape.residual
     for name, rows, width in shape.mlps:
-        out = rows if name == "experts" else shape.rows
-        gradients += ((1 + shape.model.gated) * rows * width + out * shape.model.hidden_size) * shape.width
+        if name == "experts" or not shape.mlp_chunk:
+            out = rows if name == "experts" else shape.rows
+            gradients += ((1 + shape.model.gated) * rows * width + out * shape.model.hidden_size) * shape.width
     return inputs + gradients
 
 
-def _block_backward(shape: ActivationShape) -> int:
-    """Return the most memory of a block's backward beside what is kept: that of the MLP.
+def _mlp_backward(shape: ActivationShape) -> int:
+    """Return the most memory of the backward of a block's MLP beside what is kept.
 
     The gradients of the residual stream and of what the linears take and give.
     """
     wide = max(rows * width for _, rows, width in shape.mlps) * shape.width
-    return shape.residual + max((1 + shape.model.gated) * wide, wide + shape.gathered)
+    gathered, dx = shape.gathered, 0
+    if shape.mlp_chunk:
+        gathered, dx = gathered * shape.mlp_chunk // shape.tokens, shape.residual
+    return shape.residual + dx + max((1 + shape.model.gated) * wide, wide + gathered)
 
 
-def _dropout_hashes(shape: ActivationShape) -> int:
-    """Return the bytes of the hashes that attention dropout compares with its probability: three steps of int64."""
-    if not shape.model.attention_dropout:
-        return 0
-    return 3 * INDEX_BYTES * shape.tokens * shape.length * shape.model.num_attention_heads // shape.tp
+UNFUSED_TILE, FUSED_TILE = 1024, 256
+"""Sides of the tiles of attention (:mod:`megatron.kernels.block_attention`)."""
+
+UNFUSED_TENSORS = 6
+"""Tensors like the scores of a tile that are not fused, at a time; the hashes of dropout are three in int64."""
+
+
+def _core_attention(shape: ActivationShape) -> tuple[int, int]:
+    """Return the most memory of core attention beside what is kept, in its forward and in its backward.
+
+    The gradients of the residual stream and of the output are a part of the latter.
+    """
+    queries, keys, width, wide = shape.queries, 2 * shape.exchanged_keys, shape.width, shape.wide
+    forward, backward = 0, shape.residual + queries * width
+    if shape.head_ranks > 1:  # what is sent for q, k and v of some heads
+        forward += (queries + 2 * shape.keys) * width
+    if not shape.tiled:
+        return forward, backward + (queries + keys) * width
+    rounded = width if width < wide else 0  # results are summed in fp32, and rounded at the end
+    forward += queries * wide * (rounded > 0)
+    backward += queries * (wide + rounded)
+    if shape.ring == 1:
+        backward += keys * (wide + rounded)
+    elif shape.gathers_keys:
+        forward += shape.ring * keys * width
+        backward += shape.ring * keys * (width + wide + rounded)
+    else:
+        # Keys that arrive while others are used, and those that are sent for them. In backward also the gradients of
+        # what is used, and of what returns: three halves of the keys of every other rank.
+        passed = 2 * min(2, shape.ring - 1) * keys * width
+        forward += passed
+        backward += passed + keys * (2 * wide + rounded) + 3 * (shape.ring - 1) * keys * width // 2
+    tile = _tile(shape)
+    return forward + tile, backward + tile
+
+
+def _tile(shape: ActivationShape) -> int:
+    """Return the bytes of the largest tile that is not fused, or of the mask of a tile."""
+    length = shape.tokens * shape.head_ranks // shape.samples // (2 if shape.ring > 1 else 1)  # the longest run
+    heads = shape.samples * shape.model.num_attention_heads // (shape.tp * shape.head_ranks)
+    if shape.model.attention_dropout:
+        score, side = max(UNFUSED_TENSORS * shape.wide, 3 * INDEX_BYTES), min(UNFUSED_TILE, length)
+    else:
+        score, side = UNFUSED_TENSORS * shape.wide if shape.on_gpu else 0, min(FUSED_TILE, length)
+    return side**2 * max(heads * score, INDEX_BYTES + 5 * MASK_BYTES)
 
 
 def _loss(shape: ActivationShape) -> tuple[int, int]:
