@@ -57,7 +57,7 @@ def _blocks_of(mask: AttentionMask) -> BlockMask:
         return seen if documents is None else seen & (documents[sample, at] == documents[sample, of])
 
     blocks = (tuple(r[i : i + FLEX_BLOCK] for i in range(0, len(r), FLEX_BLOCK)) for r in (queries, keys))
-    host = torch.from_numpy(mask.block_kinds(*blocks))
+    host = torch.from_numpy(mask.block_kinds(*blocks)).contiguous()  # the kernels ignore strides of the block mask
     kinds = (host.pin_memory() if mask.device.type == "cuda" else host).to(mask.device, non_blocking=True).unsqueeze(1)
 
     def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
