@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
 from megatron.config.data_paths import SPLITS, data_sources
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
+from megatron.config.text import counted
 from megatron.data.build import TABLE_CHECKS, build_split, file_segment_builders, mock_segment_builders
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
@@ -118,7 +119,7 @@ class MaskBuilder:
         active = ", ".join(text for text, is_on in effects.items() if is_on)
         parts = [f"end with id {self.eod}: {active}"] if active else []
         if self.prefix > 1:
-            parts.append(f"no loss on the first {self.prefix - 1} labels, which the prefix shows")
+            parts.append(f"no loss on the first {counted(self.prefix - 1, 'label')}, which the prefix shows")
         return "; ".join(parts) or None
 
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:

@@ -113,8 +113,9 @@ class ContextParallel:
             y = kernel(q_SBND, k_SBGD, v_SBGD, mask)
         return y if self.heads.size == 1 else self._scatter_rows(y)
 
+    @torch.no_grad()
     def gather_keys(self, k_SBGD: Tensor, mask: AttentionMask) -> tuple[Tensor, AttentionMask]:
-        """Return the keys of all ranks, and the mask of this rank's queries and these keys.
+        """Return the keys of all ranks, and the mask of this rank's queries and these keys; without gradients.
 
         Args:
             k_SBGD: keys of :meth:`rows`.

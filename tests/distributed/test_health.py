@@ -171,6 +171,22 @@ CASES = {
         training=TrainingConfig(micro_batch_size=2, **RECOMPUTE["uniform 2"]),
         steps=2,
     ),
+    "cp2": Case(BARE, ParallelConfig(context_parallel_size=2), steps=2),
+    "cp2 by heads, patterns, padded": Case(
+        PATTERNS,
+        ParallelConfig(context_parallel_size=2, cp_comm_type="a2a"),
+        dp=2,
+        samples=5,
+        training=TrainingConfig(micro_batch_size=2, pad_global_batch=True),
+        documents=DOCUMENTS["attention"],
+        steps=2,
+    ),
+    "cp4 by both, patterns, experts": Case(
+        replace(PATTERNS, **EXPERTS["balanced"]),
+        ParallelConfig(context_parallel_size=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2)),
+        documents=DOCUMENTS["attention"],
+        steps=2,
+    ),
     "pp2, in a v, dp2": Case(
         replace(GQA, num_layers=4), pipeline(2, "zb-v"), dp=2, documents=DOCUMENTS["attention"], steps=2
     ),

@@ -59,6 +59,13 @@ def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
     ]
 
 
+def test_a_prefix_without_loss_is_told() -> None:
+    write(Path("a"), 100)
+    pattern = ("--data-path", "a", "--split", "9,1", "--attention-pattern")
+    assert told(*pattern, "prefix:3")[-1] == "documents  no loss on the first 2 labels, which the prefix shows"
+    assert told(*pattern, "prefix:1") == told(*pattern[:-1])
+
+
 def test_validation_sets_are_named() -> None:
     write(Path("a"), 100), write(Path("b"), 10)
     sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]

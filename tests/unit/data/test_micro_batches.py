@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset
 from megatron.data.loader import MaskBuilder, document_boundaries, rank_micro_batches
+from megatron.training.build import build_trainer
+from tests.runs import tiny_run
 
 
 def sequential(total: int, consumed: int, micro: int, rank: int, size: int) -> list[list[int]]:
@@ -136,6 +139,20 @@ def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilde
 def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
     with pytest.raises(ValueError, match="end-of-document id"):
         MaskBuilder(**{flag: True})
+
+
+def test_the_labels_of_the_longest_prefix_do_not_count() -> None:
+    pattern = "--attention-pattern prefix:3,local:2+prefix:5"
+    trainer = build_trainer(tiny_run(Path("unused"), pattern), 0, 1)
+    for batch in trainer.next_batches():
+        assert batch.loss_mask.tolist() == [[0.0] * 4 + [1.0] * 4] * len(batch.tokens)
+    plain = build_trainer(tiny_run(Path("unused"), "--attention-pattern local:2"), 0, 1)
+    assert all(batch.loss_mask.all() for batch in plain.next_batches())
+    assert plain.data.masks.describe() is None
+    assert trainer.data.masks.describe() == "no loss on the first 4 labels, which the prefix shows"
+    both = MaskBuilder(EOD, mask_eod_loss=True, prefix=2).describe()
+    first = "end with id 3: no loss on the first token of each"
+    assert both == f"{first}; no loss on the first 1 label, which the prefix shows"
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
