@@ -133,8 +133,8 @@ class _BlockAttention(torch.autograd.Function):
 
         def attend(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> None:
             for tile in _tiles(q_SBND, part, dropout):
-                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout)
-                _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *_forward(inputs))
+                new = _forward(_TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout))
+                _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *new)
 
         key_values.forward(k_SBGD, v_SBGD, mask, attend)
         y_SBND = y_SBND.to(q_SBND.dtype)
@@ -153,9 +153,10 @@ class _BlockAttention(torch.autograd.Function):
             dk_TBGD, dv_TBGD = lse_BNS.new_zeros((2, *k_TBGD.shape)).unbind()
             dk_BGTD, dv_BGTD = (grad.permute(1, 2, 0, 3) for grad in (dk_TBGD, dv_TBGD))
             for tile in _tiles(q_SBND, part, ctx.dropout):
-                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout)
                 dy, y = (_rows(t, tile.samples, tile.queries) for t in (dy_SBND, y_SBND))
+                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout)
                 dq, dk, dv = _backward(inputs, dy, y, lse_BNS[tile.samples, :, tile.queries])
+                del inputs  # before those of the next tile
                 dq_BNSD[tile.samples, :, tile.queries] += dq
                 dk_BGTD[tile.samples, :, tile.keys] += dk
                 dv_BGTD[tile.samples, :, tile.keys] += dv

@@ -68,8 +68,9 @@ class ActivationShape:
     ring: int
     head_ranks: int
     gathers_keys: bool
-    # An attention that is computed tile by tile.
+    # An attention is computed tile by tile, and tiles have masks.
     tiled: bool
+    masked: bool
     # Cosines and sines are those of each sample's positions.
     own_positions: bool
     # Rows that the experts of this rank receive if every expert is chosen equally often, and the ranks of an expert.
@@ -113,6 +114,7 @@ class ActivationShape:
             head_ranks=parallel.cp_head_ranks,
             gathers_keys=parallel.cp_comm_type == "all_gather",
             tiled=ring > 1 or model.attention_dropout > 0 or not covered,
+            masked=documents or patterns != {CAUSAL},
             own_positions=cp > 1 or config.data.reset_position_ids,
             expert_rows=rows * model.moe_router_topk * parallel.expert_tp,
             expert_tp=parallel.expert_tp,
@@ -192,6 +194,7 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
     """Yield q, k and v as attention keeps them, and what their norms keep."""
     model, queries, keys, width = shape.model, shape.queries, shape.keys, shape.width
     eager, rotary, normed = "split_qkv" in shape.eager, model.rotary_dim > 0, model.qk_layernorm
+    copied = shape.groups > 1 and model.heads_per_group > 1  # the queries of one group are a view of the projection
     kept = True
     if shape.head_ranks > 1:
         yield KeptTensor("q, k, v for some heads", queries + 2 * shape.exchanged_keys, width, ("core_attn",))
@@ -199,7 +202,7 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
     if normed:
         heads = shape.tokens * (model.num_attention_heads // shape.tp + shape.groups)
         yield from _statistics(shape, "split_qkv", heads, queries + keys)
-        if eager and model.heads_per_group > 1:
+        if eager and copied:
             yield KeptTensor("queries before their norm", queries, width)
     if rotary and not (eager or normed):
         if kept:
@@ -207,7 +210,7 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
         return
     if kept or normed:
         yield KeptTensor("output of the projection", queries + 2 * keys, width)  # v is a part of it
-    if kept and (rotary or normed or model.heads_per_group > 1):  # q is not a view of the projection
+    if kept and (rotary or normed or copied):
         yield KeptTensor("q", queries, width)
     if kept and (rotary or normed):
         yield KeptTensor("k", keys, width)
@@ -290,8 +293,8 @@ def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int,
         sum(t.size for t in half if not shape.recomputed & {*t.recomputed_by}) for half in halves
     )
     core_forward, core_backward = _core_attention(shape)
-    # Beside what the block keeps: attention runs before its MLP in forward, after it in backward. In forward the outputs
-    # of the block before, of attention and of the MLP exist until the block ends.
+    # Beside what the block keeps: attention runs before its MLP in forward, after it in backward. In forward the
+    # outputs of the block before, of attention and of the MLP exist until the block ends.
     forward = max(
         attention - kept_attention + core_forward + shape.residual - kept_mlp, mlp - kept_mlp + 3 * shape.residual
     )
@@ -356,8 +359,9 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     """
     queries, keys, width, wide = shape.queries, 2 * shape.exchanged_keys, shape.width, shape.wide
     forward, backward = 0, shape.residual + queries * width
-    if shape.head_ranks > 1:  # what is sent for q, k and v of some heads
-        forward += (queries + 2 * shape.keys) * width
+    if shape.head_ranks > 1:  # q, k and v of this rank's tokens, and the same as they are sent
+        copies = keys if shape.exchanged_keys > shape.keys else 0
+        forward += (2 * queries + 2 * shape.keys + keys + copies) * width
     if not shape.tiled:
         return forward, backward + (queries + keys) * width
     rounded = width if width < wide else 0  # results are summed in fp32, and rounded at the end
@@ -369,24 +373,20 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
         forward += shape.ring * keys * width
         backward += shape.ring * keys * (width + wide + rounded)
     else:
-        # Keys that arrive while others are used, and those that are sent for them. In backward also the gradients of
-        # what is used, and of what returns: three halves of the keys of every other rank.
+        # Keys that are used and that arrive, each with what is sent meanwhile. In backward also the gradients of this
+        # rank's keys and of those that are used, and the exchange of those of the step before.
         passed = 2 * min(2, shape.ring - 1) * keys * width
         forward += passed
-        backward += passed + keys * (2 * wide + rounded) + 3 * (shape.ring - 1) * keys * width // 2
-    tile = _tile(shape)
-    return forward + tile, backward + tile
-
-
-def _tile(shape: ActivationShape) -> int:
-    """Return the bytes of the largest tile that is not fused, or of the mask of a tile."""
-    length = shape.tokens * shape.head_ranks // shape.samples // (2 if shape.ring > 1 else 1)  # the longest run
+        backward += passed + keys * (2 * wide + rounded) + 2 * min(1, shape.ring - 2) * keys * width
+    # The runs of consecutive queries; the largest tile that is not fused, or the mask of a tile; and what a tile gives.
+    length, runs = shape.tokens * shape.head_ranks // shape.samples, 2 if shape.ring > 1 else 1
     heads = shape.samples * shape.model.num_attention_heads // (shape.tp * shape.head_ranks)
-    if shape.model.attention_dropout:
-        score, side = max(UNFUSED_TENSORS * shape.wide, 3 * INDEX_BYTES), min(UNFUSED_TILE, length)
-    else:
-        score, side = UNFUSED_TENSORS * shape.wide if shape.on_gpu else 0, min(FUSED_TILE, length)
-    return side**2 * max(heads * score, INDEX_BYTES + 5 * MASK_BYTES)
+    unfused = shape.model.attention_dropout > 0
+    side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
+    score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
+    tile = side**2 * max(heads * score, (INDEX_BYTES + 5 * MASK_BYTES) * shape.masked)
+    part = (1 / runs if shape.ring > 1 and not unfused else side / length) * width
+    return int(forward + tile + part * queries), int(backward + tile + part * (queries + keys))
 
 
 def _loss(shape: ActivationShape) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.arguments.cli import parse
+from megatron.config.parallel import CP_COMM_TYPES
 from megatron.config.run import RunConfig
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import Action
 from megatron.planner.activations import ActivationShape, activation_memory, peak_activations
 from megatron.training.build import build_trainer
@@ -55,6 +58,13 @@ class LiveMemory(TorchDispatchMode):
         return sum(size for _, size in self.storages.values())
 
 
+def several_documents(batch: MicroBatch) -> MicroBatch:
+    """The batch in documents of about 50 tokens, with positions of their own."""
+    starts = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.02
+    documents = starts.cumsum(1)
+    return replace(batch, documents=documents, host_documents=documents, positions=torch.zeros_like(batch.tokens))
+
+
 def measured(rank: int, ranks: int, flags: tuple[str, ...]) -> list[tuple[list[int], int]]:
     """Return the bytes live after every action, and the most at any time in the pipeline of a step, for each run."""
     found = []
@@ -62,6 +72,8 @@ def measured(rank: int, ranks: int, flags: tuple[str, ...]) -> list[tuple[list[i
         trainer = build_trainer(config_of(each, ranks), rank, ranks)
         trainer.start_at(0, 0)
         batches = trainer.next_batches()
+        if trainer.config.data.reset_attention_mask:  # generated samples are one document
+            batches = [several_documents(batch) for batch in batches]
         trainer.buckets.start_step(len(batches))
         after: list[int] = []
         with LiveMemory() as memory:
@@ -76,6 +88,12 @@ def measured(rank: int, ranks: int, flags: tuple[str, ...]) -> list[tuple[list[i
         found.append((after, memory.peak))
     return found
 
+
+LONG = (
+    "--seq-length 1024 --micro-batch-size 1 --global-batch-size 1 --hidden-size 128 --vocab-size 32"
+    " --cross-entropy-chunk-size 64"
+)
+"""Attention and the MLP decide the peak, not the loss."""
 
 ONE_RANK = [
     "",
@@ -96,6 +114,22 @@ ONE_RANK = [
     f"{LLAMA} --recompute-granularity full",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-num-layers 3",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    *(
+        f"{LONG} --mlp-chunk-size {size} {model}"
+        for size in (100, 2000)
+        for model in (
+            "",
+            LLAMA,
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 400",
+            f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm activation mlp",
+            "--recompute-granularity full",
+        )
+    ),
+    f"{LONG} --window-size 100",
+    f"{LONG} --attention-pattern local:100,chunked:300 --num-query-groups 2 --position-embedding-type rope",
+    f"{LONG} --reset-attention-mask --reset-position-ids --num-query-groups 2 --position-embedding-type rope",
+    f"{LONG} --attention-dropout 0.1",
+    f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
 ]
 
 
@@ -118,7 +152,26 @@ TWO_RANKS = (
     f"{PP} --num-layers 4 {LLAMA} --num-virtual-stages-per-pipeline-rank 2",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1",
     f"{PP} --recompute-granularity full",
+    f"{PP} {LLAMA} --pipeline-schedule zb-h1 --mlp-chunk-size 16",
+    f"{TP} --num-query-groups 1 --mlp-chunk-size 10 --sequence-parallel",
 )
+CP = f"{LONG} --mlp-chunk-size 100 --context-parallel-size 2"
+GROUPED = "--num-query-groups 2 --position-embedding-type rope"
+CONTEXT_PARALLEL = {
+    2: (
+        *(f"{CP} --cp-comm-type {comm_type} {model}" for comm_type in CP_COMM_TYPES[:3] for model in ("", GROUPED)),
+        f"{CP} --cp-comm-type a2a --qk-layernorm --num-query-groups 1",
+        f"{CP} --cp-comm-type a2a {GROUPED} --recompute-granularity selective --recompute-modules core_attn",
+        f"{CP} --attention-dropout 0.1",
+    ),
+    4: (
+        f"{CP} --context-parallel-size 4",
+        f"{CP} --context-parallel-size 4 --cp-comm-type all_gather {GROUPED}",
+        f"{CP} --context-parallel-size 4 --cp-comm-type a2a {GROUPED}",
+        f"{CP} --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        f"{CP} {TP} --sequence-parallel",
+    ),
+}
 
 
 def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
@@ -134,3 +187,16 @@ def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
                 messages = (index + 2) * shape.residual * pipelined
                 late = 4 * shape.tokens * shape.model.hidden_size * shape.width * (index > 0)
                 assert at.after * 0.98 <= live <= at.after * 1.02 + messages + late + 100, (flags, str(at.action))
+
+
+@pytest.mark.parametrize("ranks", CONTEXT_PARALLEL)
+def test_context_parallel_ranks_keep_their_part(pool: Pool, ranks: int) -> None:
+    flags = CONTEXT_PARALLEL[ranks]
+    found = pool.run(ranks, measured, flags)
+    for number, each in enumerate(flags):
+        config = config_of(each, ranks)
+        ((forward, _),) = activation_memory(config, 1)
+        (foretold,) = peak_activations(config, 1)
+        for kept, _ in (of_rank[number] for of_rank in found):
+            assert kept[0] == pytest.approx(forward.after, rel=0.02), each
+        assert max(of_rank[number][1] for of_rank in found) == pytest.approx(sum(foretold.values()), rel=0.1), each
