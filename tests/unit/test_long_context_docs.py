@@ -16,6 +16,7 @@ from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.parallel import CP_COMM_TYPES
 from megatron.config.run import RunConfig
 from megatron.planner.communication import attention_traffic
+from megatron.planner.memory import max_peak_bytes
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "long_context.md").read_text()
@@ -75,6 +76,13 @@ def test_pictures_are_the_masks() -> None:
     described = [name.split(":")[0].strip("+") for name, _ in rows("pattern")]
     assert described == ["global", "local", "chunked", "dilated", "first", "prefix", "a plugin's"]
     assert {part.split(":")[0] for name in drawn for part in name.split("+")} == {*described[:-1]}
+
+
+def test_activations_are_those_of_the_planner() -> None:
+    layout = "--tensor-model-parallel-size 4 --sequence-parallel"
+    for flags, kept in rows("further flags"):
+        config = config_of("8", "p2p", f"{layout} {flags.replace('none', '')}")
+        assert kept == f"{max_peak_bytes(config, 32)['activations'] / 2**30:.2f}", flags
 
 
 def test_the_page_is_short() -> None:
