@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plugins import load_plugins
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
@@ -259,6 +260,7 @@ def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: in
     from megatron.training.build import build_trainer, join_distributed
     from tools.lib.verify_parallel import trace_steps
 
+    load_plugins(config.compute.plugin)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

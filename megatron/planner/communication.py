@@ -65,12 +65,12 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     for layer, place in enumerate(places):
         pattern = model.pattern(layer)
         recomputed = recomputed_matmuls(model, training, place)
-        passes = 3 + ("scores" in recomputed)
+        passes = 3 + ("values" in recomputed)
         if gathers:
             all_gather += passes * keys * (ring - 1)
         else:
             p2p += passes * keys * sum(chunks_seen(pattern, training.seq_length, ring)) / ring / 2
-        again = 2 * queries + keys if "proj" in recomputed else queries + keys if "scores" in recomputed else 0
+        again = 2 * queries + keys if "proj" in recomputed else queries + keys if "values" in recomputed else 0
         a2a += (2 * (2 * queries + keys) + again) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
     layers = model.num_layers

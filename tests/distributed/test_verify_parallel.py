@@ -82,10 +82,12 @@ PIPELINES = {
     "PP 2 x VPP 2 (zb-v) x DP 2 x TP 1": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v",
     "PP 4 (zb-h1) x DP 1 x TP 1": "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 "
     "--no-untie-embeddings-and-output-weights",
+    "PP 2 (1f1b) x DP 1 x CP 2 (a2a) x TP 1": "--pipeline-model-parallel-size 2 --context-parallel-size 2 "
+    "--cp-comm-type a2a --seq-length 66",
 }
 
 
-SHORT = ("PP 2 (1f1b) x DP 1 x TP 1", "PP 2 x VPP 2 (zb-v) x DP 2 x TP 1")
+SHORT = ("PP 2 (1f1b) x DP 1 x TP 1", "PP 2 x VPP 2 (zb-v) x DP 2 x TP 1", "PP 2 (1f1b) x DP 1 x CP 2 (a2a) x TP 1")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,18 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-NAMES = ["architecture", "data", "extending", "flags", "formats", "operations", "performance", "pipelines", "slurm"]
+NAMES = [
+    "architecture",
+    "data",
+    "extending",
+    "flags",
+    "formats",
+    "long_context",
+    "operations",
+    "performance",
+    "pipelines",
+    "slurm",
+]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_gpt\.py (?P<flags>.*)")
 OF_OTHERS = {"--no-deps", "--nproc-per-node", "--require-hashes"}

@@ -17,6 +17,7 @@ from megatron.arguments.cli import parse
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import flat_values
 from megatron.config.run import RunConfig
+from megatron.planner.memory import max_peak_bytes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -44,6 +45,18 @@ def test_the_file_and_the_script_of_a_preset(preset: str, monkeypatch: pytest.Mo
     assert values["seed"] == 7
     paper = PAPER_TOKENS_PER_STEP.get(preset, 8192)
     assert paper / 2.2 < values["global_batch_size"] * values["seq_length"] < 2.2 * paper
+
+
+def test_the_script_of_long_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "GPUS": "8"}
+    command = ["bash", EXAMPLES / "train_llama3_8b_128k.sh", "--seed", "7"]
+    done = subprocess.run(command, env=printed, capture_output=True, text=True, check=True)
+    monkeypatch.chdir(ROOT)
+    config = config_of(shlex.split(done.stdout.split("pretrain_gpt.py")[1]), 64)
+    assert (config.training.seq_length, config.training.seed, config.parallel.context_parallel_size) == (131072, 7, 8)
+    assert sum(max_peak_bytes(config, 64).values()) < 70 * 2**30
+    loaded = subprocess.run(command, env=printed | {"LOAD": "hf:x"}, capture_output=True, text=True, check=True)
+    assert " --load hf:x --resume-mode weights-only " in loaded.stdout
 
 
 def test_without_gpus_one_process_computes() -> None:

@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.config import plugins
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.errors import UserError
 from megatron.config.run import OptimizerConfig, state_kinds
 from megatron.config.settings import SETTINGS
 from megatron.kernels.activation import ACTIVATIONS
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.rules import RULES
 from megatron.pipeline import plan
@@ -36,7 +38,9 @@ from tools import convert_checkpoint, draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-NAMES = ("weight_norm", "late_tokens", "plain_attention", "signum", "stablelm", "loss_table")  # in the page's order
+NAMES = ("weight_norm", "late_tokens", "strided", "plain_attention", "signum", "stablelm", "loss_table")
+"""In the page's order."""
+
 WITH_WHOLE_MATRICES = ("muon",)
 """Optimizers that are no element-wise rules, and so are not in ``RULES``."""
 
@@ -103,6 +107,26 @@ def test_objective(run: Run, tmp_path: Path) -> None:
         total += (position + 1) / 8 * train_step(trainer, parts, Rates(0.0, 0.0)).loss.item()
         weights += (position + 1) / 8
     assert column(tmp_path / "run", "lm loss")[0] == pytest.approx(total / weights, rel=1e-6)
+
+
+@pytest.mark.parametrize(("sizes", "pattern"), [("3, 100", "local:3"), ("1, 1", "global"), ("8, 9", "global")])
+def test_attention_pattern(run: Run, tmp_path: Path, sizes: str, pattern: str) -> None:
+    """With these sizes the rule is that of a built-in pattern, alone and before a layer of another one."""
+    module = tmp_path / "strided.py"
+    module.write_text(module.read_text().replace("WINDOW, STRIDE = 128, 64", f"WINDOW, STRIDE = {sizes}"))
+    for layers in ("{}", "{},local:2"):
+        ours, theirs = tmp_path / f"ours {layers}", tmp_path / f"theirs {layers}"
+        assert run(ours, f"--train-iters 2 --plugin strided --attention-pattern {layers.format('strided')}") == 0
+        assert run(theirs, f"--train-iters 2 --attention-pattern {layers.format(pattern)}") == 0
+        assert column(ours, "lm loss") == pytest.approx(column(theirs, "lm loss"), rel=1e-12)
+
+
+def test_the_mask_of_an_attention_pattern_is_its_rule(run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "--train-iters 1 --plugin strided --attention-pattern strided") == 0
+    mask = AttentionMask.of_sequence(300, torch.device("cpu"), AttentionPattern.parse("strided")).dense()[0, 0]
+    for query in range(300):
+        seen = {key for key in range(query + 1) if query - key < 128 or key % 64 == 63}
+        assert set(mask[query].nonzero().flatten().tolist()) == seen
 
 
 def without_torch_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
