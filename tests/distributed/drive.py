@@ -60,6 +60,7 @@ class Case:
         samples: of a global batch.
         masked: some labels do not count, and not equally many in every sample.
         documents: where an end of a document is named, samples are several documents, and this is made of them.
+        length: tokens of a sample.
     """
 
     model: ModelConfig = MODEL
@@ -73,6 +74,7 @@ class Case:
     documents: MaskBuilder = ONE_DOCUMENT
     steps: int = 2
     compute: ComputeConfig = STOCK
+    length: int = SEQ_LENGTH
 
     @property
     def world_size(self) -> int:
@@ -83,7 +85,7 @@ class Case:
         """The whole configuration."""
         training = replace(
             self.training,
-            seq_length=SEQ_LENGTH,
+            seq_length=self.length,
             global_batch_size=self.samples,
             train_iters=self.steps,
             device="cpu",
@@ -121,14 +123,19 @@ def pipeline(
 
 
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
-    """Train ``case.steps`` steps on this rank and note each; several ranks compute attention in small tiles."""
+    """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
     traces = []
-    with patch.multiple(block_attention, **dict.fromkeys(("BLOCK", "UNFUSED_BLOCK"), 8 if world_size > 1 else 256)):
-        for step in range(case.steps):
-            metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
-            traces.append(trace_step(trainer, metrics))
+    for step in range(case.steps):
+        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
+        traces.append(trace_step(trainer, metrics))
     return traces
+
+
+def run_in_small_tiles(rank: int, world_size: int, case: Case) -> list[RankTrace]:
+    """Do the same with several tiles in every part of the attention mask."""
+    with patch.multiple(block_attention, BLOCK=8, UNFUSED_BLOCK=8):
+        return run_case(rank, world_size, case)
 
 
 def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
@@ -143,7 +150,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 
 def run_on(pool: Pool, case: Case, timeout: float = 60.0) -> list[StepTrace]:
     """The steps of a case, each put together from all its ranks, which have ``timeout`` seconds for it."""
-    ranks = pool.run(case.world_size, run_case, case, timeout=timeout, check_collectives=False)
+    ranks = pool.run(case.world_size, run_in_small_tiles, case, timeout=timeout, check_collectives=False)
     return [join_traces(step) for step in zip(*ranks)]
 
 
@@ -169,14 +176,17 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
     places = rank_micro_batches(0, case.samples, size, mesh.dp_rank, mesh.dp_size, padded)
     batches = [_rows(whole, mine, size) for mine in places]
-    return batches if trainer.cp is None else [_tokens(batch, trainer.cp.rows(SEQ_LENGTH)) for batch in batches]
+    if trainer.cp is None:
+        return batches
+    rows = trainer.cp.rows(case.length)
+    return [_tokens(batch, case.length, rows) for batch in batches]
 
 
 def global_batch(case: Case, step: int) -> MicroBatch:
     """All samples of a step."""
     generator = torch.Generator().manual_seed(step)
-    shape = (case.samples, SEQ_LENGTH)
-    ids = torch.randint(0, case.model.vocab, (case.samples, SEQ_LENGTH + 1), generator=generator)
+    shape = (case.samples, case.length)
+    ids = torch.randint(0, case.model.vocab, (case.samples, case.length + 1), generator=generator)
     mask = torch.ones(shape)
     if case.masked:  # the later the sample, the fewer of its labels count
         chances = torch.linspace(0.9, 0.3, case.samples).unsqueeze(1)
@@ -198,9 +208,9 @@ def _rows(batch: MicroBatch, rows: range, size: int) -> MicroBatch:
     return replace(batch, **cut)
 
 
-def _tokens(batch: MicroBatch, rows: tuple[range, ...]) -> MicroBatch:
+def _tokens(batch: MicroBatch, length: int, rows: tuple[range, ...]) -> MicroBatch:
     """The tokens at these positions of every sample, as a context-parallel rank has them."""
     places = torch.tensor([i for part in rows for i in part])
     positions = places.expand(len(batch.tokens), -1) if batch.positions is None else batch.positions[:, places]
     cut = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "loss_mask")}
-    return replace(batch, **cut, positions=positions, seq_length=SEQ_LENGTH)
+    return replace(batch, **cut, positions=positions, seq_length=length)

@@ -1,8 +1,8 @@
 """The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Takes more than an hour on two cores, ``--every 7`` ten minutes. Three products: of layouts, every schedule on all grids
-of up to eight ranks; of what replicas cut among themselves and of how experts are dealt out; and of models, on few of
-these. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
+Takes three hours on two cores, ``--every 7`` half an hour. Four products: of layouts, every schedule on all grids of up
+to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; and
+of context parallelism with masks. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
 """
 
 from __future__ import annotations
@@ -68,6 +68,24 @@ MODELS: dict[str, Sequence[Any]] = {
     "biases": ("all", "no"),
 }
 
+CONTEXTS: dict[str, Sequence[Any]] = {
+    "schedule": ("1f1b", "zb-h1"),
+    "pp": (1, 2),
+    "tp": FACTORS["tp"],
+    "cp": (2, 3, 4),
+    "cp_type": FACTORS["cp_type"],
+    "micro_batch": (2,),
+    "zero": ("0", "2"),
+    "experts": ("none", "balanced"),
+    "ep": (1, 2),
+    "kv_heads": (4, 2, 1),
+    "biases": ("no",),
+    "pattern": FACTORS["pattern"],
+    "documents": ("one", "attention"),
+    "dropout": ("no", "attention"),
+}
+"""On one replica of two micro-batches."""
+
 
 @dataclass
 class Findings:
@@ -109,6 +127,14 @@ def models() -> Iterator[Choice]:
             yield c
 
 
+def contexts() -> Iterator[Choice]:
+    """The product of ``CONTEXTS``: 1F1B on one rank, ZB-H1 on two; dropout, and experts, where gradients are cut."""
+    for c in combinations(CONTEXTS):
+        in_step = (c["schedule"] == "1f1b") == (c["pp"] == 1) and (c["dropout"] == "no") == (c["zero"] == "0")
+        if in_step and (c["experts"] == "none" or (c["ep"] == 2 and c["zero"] == "2")):
+            yield c
+
+
 def combinations(factors: Mapping[str, Sequence[Any]]) -> Iterator[Choice]:
     """All that there can be; factors that are not named have their first value."""
     first = {name: values[0] for name, values in FACTORS.items()}
@@ -138,6 +164,7 @@ TABLES = {
     "layouts": (layouts, LAYOUTS, ("schedule", "pp", "vpp", "tp")),
     "sharings": (sharings, SHARINGS, ("schedule", "pp", "tp", "dp", "zero")),
     "models": (models, MODELS, ("schedule", "pp", "tp")),
+    "contexts": (contexts, CONTEXTS, ("cp_type", "cp", "pp", "tp")),
 }
 """By name: the choices, their factors, and those by which rows are told apart."""
 
@@ -159,11 +186,11 @@ def table(pool: Pool, name: str, every: int) -> Iterator[str]:
 
 
 def markdown_rows(log: str) -> list[str]:
-    """Return the rows of the table in docs/performance.md, by schedule, from the log that :func:`main` wrote."""
+    """Return the rows of the table in docs/performance.md, by schedule or kind of CP, from the log of :func:`main`."""
     by_schedule: dict[str, list[list[str]]] = defaultdict(list)
     for line in log.splitlines():
         first, *_ = words = [*line.split(), ""]
-        if first in FACTORS["schedule"]:
+        if first in (*FACTORS["schedule"], *FACTORS["cp_type"]):
             by_schedule[first].append(words[-7:-1])
     out = []
     for schedule, found in by_schedule.items():

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from megatron.config.run import PrecisionConfig
-from tests.distributed.drive import MODEL, Case, run_case
+from tests.distributed import drive
+from tests.distributed.drive import Case, run_case
 from tests.distributed.pool import Pool
 
 FILE = Path(__file__).with_name("losses.json")
 
+MODEL = replace(drive.MODEL, max_position_embeddings=16)
 GPT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 LLAMA = replace(
     MODEL,
@@ -30,7 +32,7 @@ LLAMA = replace(
     untie_embeddings_and_output_weights=True,
 )
 CASES = {
-    f"{name} {dtype}": Case(model, precision=PrecisionConfig(params_dtype=dtype), steps=10)
+    f"{name} {dtype}": Case(model, precision=PrecisionConfig(params_dtype=dtype), steps=10, length=12)
     for name, model in (("gpt", GPT), ("llama", LLAMA))
     for dtype in ("fp64", "fp32")
 }
