@@ -89,7 +89,7 @@ def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttentio
         assert taken(mask, channels=264) == "torch"
     assert taken(of(8, CPU, CAUSAL, ids, 7)) == "torch", "documents of cached tokens"
     for text in ("chunked:4", "dilated:2:2", "prefix:2", "local:2+first:1"):
-        assert taken(of(8, CPU, AttentionPattern.parse(text))) == "torch"
+        assert taken(of(8, CPU, AttentionPattern.parse(text))) == "flex"
     assert taken(AttentionMask(pieces, (range(8),), CPU)) == "torch", "a context-parallel rank's queries"
     assert taken(AttentionMask((range(4),), (range(8),), CPU)) == "torch", "keys after the queries"
 
