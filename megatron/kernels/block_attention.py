@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from megatron.kernels.attention_mask import BAND, FULL, PARTIAL, TRIANGLE, AttentionMask, Tile
 from megatron.kernels.dropout import keep_mask
@@ -196,7 +197,7 @@ class _TileInputs:
     visible: Tensor | None
     # Factors on the attention weights.
     dropout_scale: Tensor | None
-    # FlashAttention on a GPU computes the tile.
+    # cuDNN or FlashAttention computes the tile, on a GPU.
     flash: bool
 
     @classmethod
@@ -266,7 +267,7 @@ def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     """Return ``y [B, N, S, D]`` of a tile, and ``lse [B, N, S]`` in at least fp32."""
     q, k, v = tile.q, tile.k, tile.v
     if tile.flash:
-        return _flash_forward(tile)
+        return _cudnn_forward(tile) if _cudnn_covers(tile) else _flash_forward(tile)
     if tile.fused_on_cpu:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.causal, attn_mask=tile.bias
@@ -290,7 +291,7 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     """
     q, k, v = tile.q, tile.k, tile.v
     if tile.flash:
-        return _flash_backward(tile, dy, y, lse)
+        return (_cudnn_backward if _cudnn_covers(tile) else _flash_backward)(tile, dy, y, lse)
     if tile.fused_on_cpu:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, y, lse, 0.0, tile.causal, attn_mask=tile.bias
@@ -308,6 +309,37 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     dscores = weights.mul_(dweights.sub_(mean)).mul_(scale)
     dscores_group = _by_group(dscores.to(q.dtype), k)
     return _product(dscores_group, k).view_as(q), _product(dscores_group.transpose(2, 3), _by_group(q, k)), dv
+
+
+def _cudnn_covers(tile: _TileInputs) -> bool:
+    """Return True for whole and triangular tiles on Hopper and later, where cuDNN takes about half of the time."""
+    of, s, t = tile.tile, tile.q.shape[2], tile.k.shape[2]
+    plain = of.boundaries is None and of.left == -1 and of.queries.step in (1, None) and (s == t or not tile.causal)
+    if (
+        not plain
+        or torch.are_deterministic_algorithms_enabled()
+        or torch.cuda.get_device_capability(tile.q.device) < (9, 0)
+    ):
+        return False
+    return can_use_cudnn_attention(
+        SDPAParams(tile.q, tile.k, tile.v, None, 0.0, tile.causal, tile.q.shape[1] > tile.k.shape[1])
+    )
+
+
+def _cudnn_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False
+    )
+    return y, lse.view(tile.q.shape[:3])
+
+
+def _cudnn_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, sizes = tile.q, tile.k, tile.v, (tile.q.shape[2], tile.k.shape[2])
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of the random numbers of dropout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dy, q, k, v, y, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
+    )
+    return dq, dk, dv
 
 
 def _flash_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
