@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments.cli import parse
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
@@ -23,6 +24,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.inference.generate import SamplingParams, generate
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.training.build import build_trainer
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL
 from tests.distributed.pool import Pool, RankError
@@ -76,6 +78,24 @@ def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: 
         assert torch.equal(logits, ranks[0][0]), "ranks must agree to the bit, or they would part in the end"
         torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-10)
         assert new == expected
+
+
+def continued(rank: int, world_size: int, flags: str) -> list[list[int]]:
+    """What a model in training writes after each prompt, on this rank."""
+    run = "--mock-data --vocab-size 128 --train-iters 1 --params-dtype fp64 --device cpu --num-layers 2 --seq-length 32"
+    run += " --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope"
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    config = parse(f"{run} {flags if world_size > 1 else flags.split('--context')[0]}".split(), environ).config
+    (chunk,) = build_trainer(config, rank, world_size).chunks.values()
+    return generate(chunk, PROMPTS, NEW, SAMPLINGS["greedy"])
+
+
+@pytest.mark.parametrize("model", ["--window-size 5", "--num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"])
+def test_context_parallel_ranks_write_whole_sequences(pool: Pool, model: str) -> None:
+    """As --sample-prompts does, on every rank."""
+    flags = f"{model} --context-parallel-size 2 --cp-comm-type"
+    for method in ("p2p", "a2a"):
+        assert pool.run(2, continued, f"{flags} {method}") == [continued(0, 1, flags)] * 2
 
 
 def logits_with_sequence_parallelism(rank: int, tp: int) -> None:

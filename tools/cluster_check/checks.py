@@ -239,6 +239,7 @@ layouts would differ."""
 
 ZERO_1, ZERO_2 = "--use-distributed-optimizer", "--data-parallel-sharding-strategy optim_grads --overlap-param-gather"
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+CONTEXT = "--context-parallel-size"
 STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 MAX_TENSOR_PARALLEL = 8
 
@@ -276,6 +277,11 @@ def layout_cases(ranks: int, per_node: int) -> list[LayoutCase]:
             LayoutCase(f"TP2 SP PP2 VPP2{_dp(ranks // 4)}, ZeRO-2", f"{both} {half} {STAGES} {ZERO_2}"),
             LayoutCase(f"EP2 TP2 SP{_dp(ranks // 2)}, ZeRO-1", f"{both} --expert-model-parallel-size 2 {ZERO_1}", True),
         ]
+    if ranks % 2 == 0:
+        cases.append(LayoutCase(f"CP2 p2p{_dp(ranks // 2)}", f"{CONTEXT} 2"))
+    if ranks % 4 == 0:
+        sizes = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+        cases.append(LayoutCase(f"CP4 a2a+p2p{_dp(ranks // 4)}, ZeRO-1", f"{CONTEXT} 4 {sizes} {ZERO_1}"))
     return cases
 
 

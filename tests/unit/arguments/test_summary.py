@@ -45,6 +45,15 @@ def test_every_row() -> None:
     assert "length     1,000 steps, 6,000 samples, 60,000 tokens" in lengths, "the batch changed after 500 steps"
 
 
+def test_context_parallelism() -> None:
+    flags = "--preset tiny-llama --context-parallel-size 4 --use-distributed-optimizer"
+    printed = rows(f"{flags} --cp-comm-type a2a", ranks=8)
+    assert printed["ranks"] == "8 = DP 2 (copies of the model) x CP 4 (a2a) x TP 1 (tensor parallel)"
+    assert printed["optimizer"].startswith("adam, ZeRO-1 over 8 ranks,")
+    both = rows(f"{flags} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", ranks=4)
+    assert both["ranks"] == "4 = DP 1 (copies of the model) x CP 4 (a2a+p2p 2 x 2) x TP 1 (tensor parallel)"
+
+
 def test_attention_unless_it_is_plain() -> None:
     patterns = {
         "": None,

@@ -135,7 +135,7 @@ def test_layouts_after_one_that_fails_are_started_again(tmp_path: Path) -> None:
         return 0
 
     report, _ = run(tmp_path, act, parts="layouts")
-    assert asked == ["0,1,2,3,4,5,6,7,8", "5,6,7,8"]
+    assert asked == ["0,1,2,3,4,5,6,7,8,9,10", "5,6,7,8,9,10"]
     (bad,) = [check for check in report.parts[1].checks if check.verdict == FAILED]
     assert bad.what == f"{layout_cases(4, 4)[4].name}, fp32"
     assert bad.detail == "timed out after 1 s; see layouts-fp32.log"
@@ -403,9 +403,9 @@ CLUSTERS = [(2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (5, 1), (6, 3), (8, 4), (12,
 def test_all_fit_the_ranks_and_are_what_their_names_say(ranks: int, per_node: int) -> None:
     for case in layout_cases(ranks, per_node):
         config = trace_config(f"{batch_flags(ranks)} {case.flags}", case.experts, "bf16", "cpu", 0, ranks)
-        named = {axis.lower(): int(size) for axis, size in re.findall(r"\b(TP|PP|DP)(\d+)", case.name)}
+        named = {axis.lower(): int(size) for axis, size in re.findall(r"\b(TP|PP|DP|CP)(\d+)", case.name)}
         sizes = Layout.from_config(config.parallel, ranks).sizes
-        assert {axis: size for axis, size in sizes.items() if axis in ("tp", "pp", "dp") and size > 1} == named
+        assert {axis: size for axis, size in sizes.items() if axis in ("tp", "pp", "dp", "cp") and size > 1} == named
         assert prod(named.values()) == ranks
         assert config.parallel.sequence_parallel == (" SP" in case.name)
         assert config.parallel.zero_stage == int(*re.findall(r"ZeRO-(\d)", case.name) or "0")
