@@ -123,7 +123,7 @@ class ContextParallel:
 
         """
         length, size = mask.queries[0].stop, self.ring.size
-        k_TBGD = comm.all_gather(comm.all_gather(k_SBGD, self.heads), self.ring)
+        k_TBGD = comm.all_gather(comm.all_gather(k_SBGD.detach(), self.heads), self.ring)
         return k_TBGD, replace(mask, queries=self.rows(length), keys=chunks_of_all(length, size))
 
     def _gather_rows(self, tensors: Sequence[Tensor]) -> Tensor:

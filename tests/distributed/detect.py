@@ -17,7 +17,7 @@ from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.data.errors import DataError
-from megatron.data.loader import build_data
+from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.layout import Layout
@@ -37,7 +37,7 @@ from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stat
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.trainer import check_same_data
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
+from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
 from tools.lib.verify_parallel import RankTrace, join_traces
@@ -62,8 +62,8 @@ def trains_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> boo
     return same and not any(step.drifted for step in steps)
 
 
-def training(case: Case) -> Detector:
-    return Detector(case.world_size, run_case, (case,), partial(trains_like_one_process, case))
+def training(case: Case, function: Callable[..., Any] = run_case) -> Detector:
+    return Detector(case.world_size, function, (case,), partial(trains_like_one_process, case))
 
 
 def ask_for_a_stop(rank: int, world_size: int) -> int:
@@ -335,6 +335,26 @@ MOE_EP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(ddp_bucket_size=4
 MOE_TP2 = replace(TP2_SP, model=_EXPERTS)
 MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
 
+CP3 = replace(
+    TP2,
+    model=replace(_SHARED_KV, attention_pattern="local:9+first:2,global", attention_dropout=0.0, num_query_groups=2),
+    parallel=ParallelConfig(context_parallel_size=3),
+    documents=MaskBuilder(5, reset_attention=True),
+)
+CP2_GATHERED = replace(
+    TP2,
+    parallel=ParallelConfig(context_parallel_size=2, cp_comm_type="all_gather"),
+    documents=MaskBuilder(5, reset_attention=True),
+)
+CP2_HEADS = replace(CP2_GATHERED, parallel=replace(CP2_GATHERED.parallel, cp_comm_type="a2a"))
+CP4 = replace(
+    CP2_GATHERED,
+    parallel=ParallelConfig(
+        context_parallel_size=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2)
+    ),
+)
+MOE_CP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(context_parallel_size=2), dp=1)
+
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
 PP2_FACTORS = replace(PP2, optimizer=replace(PP2.optimizer, lr_factors=FACTORS_OF_STAGES))
 
@@ -363,6 +383,11 @@ DETECTORS: dict[str, Detector] = {
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),
+    "cp3": training(CP3, run_in_small_tiles),
+    "cp2-gathered": training(CP2_GATHERED, run_in_small_tiles),
+    "cp2-heads": training(CP2_HEADS, run_in_small_tiles),
+    "cp4": training(CP4, run_in_small_tiles),
+    "moe-cp2": training(MOE_CP2),
     "factors": Detector(2, factors_of_another_stage, (PP2_FACTORS,), lambda ranks: list(ranks) == [True, True]),
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
@@ -376,9 +401,11 @@ DETECTORS: dict[str, Detector] = {
     "kernels": Detector(2, compare_kernels, (), lambda ranks: list(ranks) == [True, True]),
     "schedules": Detector(2, compare_schedules, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
+    "digest-cp2": Detector(2, digest_of_a_step, (CP2_HEADS,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "routers": Detector(2, router_losses, (MOE_TP2,), partial(tells_like_one_process, MOE_TP2)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
+    "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),
     "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm
-from megatron.distributed.comm import Channel, Group, Pending
+from megatron.distributed.comm import Channel, Group, Pending, PendingExchange
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
 ROWS_OP = "all_to_all_rows"
+EXCHANGE_OP = "start_exchange"
 FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 STARTED_OPS = tuple(f"start_{op}" for op in (*TENSOR_OPS, "all_to_all", "broadcast", "reduce"))
-OPS = (*TENSOR_OPS, *STARTED_OPS, ROWS_OP, *FUSED_OPS, *OBJECT_OPS, *CHANNEL_OPS)
+OPS = (*TENSOR_OPS, *STARTED_OPS, ROWS_OP, EXCHANGE_OP, *FUSED_OPS, *OBJECT_OPS, *CHANNEL_OPS)
 Operation = Callable[..., Any]
 
 
@@ -52,8 +53,8 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """Every site of the library, by reading its sources."""
-    return [call for path, tree in _sources() for call in _calls_in(tree, path)]
+    """Every site of the library, by reading its sources; two calls of an operation in a line are one."""
+    return [*dict.fromkeys(call for path, tree in _sources() for call in _calls_in(tree, path))]
 
 
 def strays() -> list[str]:
@@ -76,7 +77,8 @@ def _strays_in(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == comm.__name__ and {a.name for a in node.names} & {*OPS}:
             yield node.lineno
-        if isinstance(node, ast.Attribute) and node.attr in OPS and id(node) not in called:
+        kept = isinstance(node, ast.Attribute) and node.attr in OPS and id(node) not in called
+        if kept and ast.unparse(node.value).endswith("comm"):
             yield node.lineno
 
 
@@ -109,13 +111,16 @@ def watching() -> Iterator[set[Site]]:
 @contextmanager
 def broken(target: Site, how: str) -> Iterator[None]:
     """Break one site while the body runs, in one of the ways of :func:`mutations`."""
-    before: dict[Channel, Tensor] = {}
+    before: dict[Any, Tensor] = {}
 
     def mutate(site: Site, original: Operation, value: Any, road: Any, *rest: Any, **named: Any) -> Any:
         if site != target:
             return original(value, road, *rest, **named)
         if isinstance(road, Channel):
             return _tamper(site.op, original, value, road, Message(MESSAGES[how], before, road))
+        if site.op == EXCHANGE_OP:
+            came = original(value, road, *rest).wait()
+            return PendingExchange(came.copy_(Message(MESSAGES[how], before, came.shape)(came)), rest[1], [])
         return (ROWS if site.op == ROWS_OP else MUTATIONS)[how](site.op, original, value, road, *rest, **named)
 
     with _intercepted(mutate):
@@ -124,7 +129,7 @@ def broken(target: Site, how: str) -> Iterator[None]:
 
 def mutations(op: str) -> list[str]:
     """The ways to break a call of ``op``. Python objects are not summed: sending them can only be left out."""
-    if op in CHANNEL_OPS:
+    if op in (*CHANNEL_OPS, EXCHANGE_OP):
         return list(MESSAGES)
     if op == ROWS_OP:
         return list(ROWS)
@@ -187,17 +192,21 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "stale": lambda x, before: x if before is None else before,
     "mis-scaled": lambda x, before: x * 2,
 }
-"""Of what goes through a channel, given what went before. To leave a message out, or to send it twice, would end in
-ranks that wait; zeros, or the last message once more, are what such a fault looks like where nobody waits."""
+"""Of what goes through a channel or is exchanged, given what went before. To leave a message out, or to send it twice,
+would end in ranks that wait; zeros, or the last message once more, are what such a fault looks like where nobody
+waits."""
 
 
 @dataclass
 class Message:
-    """How the messages of a channel change on their way; ``before`` is what this end saw last, as it was."""
+    """How the messages of a channel change on their way; ``before`` is what this end saw last, as it was.
+
+    Exchanges of one shape are a channel.
+    """
 
     change: Callable[[Tensor, Tensor | None], Tensor]
-    before: dict[Channel, Tensor]
-    channel: Channel
+    before: dict[Any, Tensor]
+    channel: Any
 
     def __call__(self, x: Tensor) -> Tensor:
         """What becomes of ``x``."""

@@ -162,6 +162,18 @@ CASES = {
     "tp2, sequence, dp2, everything recomputed": Case(
         GQA, parallel(2, sequence=True), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
+    "cp3, patterns": Case(PATTERNS, ParallelConfig(context_parallel_size=3), documents=DOCUMENTS["attention"], steps=2),
+    "cp4, tp2, sequence": Case(
+        GQA,
+        replace(
+            parallel(2, sequence=True),
+            context_parallel_size=4,
+            cp_comm_type="a2a+p2p",
+            hierarchical_context_parallel_sizes=(2, 2),
+        ),
+        training=TrainingConfig(micro_batch_size=2),
+        steps=2,
+    ),
     "pp2": Case(BARE, pipeline(2), steps=2),
     "pp2, patterns": Case(PATTERNS, pipeline(2), documents=DOCUMENTS["attention"], steps=2),
     "pp4, no layer on the first and the last": Case(MODEL, pipeline(4), steps=2),

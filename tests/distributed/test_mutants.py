@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.training.build import build_trainer
-from tests.distributed import detect, faults, faults_of_shares
+from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
 from tests.distributed.detect import Detector
 from tests.distributed.detect_saves import SAVES
 from tests.distributed.drive import Case, run_case
@@ -157,6 +157,25 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "gradients of the last step added to": ("dp2", faults_of_shares.stale_gradients_added_to),
     "gradients of another micro-batch added to": ("zero2", faults_of_shares.stale_gradients_added_to),
     "shards of the last step added to": ("zero2", faults_of_shares.shards_of_the_last_step_added_to),
+    "a tile skipped": ("cp3", faults_of_contexts.tile_skipped),
+    "a tile counted twice": ("cp3", faults_of_contexts.tile_counted_twice),
+    "a tile counted twice, weights dropped": ("cp4", faults_of_contexts.tile_counted_twice),
+    "results of keys averaged": ("cp3", faults_of_contexts.results_averaged),
+    "chunks of the next rank": ("cp3", faults_of_contexts.chunks_of_the_next_rank),
+    "halves swapped": ("cp3", faults_of_contexts.halves_swapped),
+    "gradients of keys not returned": ("cp3", faults_of_contexts.gradients_not_returned),
+    "gradients of keys not returned, among groups": ("cp4", faults_of_contexts.gradients_not_returned),
+    "gradient of a chunk doubled": ("cp3", faults_of_contexts.gradient_of_a_chunk_doubled),
+    "heads in another order": ("cp2-heads", faults_of_contexts.heads_in_another_order),
+    "rows in another order": ("cp4", faults_of_contexts.rows_in_another_order),
+    "documents of local rows": ("cp2-gathered", faults_of_contexts.documents_of_local_rows),
+    "dropout by exchanged head": ("cp2-heads", faults_of_contexts.dropout_by_exchanged_head),
+    "dropout by exchanged head, among groups": ("cp4", faults_of_contexts.dropout_by_exchanged_head),
+    "local row in dropout, chunks": ("cp2-gathered", faults.dropout_by_local_row),
+    "positions of local rows": ("cp2-gathered", faults_of_contexts.positions_of_local_rows),
+    "choices of experts counted locally, chunks": ("moe-cp2", faults_of_shares.choices_counted_locally),
+    "local token count, chunks": ("cp2-gathered", faults.tokens_counted_locally),
+    "samples counted by every rank": ("digest-cp2", faults_of_contexts.samples_counted_by_every_rank),
 }
 """The detector that must notice it, and the fault."""
 
