@@ -292,19 +292,24 @@ class AttentionMask:
 
 
 def _joined(bands: Sequence[Tile]) -> list[Tile]:
-    """Join bands without windows where the next one continues the rows of the keys or of the queries."""
+    """Join bands of which all is visible, where the next one continues the rows of the keys or of the queries."""
     found: list[Tile] = []
     for tile in bands:
         last = found[-1] if found else None
-        if last is None or last.causal or (last.left, tile.left) != (-1, -1) or {1} != {last.keys.step, tile.keys.step}:
+        if last is None or not (_is_whole(last) and _is_whole(tile)):
             found.append(tile)
         elif last.queries == tile.queries and last.keys.stop == tile.keys.start:
             found[-1] = tile._replace(keys=slice(last.keys.start, tile.keys.stop, 1))
-        elif last.keys == tile.keys and last.queries.stop == tile.queries.start and not tile.causal:
+        elif last.keys == tile.keys and last.queries.stop == tile.queries.start:
             found[-1] = tile._replace(queries=slice(last.queries.start, tile.queries.stop, 1))
         else:
             found.append(tile)
     return found
+
+
+def _is_whole(tile: Tile) -> bool:
+    """Return True for bands of consecutive keys that all queries see."""
+    return not tile.causal and tile.left == -1 and tile.queries.step == tile.keys.step == 1
 
 
 def _is_square(tile: Tile) -> bool:
