@@ -257,6 +257,7 @@ class AttentionMask:
                         for band in _bands(self.pattern, _meet(q, document), _meet(k, document)):
                             rows = _shifted(band.queries, q_row - q.start), _shifted(band.keys, k_row - k.start)
                             bands.append(Tile(samples, *rows, BAND, band.causal, band.left))
+            bands = _joined(bands)
             found += bands if len(documents) == 1 else self._packed(bands)
         return found
 
@@ -279,15 +280,36 @@ class AttentionMask:
                 groups[-1].append(tile)
             else:
                 groups.append([tile])
-        return [group[0] if len(group) == 1 else self._joined(group) for group in groups]
+        return [group[0] if len(group) == 1 else self._pack(group) for group in groups]
 
-    def _joined(self, group: Sequence[Tile]) -> Tile:
+    def _pack(self, group: Sequence[Tile]) -> Tile:
         lengths = [tile.queries.stop - tile.queries.start for tile in group]
         host = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
         ends = (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
         first, last = group[0], group[-1]
         queries, keys = slice(first.queries.start, last.queries.stop), slice(first.keys.start, last.keys.stop)
         return first._replace(queries=queries, keys=keys, boundaries=(ends, max(lengths)))
+
+
+def _joined(bands: Sequence[Tile]) -> list[Tile]:
+    """Join bands of which all is visible, where the next one continues the rows of the keys or of the queries."""
+    found: list[Tile] = []
+    for tile in bands:
+        last = found[-1] if found else None
+        if last is None or not (_is_whole(last) and _is_whole(tile)):
+            found.append(tile)
+        elif last.queries == tile.queries and last.keys.stop == tile.keys.start:
+            found[-1] = tile._replace(keys=slice(last.keys.start, tile.keys.stop, 1))
+        elif last.keys == tile.keys and last.queries.stop == tile.queries.start:
+            found[-1] = tile._replace(queries=slice(last.queries.start, tile.queries.stop, 1))
+        else:
+            found.append(tile)
+    return found
+
+
+def _is_whole(tile: Tile) -> bool:
+    """Return True for bands of consecutive keys that all queries see."""
+    return not tile.causal and tile.left == -1 and tile.queries.step == tile.keys.step == 1
 
 
 def _is_square(tile: Tile) -> bool:

@@ -312,18 +312,20 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
 
 
 def _cudnn_covers(tile: _TileInputs) -> bool:
-    """Return True for whole and triangular tiles on Hopper and later, where cuDNN takes about half of the time."""
+    """Return True for whole and triangular tiles on Hopper and later, where cuDNN takes about half of the time.
+
+    It builds a plan for every new length, so tiles of documents are left to FlashAttention.
+    """
     of, s, t = tile.tile, tile.q.shape[2], tile.k.shape[2]
-    plain = of.boundaries is None and of.left == -1 and of.queries.step in (1, None) and (s == t or not tile.causal)
-    if (
-        not plain
-        or torch.are_deterministic_algorithms_enabled()
-        or torch.cuda.get_device_capability(tile.q.device) < (9, 0)
-    ):
+    plain = of.samples == slice(None) and of.left == -1 and of.queries.step in (1, None) and (s == t or not tile.causal)
+    if not plain or torch.are_deterministic_algorithms_enabled() or not _is_hopper(tile.q.device):
         return False
-    return can_use_cudnn_attention(
-        SDPAParams(tile.q, tile.k, tile.v, None, 0.0, tile.causal, tile.q.shape[1] > tile.k.shape[1])
-    )
+    grouped = tile.q.shape[1] > tile.k.shape[1]
+    return can_use_cudnn_attention(SDPAParams(tile.q, tile.k, tile.v, None, 0.0, tile.causal, grouped))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _cudnn_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
@@ -337,7 +339,7 @@ def _cudnn_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tu
     q, k, v, sizes = tile.q, tile.k, tile.v, (tile.q.shape[2], tile.k.shape[2])
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of the random numbers of dropout
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dy, q, k, v, y, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
+        dy, q, k, v, y, lse.contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
     )
     return dq, dk, dv
 
