@@ -124,13 +124,9 @@ CASES = {
     "cp all_gather": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type all_gather"),
     "cp a2a": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a"),
     "cp a2a, patterns": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a {PATTERNS}"),
-    "cp a2a+p2p": Case(
-        4, f"{LLAMA} {CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
-    ),
+    "cp a2a+p2p": Case(4, f"{LLAMA} {CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
     "cp p2p, tensor-parallel": Case(4, f"{LLAMA} {CP} 2 {TP}"),
-    "cp p2p, pipeline zb-v": Case(
-        4, f"{LLAMA} {CP} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
-    ),
+    "cp p2p, pipeline zb-v": Case(4, f"{LLAMA} {CP} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "cp p2p, ZeRO-2": Case(4, f"{LLAMA} {CP} 2 {ZERO1} --data-parallel-sharding-strategy optim_grads"),
     "cp p2p, graph of the optimizer": Case(2, f"{LLAMA} {CP} 2 --cuda-graph optimizer"),
     "everything": Case(4, f"{LLAMA} {TP} --pipeline-model-parallel-size 2 {ZERO1}"),
