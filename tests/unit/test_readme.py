@@ -45,9 +45,8 @@ def test_speeds_on_a_gpu_are_those_of_the_results() -> None:
     found = {case["case"]: standings(case) for case in result("gpu")["cases"]}
     rates = {name: (v["best"]["tokens/s"], v["transformers"]["tokens/s"]) for name, v in found.items()}
     ratios = {name: ours / theirs for name, (ours, theirs) in rates.items()}
-    assert min(ratios, key=lambda name: ratios[name]) == "124M-s1024"
-    assert max(ratios, key=lambda name: ratios[name]) == "1B-s4096"
-    assert f"| {ratios['124M-s1024']:.2f} (GPT-2 124M) to {ratios['1B-s4096']:.2f} (Llama 1B) |" in TEXT
+    speeds = f"{ratios['124M-s1024']:.2f} (GPT-2 124M), {ratios['8B-shape-s8192']:.2f} (8 layers of Llama 8B)"
+    assert f"| {speeds} |" in TEXT
     for name, (ours, theirs) in rates.items():
         mfu = " / ".join(f"{found[name][whose]['MFU']:.1%}" for whose in ("best", "transformers"))
         row = f"| {ours:,.0f} / {theirs:,.0f} | {mfu} | {ratios[name]:.2f} |"
