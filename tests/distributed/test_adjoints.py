@@ -15,14 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed import mappings
 from megatron.distributed.comm import Group
+from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
 from megatron.distributed.tensor_parallel import PIPELINED, TPComm
+from megatron.kernels.attention import sdpa
+from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.bias import with_bias_gradient
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
@@ -130,6 +134,70 @@ def apply_exchange(rank: int, size: int) -> Products:
 @pytest.mark.parametrize("size", [2, 4])
 def test_exchange_of_rows(pool: Pool, size: int) -> None:
     agree(pool.run(size, apply_exchange))
+
+
+def context(rank: int, size: int, head_ranks: int, gathers: bool = False) -> ContextParallel:
+    layout = Layout.from_config(ParallelConfig(context_parallel_size=size), size)
+    mesh = Mesh(layout, rank, cp_head_ranks=head_ranks)
+    return ContextParallel(mesh.cp_ring, mesh.cp_heads, gathers)
+
+
+LENGTH, HEADS, GROUPS = 24, 4, 2
+
+
+def apply_exchange_of_heads(rank: int, size: int, back: bool) -> Products:
+    """Rows of all heads become all rows of some heads, of two tensors at once, and one of them back again."""
+    cp, sizes = context(rank, size, size), (HEADS, 2 * HEADS)
+    wholes = [draw(i, LENGTH, BATCH, n, WIDTH) for i, n in enumerate(sizes)]
+    rows = [whole.chunk(size)[rank] for whole in wholes]
+    heads = torch.cat([whole.chunk(size, 2)[rank] for whole in wholes], 2)
+    if back:
+        inputs, expected = [wholes[0].chunk(size, 2)[rank].contiguous()], rows[0]
+    else:
+        inputs, expected = rows, heads
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    out = cp._scatter_rows(inputs[0]) if back else cp._gather_rows(inputs)
+    y = draw(100 + rank, *out.shape)
+    found = torch.autograd.grad(out, inputs, y)
+    error = (out.detach() - expected).abs().max().item()
+    return Products(dot(out.detach(), y), {"x": sum(dot(x.detach(), dx) for x, dx in zip(inputs, found))}, error)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("back", [False, True])
+def test_exchange_of_heads(pool: Pool, back: bool, size: int) -> None:
+    agree(pool.run(size, apply_exchange_of_heads, back))
+
+
+METHODS = {"p2p": (1, False), "all_gather": (1, True), "a2a": (4, False), "a2a+p2p": (2, False)}
+
+
+def apply_attention(rank: int, size: int, method: str, pattern: str, documents: bool) -> Products:
+    """Attention is linear in the values, which ranks send each other."""
+    head_ranks, gathers = METHODS[method]
+    cp = context(rank, size, head_ranks, gathers)
+    wholes = [draw(i, LENGTH, BATCH, n, WIDTH) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
+    ids = torch.tensor([[0] * 7 + [1] * 17, [0] * 24, [0] * 20 + [1] * 4]) if documents else None
+    mask = AttentionMask.of_sequence(LENGTH, torch.device("cpu"), AttentionPattern.parse(pattern), ids)
+    rows = [i for part in cp.rows(LENGTH) for i in part]
+    q, k, v = (whole[rows] for whole in wholes)
+    v.requires_grad_()
+    out = cp.attention(q, k, v, mask, None, sdpa)
+    y = draw(100 + rank, *out.shape)
+    (dv,) = torch.autograd.grad(out, (v,), y)
+    q, k, whole_v = (whole.repeat_interleave(HEADS // whole.shape[2], 2) for whole in wholes)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / WIDTH**0.5
+    weights = scores.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bnst,tbnd->sbnd", weights, whole_v)[rows]
+    error = (out.detach() - expected).abs().max().item()
+    return Products(dot(out.detach(), y), {"v": dot(v.detach(), dv)}, error)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one", "documents"])
+@pytest.mark.parametrize("pattern", ["global", "local:5+first:2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_of_context_parallel_ranks(pool: Pool, method: str, pattern: str, documents: bool) -> None:
+    agree(pool.run(4, apply_attention, method, pattern, documents, check_collectives=False))
 
 
 @dataclass

@@ -1,0 +1,127 @@
+"""Another token changes what may see it, and not a bit of anything else, whoever holds keys and queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.attention_pattern import AttentionPattern
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import TrainingConfig
+from megatron.distributed.context_parallel import rows_between
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels import block_attention
+from megatron.kernels.attention_mask import Ranges
+from megatron.training.build import build_trainer
+from megatron.training.trainer import Trainer
+from tests.distributed.drive import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
+from tests.distributed.grid import DOCUMENTS, RECOMPUTE
+from tests.distributed.pool import Pool
+from tests.unit.kernels.test_attention_mask import visible
+
+PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")
+CHANGED = (0, 2, 9, 17, 23)
+"""Positions of the tokens."""
+DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention")}
+"""Samples of one and of several documents."""
+
+Changes = dict[tuple[str, str, int], set[tuple[int, int]]]
+"""By pattern, kind of documents and changed token: samples and positions at which the model's output is another."""
+
+
+def context(size: int, kind: str = "p2p", **more: Any) -> ParallelConfig:
+    sizes = (2, size // 2) if kind == "a2a+p2p" else ()
+    return ParallelConfig(
+        context_parallel_size=size, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes, **more
+    )
+
+
+WHOLE = TrainingConfig(micro_batch_size=GLOBAL_BATCH)
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[ParallelConfig, TrainingConfig]] = {
+    "one rank": (ParallelConfig(), WHOLE),
+    "tp2, attention recomputed": (
+        ParallelConfig(tensor_model_parallel_size=2),
+        replace(WHOLE, **RECOMPUTE["core_attn"]),
+    ),
+    "tp2, sequence, all recomputed": (ParallelConfig(**SP), replace(WHOLE, recompute_granularity="full")),
+    "p2p on 2": (context(2), WHOLE),
+    "p2p on 3": (context(3), WHOLE),
+    "p2p on 4": (context(4), WHOLE),
+    "p2p on 2, tp2, sequence": (context(2, **SP), WHOLE),
+    "all_gather on 3": (context(3, "all_gather"), WHOLE),
+    "a2a on 2": (context(2, "a2a"), WHOLE),
+    "a2a+p2p on 4": (context(4, "a2a+p2p"), WHOLE),
+}
+
+
+def held(trainer: Trainer) -> Ranges:
+    """Positions of this rank's tokens."""
+    return (range(SEQ_LENGTH),) if trainer.cp is None else trainer.cp.rows(SEQ_LENGTH)
+
+
+def rows_of(trainer: Trainer) -> Tensor:
+    """Positions of this rank's rows of the last hidden state."""
+    rows = held(trainer)
+    if trainer.config.parallel.sequence_parallel:
+        share = sum(map(len, rows)) // trainer.mesh.tp.size
+        rows = rows_between(rows, trainer.mesh.tp.rank * share, (trainer.mesh.tp.rank + 1) * share)
+    return torch.tensor([i for part in rows for i in part])
+
+
+def hidden(trainer: Trainer, batch: MicroBatch) -> Tensor:
+    """What the output layer makes logits of, row by row: ``[S, B, H]``."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        seen.append(output[1].detach())
+
+    norm = trainer.chunks[0].final_layernorm
+    assert norm is not None
+    with norm.register_forward_hook(keep):
+        trainer.chunks[0](None, batch)
+    return seen[0]
+
+
+def perturbed(rank: int, world_size: int, parallel: ParallelConfig, training: TrainingConfig) -> Changes:
+    """Change tokens one by one, with each pattern, in samples of one and of several documents."""
+    found: Changes = {}
+    for pattern, documents in product(PATTERNS, DIVIDED):
+        model = replace(MODEL, num_layers=1, num_query_groups=2, attention_pattern=pattern)
+        case = replace(DIVIDED[documents], model=model, parallel=parallel, training=training)
+        trainer = build_trainer(case.config(), rank, world_size)
+        trainer.chunks[0].train()
+        (batch,) = batches_of(trainer, case, 0)
+        mine = torch.tensor([i for part in held(trainer) for i in part])
+        with patch.object(block_attention, "BLOCK", 8):
+            before = hidden(trainer, batch)
+            for position in CHANGED:
+                tokens = (batch.tokens + (mine == position)) % MODEL.vocab
+                rows, samples = (before != hidden(trainer, replace(batch, tokens=tokens))).any(-1).nonzero().T
+                places = rows_of(trainer)[rows]
+                found[pattern, documents, position] = {*zip(samples.tolist(), places.tolist())}
+    return found
+
+
+def expected(pattern: str, documents: str, position: int) -> set[tuple[int, int]]:
+    rule, whole = AttentionPattern.parse(pattern), global_batch(DIVIDED[documents], 0)
+    ids = torch.zeros_like(whole.tokens) if whole.documents is None else whole.documents
+    return {
+        (sample, query)
+        for sample, query in product(range(len(ids)), range(SEQ_LENGTH))
+        if query == position or (visible(rule, query, position) and ids[sample, query] == ids[sample, position])
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_token_changes_what_sees_it_and_nothing_else(pool: Pool, name: str) -> None:
+    parallel, training = LAYOUTS[name]
+    ranks = pool.run(parallel.model_ranks, perturbed, parallel, training, check_collectives=False)
+    for what in ranks[0]:
+        assert set().union(*(rank[what] for rank in ranks)) == expected(*what), what
