@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,3 +219,20 @@ def test_a_table_of_successors_predicts_it_as_well_as_documented() -> None:
     entropy = -(1 - p) * log(1 - p) - p * log(p / MOCK_ALPHABET_SIZE)
     assert entropy == pytest.approx(1.07, abs=0.01)
     assert loss == pytest.approx(entropy, abs=0.15)
+
+
+@pytest.mark.parametrize("masks", [MaskBuilder(), MaskBuilder(2, None, True, True, True)])
+def test_context_parallel_ranks_read_their_tokens_of_the_same_samples(tmp_path: Path, masks: MaskBuilder) -> None:
+    """Documents stay whole: keys are those of all ranks."""
+    data = replace(build_trainer(tiny_run(tmp_path), 0, 1).data, masks=masks)
+    rows, ids = (range(2, 4), range(4, 6)), [*range(2, 6)]
+    whole, part = (data.micro_batch("train", range(2, 4), 5, rows=r) for r in (None, rows))
+    for name in ("tokens", "labels", "loss_mask"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, ids])
+    positions = torch.arange(8).expand(2, 8) if whole.positions is None else whole.positions
+    assert torch.equal(part.positions, positions[:, ids])
+    assert torch.equal(part.sample_ids, whole.sample_ids)
+    assert (part.documents is None) == (whole.documents is None) == (masks.eod is None)
+    if whole.documents is not None:
+        assert torch.equal(part.documents, whole.documents)
+    assert (part.seq_length, part.length, whole.seq_length, whole.length) == (8, 8, None, 8)

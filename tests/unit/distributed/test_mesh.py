@@ -99,13 +99,18 @@ def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"pp": 4, "dp": 4, "cp": 1, "tp": 4, "edp": 4, "ep": 1, "etp": 4}, {"pp": 2, "dp": 4, "cp": 1, "tp": 2}]
+    "sizes",
+    [
+        {"pp": 4, "dp": 4, "cp": 1, "tp": 4, "edp": 4, "ep": 1, "etp": 4},
+        {"pp": 2, "dp": 4, "cp": 1, "tp": 2},
+        {"pp": 2, "dp": 2, "cp": 4, "tp": 2},
+    ],
 )
 def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:
     """Replay what each rank opens: a group, or a channel, opens once all of its ranks have come to it."""
-    layout = Layout({"edp": sizes["dp"] // 2, "ep": 2, "etp": sizes["tp"], **sizes})
+    layout = Layout({"edp": sizes["dp"] * sizes["cp"] // 2, "ep": 2, "etp": sizes["tp"], **sizes})
     size, stages = layout.world_size, tuple(range(sizes["pp"]))
     opens: list[list[tuple[int, ...]]] = []
     monkeypatch.setattr(comm, "open_communicator", lambda ranks: opens[-1].append(ranks) if ranks else None)
@@ -115,7 +120,7 @@ def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
         monkeypatch.setattr(dist, act, lambda x, peer, group: opens[-1].append((peer, *group)))
     for rank in range(size):
         opens.append([])
-        mesh = Mesh(layout, rank, None, 2, stages, channels(stages), 2, separate_gather_groups=True)
+        mesh = Mesh(layout, rank, None, 2, stages, channels(stages), 2, True, min(sizes["cp"], 2))
         edges = iter([e for e in alternate_edges(channels(stages)) if mesh.coordinate["pp"] in e])
         for i, ranks in enumerate(opens[-1]):
             if len(set(ranks)) < len(ranks):  # a message to a peer
