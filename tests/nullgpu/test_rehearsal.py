@@ -116,21 +116,18 @@ CASES = {
     "patterns": Case(1, f"{LLAMA} {PATTERNS}", between=True),
     "patterns, documents": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS}"),
     "patterns, torch": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS} --kernels auto attention=torch"),
-    "cp p2p": Case(2, f"{LLAMA} {CP} 2", hidden=0.9, between=True),
-    "cp p2p, 4 ranks": Case(4, f"{LLAMA} {CP} 4", hidden=0.9),
-    "cp p2p, documents": Case(4, f"{LLAMA} {CP} 4 {DOCUMENTS}", hidden=0.9),
+    # all of the 3 (CP - 1) exchanges of a layer but one: the last gradients return after the last tile
+    "cp p2p": Case(2, f"{LLAMA} {CP} 2", hidden=2 / 3, between=True),
+    "cp p2p, 4 ranks": Case(4, f"{LLAMA} {CP} 4", hidden=8 / 9),
+    "cp p2p, documents": Case(4, f"{LLAMA} {CP} 4 {DOCUMENTS}", hidden=8 / 9),
     "cp p2p, window": Case(4, f"{LLAMA} {CP} 4 --window-size 12"),
     "cp p2p, patterns": Case(2, f"{LLAMA} {CP} 2 {PATTERNS} {DOCUMENTS}"),
     "cp all_gather": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type all_gather"),
     "cp a2a": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a"),
     "cp a2a, patterns": Case(2, f"{LLAMA} {CP} 2 --cp-comm-type a2a {PATTERNS}"),
-    "cp a2a+p2p": Case(
-        4, f"{LLAMA} {CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
-    ),
+    "cp a2a+p2p": Case(4, f"{LLAMA} {CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
     "cp p2p, tensor-parallel": Case(4, f"{LLAMA} {CP} 2 {TP}"),
-    "cp p2p, pipeline zb-v": Case(
-        4, f"{LLAMA} {CP} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
-    ),
+    "cp p2p, pipeline zb-v": Case(4, f"{LLAMA} {CP} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "cp p2p, ZeRO-2": Case(4, f"{LLAMA} {CP} 2 {ZERO1} --data-parallel-sharding-strategy optim_grads"),
     "cp p2p, graph of the optimizer": Case(2, f"{LLAMA} {CP} 2 --cuda-graph optimizer"),
     "everything": Case(4, f"{LLAMA} {TP} --pipeline-model-parallel-size 2 {ZERO1}"),
