@@ -4,8 +4,8 @@
 it adds up to ``32 sbh`` bytes: each norm keeps its input and its output (8), attention q, k, v and its output (8), the
 MLP what its activation takes and gives (16). Korthikanti et al. (2022, arXiv 2205.05198) count ``sbh (34 + 5as/h)``:
 the same, 2 for the masks of hidden dropout, which are computed again here, and 5as/h for the scores of attention, which
-fused attention does not store. A rank keeps these for every micro-batch between its forward and its backward; the
-schedule determines their number.
+are not stored. A rank keeps these for every micro-batch between its forward and its backward; the schedule determines
+their number.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     # The runs of consecutive queries; the largest tile that is not fused, or the mask of a tile; and what a tile gives.
     length, runs = shape.tokens * shape.head_ranks // shape.samples, 2 if shape.ring > 1 else 1
     heads = shape.samples * shape.model.num_attention_heads // (shape.tp * shape.head_ranks)
-    unfused = shape.model.attention_dropout > 0
+    unfused = shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
     side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
     score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
     tile = side**2 * max(heads * score, (INDEX_BYTES + 5 * MASK_BYTES) * shape.masked)

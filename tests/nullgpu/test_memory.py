@@ -21,6 +21,9 @@ pytestmark = [
 
 GPT2 = "--preset gpt2-124m --seq-length 1024"
 LLAMA = "--preset llama3-8b --seq-length 8192 --num-layers 4 --micro-batch-size 1 --global-batch-size 2"
+LONG = f"{LLAMA} --seq-length 32768 --max-position-embeddings 32768 --global-batch-size 1"
+CP2 = f"{LONG} --context-parallel-size 2 --mlp-chunk-size 2048"
+CP4 = f"{CP2} --seq-length 65536 --max-position-embeddings 65536 --num-layers 2 --context-parallel-size 4"
 SMALL = (
     "--vocab-size 32000 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4 "
     "--seq-length 2048 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -36,6 +39,12 @@ CASES = {
     "selective recomputation": (1, f"{LLAMA} --recompute-granularity selective"),
     "full recomputation": (1, f"{LLAMA} --recompute-granularity full"),
     "eager": (1, f"{LLAMA} --kernels torch"),
+    "long": (1, LONG),
+    "long, MLP in chunks": (1, f"{LONG} --mlp-chunk-size 4096"),
+    "CP 2": (2, CP2),
+    "CP 2, all_gather": (2, f"{CP2} --cp-comm-type all_gather"),
+    "CP 2, a2a": (2, f"{CP2} --cp-comm-type a2a"),
+    "CP 4": (4, f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
     "TP 2": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"),
     "TP 2, remainders": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --store-param-remainders"),
     "ZeRO-1": (2, f"{SMALL} --use-distributed-optimizer"),
