@@ -28,6 +28,8 @@ DETECTORS = detect.DETECTORS | SAVES
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/callbacks/health.py", "counted_samples", "sum", "doubled"): "it is only compared with 0",
+    ("megatron/training/callbacks/health.py", "counted_samples", "sum", "mis-scaled"): "it is only compared with 0",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "log_startup", "max", "doubled"): "the maximum of equal numbers is theirs",

@@ -453,7 +453,7 @@ def record(consumed_samples: int = 40) -> Metrics:
 
 def test_yardstick_of_a_run() -> None:
     config = RunConfig(
-        model=ModelConfig(vocab_size=100),
+        model=ModelConfig(vocab_size=100, attention_dropout=0.0),
         parallel=ParallelConfig(tensor_model_parallel_size=2),
         precision=PrecisionConfig(params_dtype="bf16"),
         training=TrainingConfig(seq_length=100, micro_batch_size=1, train_iters=100),
