@@ -40,7 +40,7 @@ MODEL = (
     "--swiglu --disable-bias-linear --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --vocab-size 1024 "
     "--mock-data --train-iters 100 --global-batch-size 1 --micro-batch-size 1 --device cpu"
 )
-LENGTH, STEPS, ROUNDS = 8192, 2, 5
+LENGTH, STEPS, ROUNDS = 8192, 2, 3
 BOTH = "a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 METHODS = ((2, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "p2p"), (4, "all_gather"), (4, "a2a"), (4, BOTH))
 GOAL = 1.10

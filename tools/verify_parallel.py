@@ -65,6 +65,9 @@ LAYER_COUNT_OPTIONS = (
 MANY_PARAMETERS = 20_000_000
 """Number of parameters above which --shrink is suggested."""
 
+LONGEST_SHRUNK = 2048
+"""Tokens of a sample that --shrink leaves at most, for the patterns of attention."""
+
 
 @dataclass(frozen=True)
 class LayoutComparison:
@@ -169,7 +172,10 @@ def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
     """Return assignments that shorten the run. Widths, and thus the sharding, are unchanged."""
     training, parallel = config.training, config.parallel
     parts, dp = parallel.sequence_multiple, parallel.data_parallel_size(world_size)
-    small = {"seq_length": (training.seq_length, -(-64 // parts) * parts)}
+    patterns = [config.model.pattern(layer) for layer in range(config.model.num_layers)]
+    sizes = (size for p in patterns for size in (p.window, p.chunk, p.prefix, p.first) if size)
+    length = max(64, min(2 * max(sizes, default=0), LONGEST_SHRUNK))  # so that patterns hide something
+    small = {"seq_length": (training.seq_length, -(-length // parts) * parts)}
     if not str(parallel.pipeline_schedule).endswith(SCHEDULE_SUFFIX):  # which is for one number of micro-batches
         batch = 2 * parallel.pipeline_model_parallel_size * training.micro_batch_size * dp
         small["global_batch_size"] = (training.global_batch_size or 0, batch)

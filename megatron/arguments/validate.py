@@ -75,15 +75,21 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
     words = config.compute.kernels
     problems = list(kernel_problems(words))
     yield from problems
-    if problems or config.model.attention_dropout == 0.0:
+    parallel, choice = config.parallel, kernel_choices(words)["attention"]
+    if problems or not choice.alone or choice.name == "torch":
         return
-    choice = kernel_choices(words)["attention"]
-    if choice.alone and choice.name != "torch":
+    if config.model.attention_dropout > 0.0:
         sentence = (
             f"--kernels attention={choice.name} cannot be used with --attention-dropout "
             f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
         )
         yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
+    elif parallel.context_parallel_size > parallel.cp_head_ranks:
+        sentence = (
+            f"--kernels attention={choice.name} cannot be used with --cp-comm-type {parallel.cp_comm_type}: "
+            "only PyTorch's attention merges the results for the keys of several ranks"
+        )
+        yield Problem("E903", sentence, ("--kernels attention=auto", "--cp-comm-type a2a"))
 
 
 NO_CUDA_GRAPH = "--cuda-graph none"

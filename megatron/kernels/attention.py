@@ -16,7 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import block_attention
+from megatron.kernels.block_attention import block_attention, cudnn_is_fast
 from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
@@ -57,14 +57,6 @@ def _cudnn_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Attentio
     inference because cuDNN builds a plan for every new length.
     """
     return mask.is_causal and torch.is_grad_enabled() and _can_use(can_use_cudnn_attention, q_SBND)
-
-
-def _cudnn_fast(device: torch.device) -> bool:
-    """Return True for Hopper and data-centre Blackwell.
-
-    Elsewhere FlashAttention 2 is as fast or faster (https://github.com/huggingface/transformers/pull/48163).
-    """
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int], Tensor]
@@ -143,13 +135,18 @@ def _flex() -> AttentionKernel:
 FLEX_BLOCK = 128
 """Side of the blocks of a mask that FlexAttention skips or not, in tokens."""
 
+FLEX_LONGEST = 1 << 18
+"""Most keys of FlexAttention: its tables then take 64 MiB per sample."""
+
 
 def _flex_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
     """Return True for patterns that FlashAttention has no option for.
 
-    In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled.
+    In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled. Very
+    long sequences are left to bands, because the tables of blocks grow with the square of the length.
     """
-    shape_fits = 16 <= q_SBND.shape[3] <= 256 and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
+    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST
+    shape_fits = shape_fits and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
     return shape_fits and not mask.pattern.only_window and (mask.aligned or mask.queries_end_keys)
 
 
@@ -216,7 +213,7 @@ ATTENTION = Operation(
             lambda: cudnn,
             _missing("cuDNN attention", can_use_cudnn_attention),
             deterministic=False,
-            fast=_cudnn_fast,
+            fast=cudnn_is_fast,
             covers=_cudnn_covers,
         ),
         "flash_attn": Candidate(_flash_attn, _flash_attn_missing, covers=_flash_covers),

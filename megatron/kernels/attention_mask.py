@@ -25,6 +25,9 @@ EMPTY, PARTIAL, TRIANGLE, FULL, BAND = range(5)
 """Kinds of blocks: no query sees a key; some do; all see the keys up to themselves, which are the same tokens; all see
 all; all see those at some distances (of tiles only)."""
 
+LARGEST_RULE_BLOCK = 1024
+"""Side of the largest blocks for which the rule of a plugin is computed; larger ones are called partial."""
+
 Ranges = tuple[range, ...]
 
 
@@ -175,21 +178,25 @@ class AttentionMask:
 
         """
         by_position = _kinds_by_position(self.pattern, queries, keys)[None]
-        if self._runs is None:
+        runs_BL = self._runs
+        if runs_BL is None:
             return by_position
-        firsts_BQ, lasts_BQ = (self._runs[:, [edge(r) for r in queries], None] for edge in (min, max))
-        firsts_BK, lasts_BK = (self._runs[:, None, [edge(r) for r in keys]] for edge in (min, max))
+        firsts_BQ, lasts_BQ = (runs_BL[:, [r[edge] for r in queries], None] for edge in (0, -1))
+        firsts_BK, lasts_BK = (runs_BL[:, None, [r[edge] for r in keys]] for edge in (0, -1))
         overlap = (firsts_BQ <= lasts_BK) & (firsts_BK <= lasts_BQ)
         same = (firsts_BQ == lasts_BK) & (firsts_BK == lasts_BQ)
         partial = np.minimum(by_position, PARTIAL)
         return np.where(overlap, np.where(same, by_position, partial), EMPTY).astype(np.int8)
 
-    @cached_property
+    @property
     def _runs(self) -> NDArray[np.int64] | None:
         """Number of the document of every token, counted in its sample, ``[B, L]``, on the host."""
-        if self.documents is None:
-            return None
-        host = self.documents if self.host_documents is None else self.host_documents
+        if self.documents is not None and "runs" not in self.cache:
+            self.cache["runs"] = self._count_runs(self.documents)
+        return self.cache.get("runs")
+
+    def _count_runs(self, documents_BL: Tensor) -> NDArray[np.int64]:
+        host = documents_BL if self.host_documents is None else self.host_documents
         ids = host.cpu().numpy()
         runs = np.zeros(ids.shape, dtype=np.int64)
         np.cumsum(ids[:, 1:] != ids[:, :-1], axis=1, out=runs[:, 1:])
@@ -241,7 +248,7 @@ class AttentionMask:
 
     @_remembered
     def bands(self) -> list[Tile]:
-        """Return the mask as bands, which do not overlap: it takes few of them, whatever the pattern.
+        """Return the mask as bands, which do not overlap: a few, but one per residue and document where dilated.
 
         Raises:
             ValueError: for the rule of a plugin, which need not have bands.
@@ -414,6 +421,9 @@ def _kinds_by_position(pattern: AttentionPattern, queries: Ranges, keys: Ranges)
         every &= k_low // pattern.chunk == k_high // pattern.chunk
     if pattern.rule is not None:
         for i, j in np.argwhere(some):
+            if max(len(queries[i]), len(keys[j])) > LARGEST_RULE_BLOCK:
+                every[i, j] = False
+                continue
             q, k = (torch.arange(r.start, r.stop) for r in (queries[i], keys[j]))
             order = q[:, None] >= k
             seen = pattern.rule(q[:, None], k) & order

@@ -1,6 +1,6 @@
 """Attention in tiles: time and memory follow the parts of the mask that are not empty.
 
-On GPUs a few calls of FlashAttention cover every built-in pattern; elsewhere the mask is cut into blocks, some of which
+On GPUs calls of FlashAttention cover the built-in patterns; elsewhere the mask is cut into blocks, some of which
 need a mask tensor. Softmax is computed tile by tile; each result has the logarithm of its sum of exponentials
 (``lse``), with which results for other keys of the same queries are merged (FlashAttention, arXiv 2205.14135; ring
 attention, arXiv 2310.01889). In backward every tile is computed again from the final ``lse``. So keys and values may
@@ -168,7 +168,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _tiles(q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None) -> list[Tile]:
-    flash = _flash_covers(q_SBND)
+    flash = _flash_covers_tiles(q_SBND)
     if dropout is not None or not (flash or q_SBND.device.type == "cpu"):
         return mask.tiles(UNFUSED_BLOCK, whole=False)
     return mask.bands() if flash and mask.pattern.rule is None else mask.tiles(BLOCK)
@@ -193,7 +193,7 @@ class _TileInputs:
     k: Tensor
     v: Tensor
     tile: Tile
-    # bool [B or 1, 1, S, T]; None where the tile tells which keys are visible.
+    # bool [B or 1, 1, S, T]; None where the kind of the tile determines which keys are visible.
     visible: Tensor | None
     # Factors on the attention weights.
     dropout_scale: Tensor | None
@@ -213,15 +213,15 @@ class _TileInputs:
         q = _rows(q_SBND, tile.samples, tile.queries)
         k, v = (_rows(t, tile.samples, tile.keys) for t in (k_TBGD, v_TBGD))
         scale = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
-        flash = dropout is None and tile.kind != PARTIAL and _flash_covers(q)
+        flash = dropout is None and tile.kind != PARTIAL and _flash_covers_tiles(q)
         fused = flash or (dropout is None and q.device.type == "cpu")
-        told = tile.kind in (FULL, BAND) or (tile.kind == TRIANGLE and fused)
-        visible = None if told else mask.dense(tile.samples, tile.queries, tile.keys)
+        implied = tile.kind in (FULL, BAND) or (tile.kind == TRIANGLE and fused)
+        visible = None if implied else mask.dense(tile.samples, tile.queries, tile.keys)
         return cls(q, k, v, tile, visible, scale, flash)
 
     @property
     def causal(self) -> bool:
-        """True if queries see only keys up to themselves, and no mask tensor says so."""
+        """True if queries see only keys up to themselves, without a mask tensor."""
         return self.tile.causal or (self.tile.kind == TRIANGLE and self.visible is None)
 
     @property
@@ -244,7 +244,7 @@ class _TileInputs:
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)
 
 
-def _flash_covers(q: Tensor) -> bool:
+def _flash_covers_tiles(q: Tensor) -> bool:
     """Return True if PyTorch's FlashAttention 2 computes tiles without a mask tensor."""
     shape_fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
     return half_on_gpu(q.device, q.dtype) and shape_fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -267,7 +267,7 @@ def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     """Return ``y [B, N, S, D]`` of a tile, and ``lse [B, N, S]`` in at least fp32."""
     q, k, v = tile.q, tile.k, tile.v
     if tile.flash:
-        return _cudnn_forward(tile) if _cudnn_covers(tile) else _flash_forward(tile)
+        return _cudnn_forward(tile) if _cudnn_covers_tile(tile) else _flash_forward(tile)
     if tile.fused_on_cpu:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.causal, attn_mask=tile.bias
@@ -291,7 +291,7 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     """
     q, k, v = tile.q, tile.k, tile.v
     if tile.flash:
-        return (_cudnn_backward if _cudnn_covers(tile) else _flash_backward)(tile, dy, y, lse)
+        return (_cudnn_backward if _cudnn_covers_tile(tile) else _flash_backward)(tile, dy, y, lse)
     if tile.fused_on_cpu:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, y, lse, 0.0, tile.causal, attn_mask=tile.bias
@@ -311,21 +311,25 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     return _product(dscores_group, k).view_as(q), _product(dscores_group.transpose(2, 3), _by_group(q, k)), dv
 
 
-def _cudnn_covers(tile: _TileInputs) -> bool:
+def _cudnn_covers_tile(tile: _TileInputs) -> bool:
     """Return True for whole and triangular tiles on Hopper and later, where cuDNN takes about half of the time.
 
     It builds a plan for every new length, so tiles of documents are left to FlashAttention.
     """
     of, s, t = tile.tile, tile.q.shape[2], tile.k.shape[2]
     plain = of.samples == slice(None) and of.left == -1 and of.queries.step in (1, None) and (s == t or not tile.causal)
-    if not plain or torch.are_deterministic_algorithms_enabled() or not _is_hopper(tile.q.device):
+    if not plain or torch.are_deterministic_algorithms_enabled() or not cudnn_is_fast(tile.q.device):
         return False
     grouped = tile.q.shape[1] > tile.k.shape[1]
     return can_use_cudnn_attention(SDPAParams(tile.q, tile.k, tile.v, None, 0.0, tile.causal, grouped))
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def cudnn_is_fast(device: torch.device) -> bool:
+    """Return True for Hopper and data-centre Blackwell.
+
+    Elsewhere FlashAttention 2 is as fast or faster (https://github.com/huggingface/transformers/pull/48163).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _cudnn_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:

@@ -118,11 +118,12 @@ def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor
     _, b, n, d = q_SBND.shape
     dtype = torch.promote_types(q_SBND.dtype, torch.float32)
     q_BGXSD = q_SBND.unflatten(2, (k_TBGD.shape[2], -1)).permute(1, 2, 3, 0, 4)
-    k_BGDT = k_TBGD.permute(1, 2, 3, 0).to(dtype)
+    k_BGDT = k_TBGD.permute(1, 2, 3, 0)
     largest = torch.full((), -torch.inf, dtype=dtype, device=q_SBND.device)
     for tile in mask.tiles(max(1, isqrt(LOGITS_PER_TILE // (b * n))), whole=False):
         q = q_BGXSD[tile.samples, :, :, tile.queries].to(dtype)
-        logits_BGXST = q.flatten(2, 3).matmul(k_BGDT[tile.samples, ..., tile.keys]).unflatten(2, q.shape[2:4])
+        k = k_BGDT[tile.samples, ..., tile.keys].to(dtype)
+        logits_BGXST = q.flatten(2, 3).matmul(k).unflatten(2, q.shape[2:4])
         if tile.kind != FULL:
             hidden_B11ST = ~mask.dense(tile.samples, tile.queries, tile.keys).unsqueeze(1)
             logits_BGXST.masked_fill_(hidden_B11ST, -torch.inf)

@@ -111,7 +111,7 @@ def ring_work(pattern: AttentionPattern, length: int, ring: int) -> tuple[float,
 
 
 def _sees(pattern: AttentionPattern, queries: range, keys: range) -> bool:
-    """Return True if one of the queries may see one of the keys. A plugin's rule is not asked."""
+    """Return True if one of the queries may see one of the keys; a plugin's rule is ignored."""
     least, most = max(0, queries[0] - keys[-1]), queries[-1] - keys[0]
     if keys[0] < pattern.prefix or (keys[0] < pattern.first and most >= 0):
         return True
@@ -126,9 +126,11 @@ def _sees(pattern: AttentionPattern, queries: range, keys: range) -> bool:
 
 
 def _visible_keys(pattern: AttentionPattern, query: int) -> int:
-    """Return the number of keys that a query sees. A plugin's rule is not asked."""
+    """Return the number of keys that a query sees, without a plugin's rule."""
     near = max(0, query + 1 - (pattern.window or query + 1))
     if pattern.chunk is not None:
         near = max(near, query // pattern.chunk * pattern.chunk)
-    count = (query - near) // pattern.dilation + 1 + min(near, max(pattern.first, pattern.prefix))
-    return max(count, pattern.prefix) if query < pattern.prefix else count
+    if query < pattern.prefix:
+        return pattern.prefix
+    shown = min(max(pattern.first, pattern.prefix), query + 1)  # keys that all later tokens see
+    return shown + max(0, (query - max(near, shown)) // pattern.dilation + 1)

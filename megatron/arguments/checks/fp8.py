@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from megatron.config.errors import Problem
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import multiples_as_fixes
 from megatron.layers.parameters import Sharding, block
@@ -53,18 +54,23 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, NO_FP8))
             break
-    parts = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    parts = _sequence_parts(parallel)
     tokens = training.seq_length * training.micro_batch_size // parts
     if tokens % of:
         sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank has {tokens} tokens of a micro-batch"
         yield Problem("E923", sentence, (*multiples_as_fixes("--seq-length", training.seq_length, of * parts), *other))
 
 
+def _sequence_parts(parallel: ParallelConfig) -> int:
+    """Return the ranks over which the rows of a sequence are distributed."""
+    return parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
 def check_fp8_chunks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that chunks of the MLP do not divide the rows that share a scale."""
     parallel, recipe = config.parallel, config.precision.fp8_recipe
     size, samples = config.training.mlp_chunk_size, config.training.micro_batch_size
-    rows = config.training.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    rows = config.training.seq_length // _sequence_parts(parallel)
     if config.precision.fp8_format is None or recipe not in MULTIPLES or size is None or size >= rows:
         return
     of, chunk = MULTIPLES[recipe], f"--mlp-chunk-size {size}"

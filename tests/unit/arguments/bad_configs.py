@@ -389,6 +389,7 @@ CASES = (
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
     Case("--kernels attention=flash_attn --attention-dropout 0.1"),
+    Case("--kernels attention=flash_attn --context-parallel-size 2 --attention-dropout 0", ranks=2),
     # recorded steps
     Case("--plugin no_such_plugin --optimizer mine"),
     Case("--plugin tests/fixtures/mine.py"),

@@ -185,3 +185,23 @@ def test_a_device_is_asked_for_documents_only_where_they_are_not_on_the_host() -
     assert len(host.tiles(8)) == 1
     with pytest.raises(NotImplementedError):
         AttentionMask((range(LENGTH),), (range(LENGTH),), CPU, documents=ids.to("meta")).tiles(8)
+
+
+def test_the_rule_of_a_plugin_is_computed_for_small_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def recent(query: Tensor, key: Tensor) -> Tensor:
+        sizes.append(query.numel() * key.numel())
+        return query - key < 300
+
+    monkeypatch.setitem(plugins._registered[KIND], "recent", recent)
+    length = 8192
+    chunks = chunks_of(length, 2, 0)
+    mask = AttentionMask(chunks, chunks, torch.device("cpu"), AttentionPattern(plugin="recent"))
+    covered = sum(
+        int(mask.dense(tile.samples, tile.queries, tile.keys).sum())
+        for tile in mask.tiles(256)
+        if mask.sees(*(chunks,) * 2)
+    )
+    assert covered == 2 * (300 * 301 // 2 + (length // 4 - 300) * 300)
+    assert max(sizes) <= 256 * 256
