@@ -116,7 +116,7 @@ CASES = {
     "patterns": Case(1, f"{LLAMA} {PATTERNS}", between=True),
     "patterns, documents": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS}"),
     "patterns, torch": Case(1, f"{LLAMA} {PATTERNS} {DOCUMENTS} --kernels auto attention=torch"),
-    # all of the 3 (CP - 1) exchanges of a layer but one: the last gradients return after the last tile
+    # all exchanges of a layer but one: the last gradients return after the last tile
     "cp p2p": Case(2, f"{LLAMA} {CP} 2", hidden=2 / 3, between=True),
     "cp p2p, 4 ranks": Case(4, f"{LLAMA} {CP} 4", hidden=0.85),
     "cp p2p, documents": Case(4, f"{LLAMA} {CP} 4 {DOCUMENTS}", hidden=0.85),
