@@ -343,7 +343,7 @@ def _cudnn_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tu
     q, k, v, sizes = tile.q, tile.k, tile.v, (tile.q.shape[2], tile.k.shape[2])
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of the random numbers of dropout
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dy, q, k, v, y, lse.contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
+        dy, q, k, v, y, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
     )
     return dq, dk, dv
 
