@@ -131,17 +131,15 @@ class ContextParallel:
         size = self.heads.size
         parts = [t.unflatten(2, (size, -1)) for t in tensors]
         rows_ASBND = torch.cat(parts, 3).movedim(2, 0)
-        return mappings.all_to_all(rows_ASBND.flatten(0, 1), *self._equal_parts(rows_ASBND), self.heads)
+        rows = [rows_ASBND.shape[1]] * size
+        return mappings.all_to_all(rows_ASBND.flatten(0, 1), rows, rows, self.heads)
 
     def _scatter_rows(self, y_TBND: Tensor) -> Tensor:
         """Exchange rows for heads: ``[T, B, N/A, D] -> [S, B, N, D]``."""
-        rows_ASBND = y_TBND.unflatten(0, (self.heads.size, -1))
-        received = mappings.all_to_all(y_TBND, *self._equal_parts(rows_ASBND), self.heads).view_as(rows_ASBND)
-        return received.movedim(0, 2).flatten(2, 3)
-
-    def _equal_parts(self, rows_ASBND: Tensor) -> tuple[list[int], list[int]]:
-        rows = [rows_ASBND.shape[1]] * self.heads.size
-        return rows, rows
+        size = self.heads.size
+        rows = [len(y_TBND) // size] * size
+        received = mappings.all_to_all(y_TBND, rows, rows, self.heads)
+        return received.unflatten(0, (size, -1)).movedim(0, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True)
@@ -154,18 +152,17 @@ class GatheredKeyValues:
 
     def forward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> None:
         """Attend to all keys."""
-        self._use(k_TBGD, v_TBGD, mask, use)
+        use(*self._gather(k_TBGD, v_TBGD, mask))
 
     def backward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
         """Return this rank's rows of the gradients of all ranks."""
-        dk, dv = self._use(k_TBGD, v_TBGD, mask, use)
+        dk, dv = use(*self._gather(k_TBGD, v_TBGD, mask))
         return comm.reduce_scatter(dk, self.ring), comm.reduce_scatter(dv, self.ring)
 
-    def _use(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
-        keys = chunks_of_all(self.length, self.ring.size)
+    def _gather(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor, AttentionMask]:
+        """Return the keys and values of all ranks, and the mask with them."""
         k, v = (comm.start_all_gather(t, self.ring) for t in (k_TBGD, v_TBGD))
-        grads: tuple[Tensor, Tensor] = use(k.wait(), v.wait(), mask.with_keys(keys))
-        return grads
+        return k.wait(), v.wait(), mask.with_keys(chunks_of_all(self.length, self.ring.size))
 
 
 @dataclass(frozen=True)
