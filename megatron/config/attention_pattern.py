@@ -13,15 +13,16 @@ from itertools import groupby
 from typing import Any
 
 from megatron.config.plugins import registered
+from megatron.config.text import counted
 
 KIND = "attention_pattern"
 """Kind of the plugins that add patterns: functions ``(query, key) -> allowed`` of int64 tensors that broadcast."""
 
 SYNTAX = (
-    "global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP, prefix:TOKENS, or a plugin's pattern; first:TOKENS is "
-    "added to one of them by +; commas separate the patterns of layers"
+    "global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP, prefix:TOKENS, or a pattern of a module that --plugin "
+    "names; first:TOKENS is added to one of them by +; commas separate the patterns of layers"
 )
-
+EMPTY = "a pattern is empty: drop a comma, or write global"
 
 MAX_TOKENS, MAX_LAYERS = 10**9, 10**4
 """Limits of the numbers of a pattern."""
@@ -59,16 +60,24 @@ class AttentionPattern:
         fields: dict[str, Any] = {}
         for part in text.split("+"):
             name, *numbers = part.strip().split(":")
-            form = (0, partial(dict, plugin=name)) if name in registered(KIND) else _FORMS.get(name)
-            if form is None or len(numbers) != form[0]:
+            if not part.strip():
+                raise ValueError(f"{text!r}: a pattern is missing before or after +" if "+" in text else EMPTY)
+            known = (name, partial(dict, plugin=name)) if name in registered(KIND) else _FORMS.get(name)
+            if known is None:
                 raise ValueError(f"{part!r} is no attention pattern: {SYNTAX}")
+            form, fields_of = known
+            if len(numbers) != form.count(":"):
+                takes = counted(form.count(":"), "number") if ":" in form else "no number"
+                raise ValueError(f"{part!r}: {name} takes {takes}: {form}")
             if not all(_is_number(number, MAX_TOKENS) for number in numbers):
-                raise ValueError(f"{part!r}: sizes of attention patterns are numbers from 1 to {MAX_TOKENS:g}")
-            more = form[1](*map(int, numbers))
+                raise ValueError(f"{part!r}: sizes are whole numbers in digits, from 1 to {MAX_TOKENS}")
+            more = fields_of(*map(int, numbers))
             if fields.keys() & more.keys():
                 raise ValueError(f"{text!r}: {part!r} contradicts an earlier part of the pattern")
             fields |= more
         pattern = cls(**fields)
+        if fields.keys() == {"first"} and "+" not in text:
+            raise ValueError(f"{text!r} is added to another pattern: write local:WINDOW+first:{pattern.first}")
         if pattern.first and replace(pattern, first=0, prefix=0) == CAUSAL:
             raise ValueError(f"{text!r}: first:{pattern.first} changes nothing, as all earlier tokens are visible")
         return pattern
@@ -141,15 +150,15 @@ class AttentionPattern:
 CAUSAL = AttentionPattern()
 """Every token sees itself and all before it."""
 
-_FORMS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
-    "global": (0, dict),
-    "local": (1, lambda window: {"window": window}),
-    "chunked": (1, lambda chunk: {"chunk": chunk}),
-    "dilated": (2, lambda window, step: {"window": (window - 1) * step + 1, "dilation": step}),
-    "prefix": (1, lambda prefix: {"prefix": prefix}),
-    "first": (1, lambda first: {"first": first}),
+_FORMS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
+    "global": ("global", dict),
+    "local": ("local:WINDOW", lambda window: {"window": window}),
+    "chunked": ("chunked:SIZE", lambda chunk: {"chunk": chunk}),
+    "dilated": ("dilated:WINDOW:STEP", lambda window, step: {"window": (window - 1) * step + 1, "dilation": step}),
+    "prefix": ("prefix:TOKENS", lambda prefix: {"prefix": prefix}),
+    "first": ("first:TOKENS", lambda first: {"first": first}),
 }
-"""Numbers that follow a name, and the fields they set."""
+"""How the pattern of a name is written, and the fields that its numbers set."""
 
 
 def _is_number(text: str, most: int) -> bool:
@@ -164,13 +173,24 @@ def parse_layers(text: str) -> tuple[AttentionPattern, ...]:
     Raises:
         ValueError: for anything else.
     """
-    patterns: list[AttentionPattern] = []
+    texts = split_layers(text)
+    parsed = {each: AttentionPattern.parse(each) for each in dict.fromkeys(texts)}
+    return tuple(parsed[each] for each in texts)
+
+
+def split_layers(text: str) -> list[str]:
+    """Return the text of each layer's pattern.
+
+    Raises:
+        ValueError: for a number after ``*`` that is none.
+    """
+    texts: list[str] = []
     for part in text.split(","):
-        pattern, star, count = part.partition("*")
+        pattern, star, count = (each.strip() for each in part.partition("*"))
         if star and not _is_number(count, MAX_LAYERS):
             raise ValueError(f"{part!r}: after * is a number of layers from 1 to {MAX_LAYERS}")
-        patterns += [AttentionPattern.parse(pattern)] * (int(count) if star else 1)
-    return tuple(patterns)
+        texts += [pattern] * (int(count) if star else 1)
+    return texts
 
 
 def format_layers(patterns: Sequence[str]) -> str:

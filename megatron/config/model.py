@@ -22,13 +22,13 @@ MAX_LAYERS, MAX_SIZE = 10_000, 10**9
 
 
 def _window(text: str) -> int | None:
-    """Parse a window size in tokens, or Megatron-LM's ``left,right`` as ``L,0`` or ``(L, 0)``, where -1 is no limit."""
+    """Parse a window size in tokens, or Megatron-LM's ``left,right`` as ``L,0`` or ``(L, 0)``; -1 is no limit."""
     try:
         left, *right = (int(n) for n in text.strip("() ").split(","))
     except ValueError:
         raise ValueError(f"{text!r} is neither a number of tokens nor Megatron-LM's left,right") from None
     if not right:
-        return left
+        return None if left == -1 else left
     if right != [0] or left < -1:
         raise ValueError(f"{text!r}: a causal window is left,0 with left >= 0, or -1 for no limit")
     return None if left == -1 else left + 1
@@ -108,7 +108,7 @@ class ModelConfig:
     """YaRN: channels with fewer rotations than this are interpolated."""
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
-    L+1."""
+    L+1, and -1 no limit."""
     attention_pattern: str | None = option(None, role="function", parse=_attention_pattern)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.

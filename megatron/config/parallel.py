@@ -81,7 +81,7 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (), role="free", at_least=1, needs=Need("cp_comm_type=a2a+p2p")
     )
-    """a2a+p2p: ranks of an a2a group, and number of the groups; their product is CP."""
+    """a2a+p2p: ranks of an a2a group, and number of the groups; both are above 1, and their product is CP."""
     expert_model_parallel_size: int = option(1, role="free", at_least=1)
     """Expert parallelism: ranks that shard the experts (EP)."""
     expert_tensor_parallel_size: int | None = option(None, role="free", at_least=1, needs="num_experts")

@@ -266,8 +266,8 @@ class TrainingConfig:
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""
     mlp_chunk_size: int | None = option(None, role="free", at_least=1, needs=DENSE_MLP)
-    """Rows of the sequence, of those on a rank, whose MLP is computed at a time. Backward computes it again, chunk by
-    chunk. Experts are not divided. Default: all at once, and kept for backward."""
+    """Tokens per chunk of the MLP on a rank: chunks are computed one after the other, and again in backward. Default:
+    all at once."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Probl
     tp = parallel.tensor_model_parallel_size
     heads = model.num_attention_heads // tp
     if heads % among and model.num_attention_heads % tp == 0:  # E203 reports the latter
-        yield Problem("E201", f"{method}: {heads} heads do not divide over {among} ranks", _fixes(config))
+        per_rank = " per TP rank" if tp > 1 else ""
+        yield Problem("E201", f"{method}: {heads} heads{per_rank} do not divide over {among} ranks", _fixes(config))
 
 
 def _fixes(config: RunConfig) -> tuple[str, ...]:
@@ -88,7 +89,8 @@ def context_parallel_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     if length // size < FEW_TOKENS:
         fewer = max(n for n in divisors(size) if n == 1 or length // n >= FEW_TOKENS)
         instead = flag_fixes("--context-parallel-size", (fewer,))[0]
-        yield f"CP {size} leaves a rank {length // size:,} tokens of a sample: more DP with {instead} sends less"
+        few = f"CP {size} leaves a rank {length // size:,} tokens of a sample, too few to hide messages behind"
+        yield f"{few}: {instead} uses the ranks for more samples"
         return
     own = attention_traffic(config)
     found = {}
@@ -99,7 +101,8 @@ def context_parallel_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     if found:
         best = min(found, key=lambda flags: found[flags].sent)
         sent = f"{_flags(parallel)} sends {format_bytes(own.sent)} per layer and micro-batch{_reason(config, own)}"
-        yield f"{sent}; {best} {format_bytes(found[best].sent)}"
+        inside = ", and heads are exchanged inside a node" if _spans_nodes(parallel) and found[best].a2a else ""
+        yield f"{sent}; with {best} it is {format_bytes(found[best].sent)}{inside}"
 
 
 def _is_better(other: AttentionTraffic, own: AttentionTraffic, config: RunConfig) -> bool:

@@ -7,11 +7,12 @@ against its layers and every batch of the run; ZeRO against the data-parallel ra
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.arguments.checks.training import batch_multiple
-from megatron.config.attention_pattern import AttentionPattern, parse_layers
+from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.batch import batch_size_stages, get_num_microbatches
 from megatron.config.errors import Problem
 from megatron.config.launch import Launch
@@ -129,12 +130,19 @@ def check_attention_pattern(config: RunConfig, world_size: int) -> Iterator[Prob
         yield Problem("E109", sentence, ("drop --window-size", "drop --attention-pattern"))
     if count > model.num_layers:
         sentence = f"--attention-pattern has patterns for {count} layers, and the model has {model.num_layers}"
-        yield Problem("E109", sentence, (f"--num-layers {count}",))
+        shorter = format_layers(split_layers(model.attention_pattern)[: model.num_layers])
+        yield Problem("E109", sentence, (SETTINGS["attention_pattern"].spell(shorter), f"--num-layers {count}"))
     if prefix >= length:
-        shorter = model.attention_pattern.replace(f"prefix:{prefix}", f"prefix:{length // 2 or 1}")
+        shorter = re.sub(
+            r"prefix:(\d+)",
+            lambda found: found[0] if int(found[1]) < length else f"prefix:{length // 2 or 1}",
+            model.attention_pattern,
+        )
         sentence = f"--attention-pattern prefix:{prefix} leaves no label of a sample of {length} tokens to predict"
-        fixes = (f"--seq-length {2 * prefix}", SETTINGS["attention_pattern"].spell(shorter))
-        yield Problem("E109", sentence, fixes)
+        longer, limit = f"--seq-length {2 * prefix}", model.max_position_embeddings
+        if limit is not None and limit < 2 * prefix:
+            longer += f" --max-position-embeddings {2 * prefix}"
+        yield Problem("E109", sentence, (SETTINGS["attention_pattern"].spell(shorter), longer))
 
 
 def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:

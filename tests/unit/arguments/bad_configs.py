@@ -74,6 +74,10 @@ CASES = (
     Case("--attention-pattern local"),
     Case("--attention-pattern local:64*2,dilated:16:0"),
     Case("--attention-pattern global+first:4"),
+    Case("--attention-pattern first:4"),
+    Case("--attention-pattern local:4k,global"),
+    Case("--attention-pattern local:64,"),
+    Case("--attention-pattern strided"),
     Case("--bf16 --fp16"),
     Case("--swiglu --squared-relu"),
     Case("--use-rotary-position-embeddings --position-embedding-type yarn"),
@@ -144,6 +148,7 @@ CASES = (
     Case("--window-size 64 --attention-pattern local:64,global --num-layers 2"),
     Case("--attention-pattern 'local:64*5,global'"),
     Case("--attention-pattern local:64,prefix:1024"),
+    Case("--attention-pattern prefix:1024 --max-position-embeddings 1024"),
     Case("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 2"),
     Case("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4"),
     # layout

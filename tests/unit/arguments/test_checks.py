@@ -502,35 +502,46 @@ CP = f"{LONG} --context-parallel-size"
         ("8 --cp-comm-type a2a", ""),
         ("8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", ""),
         # many key/value heads
-        ("8 --num-query-groups 32", "p2p sends 3.94 GiB per layer and micro-batch; --cp-comm-type a2a 896.00 MiB"),
-        ("8 --num-query-groups 32 --tensor-model-parallel-size 2", "; --cp-comm-type a2a+p2p "),
+        (
+            "8 --num-query-groups 32",
+            "p2p sends 3.94 GiB per layer and micro-batch; with --cp-comm-type a2a it is 896.00 MiB",
+        ),
+        ("8 --num-query-groups 32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
         # few
-        ("8 --num-query-groups 2 --cp-comm-type a2a", "head is repeated 4 times; --cp-comm-type p2p 252.00 MiB"),
-        ("8 --num-query-groups 1 --cp-comm-type a2a", "head is repeated 8 times; --cp-comm-type p2p 126.00 MiB"),
+        (
+            "8 --num-query-groups 2 --cp-comm-type a2a",
+            "head is repeated 4 times; with --cp-comm-type p2p it is 252.00 MiB",
+        ),
+        (
+            "8 --num-query-groups 1 --cp-comm-type a2a",
+            "head is repeated 8 times; with --cp-comm-type p2p it is 126.00 MiB",
+        ),
         # patterns that hide most
         ("8 --cp-comm-type all_gather --window-size 4096", "sends 1.31 GiB"),
-        ("8 --cp-comm-type all_gather --window-size 4096", "; --cp-comm-type p2p 168.00 MiB"),
-        ("8 --cp-comm-type a2a --attention-pattern chunked:8192", "; --cp-comm-type p2p 0 bytes"),
+        ("8 --cp-comm-type all_gather --window-size 4096", "; with --cp-comm-type p2p it is 168.00 MiB"),
+        ("8 --cp-comm-type a2a --attention-pattern chunked:8192", "; with --cp-comm-type p2p it is 0 bytes"),
         ("8 --cp-comm-type a2a --attention-pattern local:4096,global", ""),
         # several nodes
         (
             "32 --cp-comm-type a2a",
-            "while attention waits; --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4",
+            "while attention waits; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is "
+            "248.00 MiB, and heads are exchanged inside a node",
         ),
-        ("32", "; --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 248.00 MiB"),
+        ("32", "; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is 248.00 MiB"),
         # whose slowest rank is much slower
         (
             "4 --num-query-groups 32 --attention-pattern chunked:40000",
-            ", and its slowest rank computes 1.35 times the mean; --cp-comm-type a2a 1.50 GiB",
+            ", and its slowest rank computes 1.35 times the mean; with --cp-comm-type a2a it is 1.50 GiB",
         ),
         # documents, which only a run knows
         ("8 --num-query-groups 32 --reset-attention-mask", "has no effect without documents"),
         # short
         (
             "8 --seq-length 4096 --global-batch-size 1024",
-            "CP 8 leaves a rank 512 tokens of a sample: more DP with --context-parallel-size 4",
+            "CP 8 leaves a rank 512 tokens of a sample, too few to hide messages behind: --context-parallel-size 4 "
+            "uses the ranks for more samples",
         ),
-        ("8 --seq-length 512 --global-batch-size 8192", "more DP with --context-parallel-size 1 sends less"),
+        ("8 --seq-length 512 --global-batch-size 8192", ": --context-parallel-size 1 uses the ranks for more samples"),
     ],
 )
 def test_notes_on_context_parallelism(flags: str, told: str) -> None:
@@ -543,7 +554,7 @@ def test_notes_on_context_parallelism(flags: str, told: str) -> None:
 def test_a_noted_method_is_accepted_and_not_noted() -> None:
     for flags in ("8 --num-query-groups 32", "32", "8 --cp-comm-type a2a --num-query-groups 1"):
         lines = notes(f"{CP} {flags}", 64)
-        better = re.findall(r"; (--cp-comm-type [^.]*?) [\d.]+ \w+$", lines)
+        better = re.findall(r"; with (--cp-comm-type .*?) it is ", lines)
         before = re.sub("--cp-comm-type a2a", "", flags)
         assert notes(f"{CP} {before} {better[0]}", 64) == "", flags
 

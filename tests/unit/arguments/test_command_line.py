@@ -64,6 +64,7 @@ def test_without_flags_fields_have_their_defaults() -> None:
         ("--window-size 127,0", "window_size", 128),
         ("--window-size (127,0)", "window_size", 128),
         ("--window-size=-1,0", "window_size", None),
+        ("--window-size -1", "window_size", None),
         ("--window-size null", "window_size", None),
         ("--attention-pattern 'local:64,global*1'", "attention_pattern", "local:64,global*1"),
         ("--window-size 64 --set attention_pattern=local:64,global", "window_size", None),

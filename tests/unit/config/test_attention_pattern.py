@@ -75,27 +75,29 @@ def test_arrays_and_tensors_are_allowed_elementwise(text: str) -> None:
 
 
 ERRORS = {
-    "": "'' is no attention pattern: global, local:WINDOW",
-    "locl:4": "'locl:4' is no attention pattern",
-    "local": "'local' is no attention pattern",
-    "local:4:2": "'local:4:2' is no attention pattern",
-    "global:3": "'global:3' is no attention pattern",
-    "dilated:4": "'dilated:4' is no attention pattern",
-    "even:2": "'even:2' is no attention pattern",
-    "odd": "'odd' is no attention pattern",
-    "global,": "'' is no attention pattern",
-    "+first:4": "'' is no attention pattern",
-    "local:0": "'local:0': sizes of attention patterns are numbers from 1 to 1e+09",
+    "": "a pattern is empty: drop a comma, or write global",
+    "locl:4": "'locl:4' is no attention pattern: global, local:WINDOW",
+    "local": "'local': local takes 1 number: local:WINDOW",
+    "local:4:2": "'local:4:2': local takes 1 number: local:WINDOW",
+    "global:3": "'global:3': global takes no number: global",
+    "dilated:4": "'dilated:4': dilated takes 2 numbers: dilated:WINDOW:STEP",
+    "even:2": "'even:2': even takes no number: even",
+    "odd": "prefix:TOKENS, or a pattern of a module that --plugin names",
+    "global,": "a pattern is empty",
+    "*3": "a pattern is empty",
+    "+first:4": "'+first:4': a pattern is missing before or after +",
+    "local:0": "'local:0': sizes are whole numbers in digits, from 1 to 1000000000",
+    "local:4k": "'local:4k': sizes are whole numbers in digits",
     "local:-3": "'local:-3': sizes",
     "local:1e3": "'local:1e3': sizes",
-    "prefix:1000000001": "sizes of attention patterns",
-    "chunked:" + "9" * 5000: "sizes of attention patterns",
+    "prefix:1000000001": "sizes are whole numbers",
+    "chunked:" + "9" * 5000: "sizes are whole numbers",
     "local:4*0": "'local:4*0': after * is a number of layers from 1 to 10000",
     "local:4*two": "after * is a number of layers",
     "local:4*": "after * is a number of layers",
     "local:4*1000000000000": "after * is a number of layers",
-    "first:4": "'first:4': first:4 changes nothing, as all earlier tokens are visible",
-    "global+first:4": "'global+first:4': first:4 changes nothing",
+    "first:4": "'first:4' is added to another pattern: write local:WINDOW+first:4",
+    "global+first:4": "'global+first:4': first:4 changes nothing, as all earlier tokens are visible",
     "prefix:9+first:4": "'prefix:9+first:4': first:4 changes nothing",
     "local:4+local:8": "'local:4+local:8': 'local:8' contradicts an earlier part",
     "dilated:4:2+local:8": "'local:8' contradicts an earlier part",
@@ -113,7 +115,7 @@ def test_what_is_no_pattern(text: str) -> None:
 
 def test_layers_repeat() -> None:
     local, full = AttentionPattern(window=16), AttentionPattern()
-    assert parse_layers("local:16*2, global") == (local, local, full)
+    assert parse_layers("local:16 * 2 , global") == (local, local, full)
     model = ModelConfig(num_layers=7, attention_pattern="local:16*2,global")
     assert [model.pattern(layer) for layer in range(7)] == [local, local, full, local, local, full, local]
     assert ModelConfig(window_size=16).pattern(1) == local
