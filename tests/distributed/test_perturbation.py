@@ -51,7 +51,6 @@ LAYOUTS: dict[str, tuple[ParallelConfig, TrainingConfig]] = {
         replace(WHOLE, **RECOMPUTE["core_attn"]),
     ),
     "tp2, sequence, all recomputed": (ParallelConfig(**SP), replace(WHOLE, recompute_granularity="full")),
-    "p2p on 2": (context(2), WHOLE),
     "p2p on 3": (context(3), WHOLE),
     "p2p on 4": (context(4), WHOLE),
     "p2p on 2, tp2, sequence": (context(2, **SP), WHOLE),
