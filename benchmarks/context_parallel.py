@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,13 +66,24 @@ def config_of(flags: str, length: int, size: int, method: str) -> RunConfig:
     return parse(flags.split(), {"RANK": "0", "WORLD_SIZE": str(size)}).config
 
 
+def memory(field: str) -> int:
+    """Return a figure of this process in ``/proc/self/status``, in KiB."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if field in line)
+
+
+def reset_peak_memory() -> int:
+    """Let the peak (``VmHWM``) start from the memory in use; return that, in KiB. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
 def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> dict[str, Any]:
     """Return this rank's processor seconds and bytes sent per step, the last loss, and the growth of peak memory."""
     trainer = build_trainer(config, rank, world_size)
     rates, meter = Rates(1e-3, 0.0), trainer.mesh.meter
     loss, seconds = torch.zeros(()), []
     gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = reset_peak_memory()
     for _ in range(steps):
         batches = trainer.next_batches()
         meter.pop_bytes_sent()
@@ -80,7 +91,7 @@ def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> 
         loss = train_step(trainer, batches, rates).loss
         seconds.append(time.process_time() - began)
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, trainer.consumed_samples + 1
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = memory("VmHWM")
     # All-reduces are those of gradients and of the loss.
     sent = sum(count for (axes, how), count in meter.pop_bytes_sent().items() if axes == "cp" and how != ALL_REDUCE)
     typical = statistics.median(seconds[1:] or seconds)

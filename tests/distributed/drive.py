@@ -61,6 +61,7 @@ class Case:
         masked: some labels do not count, and not equally many in every sample.
         documents: where an end of a document is named, samples are several documents, and this is made of them.
         length: tokens of a sample.
+        late_labels: of the first sample only the last quarter counts, and so nothing on some context-parallel ranks.
     """
 
     model: ModelConfig = MODEL
@@ -75,6 +76,7 @@ class Case:
     steps: int = 2
     compute: ComputeConfig = STOCK
     length: int = SEQ_LENGTH
+    late_labels: bool = False
 
     @property
     def world_size(self) -> int:
@@ -191,7 +193,8 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     if case.masked:  # the later the sample, the fewer of its labels count
         chances = torch.linspace(0.9, 0.3, case.samples).unsqueeze(1)
         mask = (torch.rand(shape, generator=generator) < chances).float()
-        mask[0, : 3 * case.length // 4] = 0.0  # none of this sample's labels counts on some context-parallel ranks
+    if case.late_labels:
+        mask[0, : 3 * case.length // 4] = 0.0
     if case.documents.eod is not None:
         ends = torch.rand(ids.shape, generator=generator) < 0.25
         ids = ids.masked_fill(ends, case.documents.eod)
