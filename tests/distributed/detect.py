@@ -406,7 +406,8 @@ DETECTORS: dict[str, Detector] = {
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "routers": Detector(2, router_losses, (MOE_TP2,), partial(tells_like_one_process, MOE_TP2)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
-    "health-cp2": Detector(2, report, (CP2_LATE,), partial(reports_like_one_process, CP2_LATE)),
+    "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),
+    "health-cp2-late": Detector(2, report, (CP2_LATE,), partial(reports_like_one_process, CP2_LATE)),
     "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }
