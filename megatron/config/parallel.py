@@ -75,9 +75,9 @@ class ParallelConfig:
         needs=CONTEXT_PARALLEL,
         parse=lambda text: text.replace("allgather", "all_gather"),
     )
-    """Communication of attention under CP: p2p (keys and values go from rank to rank: ring attention), all_gather (of
-    keys and values), a2a (exchange of sequence for heads: Ulysses), or a2a+p2p (a2a inside groups of ranks, p2p between
-    them)."""
+    """Communication of attention under CP: p2p (keys and values are sent to the ranks that see them: ring attention),
+    all_gather (of keys and values), a2a (exchange of sequence for heads: Ulysses), or a2a+p2p (a2a inside groups of
+    ranks, p2p between them)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (), role="free", at_least=1, needs=Need("cp_comm_type=a2a+p2p")
     )

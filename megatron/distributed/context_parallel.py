@@ -7,7 +7,7 @@ consecutive part of them. R x A is the context-parallel size.
 ==============  =======  =============================================================================================
 ``type``        R, A     how queries meet keys
 ==============  =======  =============================================================================================
-p2p             CP, 1    keys and values go from rank to rank (ring attention, arXiv 2310.01889)
+p2p             CP, 1    keys and values are sent, one peer per step (ring attention, arXiv 2310.01889)
 all_gather      CP, 1    keys and values of all ranks are gathered (as in Llama 3, arXiv 2407.21783)
 a2a             1, CP    all-to-all: every rank gets the whole sequence of some heads (Ulysses, arXiv 2309.14509)
 a2a+p2p         both     a2a among neighbouring ranks, p2p between these groups
@@ -27,17 +27,10 @@ from torch import Tensor
 
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group, PendingExchange
+from megatron.distributed.layout import chunks_of
 from megatron.kernels.attention import AttentionKernel
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.block_attention import AttentionDropout, KeyValues, Use, block_attention
-
-
-def chunks_of(length: int, size: int, rank: int) -> Ranges:
-    """Return the positions that ring rank ``rank`` of ``size`` holds: one chunk from either end of the sequence."""
-    if size == 1:
-        return (range(length),)
-    chunk = length // (2 * size)
-    return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
 
 
 def chunks_of_all(length: int, size: int) -> Ranges:

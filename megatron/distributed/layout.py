@@ -101,3 +101,11 @@ def grid_of(axes: tuple[str, ...]) -> tuple[str, ...]:
         if set(axes) <= set(grid):
             return grid
     raise ValueError(f"axes {axes} belong to no one grid: {DENSE_AXES} or {EXPERT_AXES}")
+
+
+def chunks_of(length: int, size: int, rank: int) -> tuple[range, ...]:
+    """Return the positions that ring rank ``rank`` of ``size`` holds: one chunk from either end of the sequence."""
+    if size == 1:
+        return (range(length),)
+    chunk = length // (2 * size)
+    return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))

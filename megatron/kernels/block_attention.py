@@ -65,7 +65,7 @@ Use = Callable[[Tensor, Tensor, AttentionMask], Any]
 
 
 class KeyValues(Protocol):
-    """Where the keys and values that the queries of this rank see come from."""
+    """Source of keys and values: this rank, or all ranks that share a sequence."""
 
     def forward(self, k_SBGD: Tensor, v_SBGD: Tensor, mask: AttentionMask, use: Use) -> None:
         """Call ``use`` with this rank's keys and values, and all others that its queries see."""

@@ -32,7 +32,7 @@ INDEX_BYTES, MASK_BYTES = 8, 1
 
 
 CHUNKS = "chunks of the MLP"
-"""What ``--mlp-chunk-size`` recomputes, as a name beside those of ``--recompute-modules``."""
+"""Name of the recomputation by ``--mlp-chunk-size``, beside the names of ``--recompute-modules``."""
 
 
 class KeptTensor(NamedTuple):

@@ -12,8 +12,8 @@ a2a             2 (A - 1) / A x (2 q + c k): queries, keys, values and output in
 a2a+p2p         both, p2p with c k instead of k.
 ==============  ==================================================================================================
 
-Recomputation repeats what forward sends, that of core attention without its output. Packed documents are not known
-here: p2p sends less with them.
+Recomputation repeats what forward sends, that of core attention without its output. Packed documents are ignored: with
+them p2p sends less.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.run import RunConfig
+from megatron.distributed.layout import chunks_of
 from megatron.pipeline.plan import stage_layers
 from megatron.planner.activations import DTYPE_BYTES
 from megatron.planner.flops import recomputed_matmuls
@@ -33,7 +34,7 @@ SAMPLED_QUERIES = 64
 
 @dataclass(frozen=True)
 class AttentionTraffic:
-    """What context parallelism costs a rank: means over the layers, for one micro-batch."""
+    """Messages, balance and memory of context-parallel attention, per layer and micro-batch: means over the layers."""
 
     # Bytes sent per layer, forward and backward; mean over the ranks.
     p2p: float
@@ -70,8 +71,8 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
             all_gather += passes * keys * (ring - 1)
         else:
             p2p += passes * keys * sum(chunks_seen(pattern, training.seq_length, ring)) / ring / 2
-        again = 2 * queries + keys if "proj" in recomputed else queries + keys if "values" in recomputed else 0
-        a2a += (2 * (2 * queries + keys) + again) * (heads_ranks - 1) / heads_ranks
+        repeated = 2 * queries + keys if "proj" in recomputed else queries + keys if "values" in recomputed else 0
+        a2a += (2 * (2 * queries + keys) + repeated) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
     layers = model.num_layers
     return AttentionTraffic(
@@ -83,16 +84,10 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     )
 
 
-def _chunks(length: int, ring: int) -> list[tuple[range, range]]:
-    """Return the chunks of every rank of a ring: the sequence is cut into twice as many, one from either end."""
-    cuts = [range(i * length // (2 * ring), (i + 1) * length // (2 * ring)) for i in range(2 * ring)]
-    return [(cuts[rank], cuts[-1 - rank]) for rank in range(ring)]
-
-
 @lru_cache(maxsize=256)
 def chunks_seen(pattern: AttentionPattern, length: int, ring: int) -> tuple[int, ...]:
     """Return how many chunks of other ranks the queries of each rank of a ring may see."""
-    ranks = _chunks(length, ring)
+    ranks = [chunks_of(length, ring, rank) for rank in range(ring)]
     return tuple(
         sum(any(_sees(pattern, q, k) for q in mine) for theirs in ranks if theirs != mine for k in theirs)
         for mine in ranks
@@ -106,7 +101,7 @@ def ring_work(pattern: AttentionPattern, length: int, ring: int) -> tuple[float,
         return (1.0,)
     return tuple(
         sum(_visible_keys(pattern, q) for chunk in mine for q in chunk[:: -(-len(chunk) // SAMPLED_QUERIES)])
-        for mine in _chunks(length, ring)
+        for mine in (chunks_of(length, ring, rank) for rank in range(ring))
     )
 
 

@@ -111,7 +111,7 @@ def gradient_of_a_chunk_doubled() -> AbstractContextManager[Any]:
 
 
 def heads_in_another_order() -> AbstractContextManager[Any]:
-    """What the ranks have computed for their heads is put together in reverse order."""
+    """Concatenate the heads of the ranks in reverse order."""
     original = ContextParallel._scatter_rows
 
     def scatter(self: ContextParallel, y: Tensor) -> Tensor:

@@ -192,9 +192,8 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "stale": lambda x, before: x if before is None else before,
     "mis-scaled": lambda x, before: x * 2,
 }
-"""Of what goes through a channel or is exchanged, given what went before. To leave a message out, or to send it twice,
-would end in ranks that wait; zeros, or the last message once more, are what such a fault looks like where nobody
-waits."""
+"""Of what goes through a channel or is exchanged, given what went before. A lost or
+repeated message would block its receiver, so zeros or the previous message stand for it."""
 
 
 @dataclass

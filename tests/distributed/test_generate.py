@@ -81,7 +81,7 @@ def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: 
 
 
 def continued(rank: int, world_size: int, flags: str) -> list[list[int]]:
-    """What a model in training writes after each prompt, on this rank."""
+    """Return the text that a model in training generates after each prompt, on this rank."""
     run = "--mock-data --vocab-size 128 --train-iters 1 --params-dtype fp64 --device cpu --num-layers 2 --seq-length 32"
     run += " --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope"
     environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}

@@ -75,7 +75,7 @@ def rows_of(trainer: Trainer) -> Tensor:
 
 
 def hidden(trainer: Trainer, batch: MicroBatch) -> Tensor:
-    """What the output layer makes logits of, row by row: ``[S, B, H]``."""
+    """Return the hidden states after the final norm, ``[S, B, H]``."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

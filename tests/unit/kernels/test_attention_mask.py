@@ -47,7 +47,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def visible(p: AttentionPattern, query: int, key: int) -> bool:
-    """Whether a query sees a key of its document, from the words of the definition."""
+    """Return True if a query sees a key of its document: the definition of patterns, condition by condition."""
     distance = query - key
     conditions = [
         distance >= 0,

@@ -41,7 +41,7 @@ PATTERNS: dict[str, Callable[[int, int], bool]] = {
     "prefix:4": lambda q, k: k <= q or k < 4,
     "local:2+first:3": lambda q, k: k <= q and (k < 3 or k > q - 2),
 }
-"""Whether a query may look at a key of its document."""
+"""Masks of the tests: functions that return True if a query sees a key of its document."""
 
 
 def visible(q: int, k: int, sample: int, pattern: str, documents: Tensor | None) -> bool:
