@@ -383,6 +383,14 @@ class OptimizerConfig:
     """Data type of adam's and lion's first moment."""
     exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT)
     """Data type of adam's second moment."""
+    optimizer_cpu_offload: bool = option(False, role="free")
+    """Keep main params, moments and averages in host memory, and update them on the CPU. Muon's matrices stay on the
+    device."""
+    optimizer_offload_fraction: float = option(
+        1.0, role="free", at_least=0, at_most=1, needs=Need("optimizer_cpu_offload")
+    )
+    """Fraction of each rank's shards to offload; whole parameters, those first whose gradients backward completes
+    first."""
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
     decoupled_min_lr: float | None = option(None, role="schedule", at_least=0, needs=Need("decoupled_lr"))
