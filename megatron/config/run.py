@@ -260,6 +260,13 @@ class TrainingConfig:
         needs=Need("recompute_granularity=selective"),
     )
     """selective: modules to recompute."""
+    cpu_offloading_num_layers: int = option(0, role="free", at_least=0)
+    """Offload what the first blocks of every stage keep for backward to host memory. Recomputed groups of blocks, whose
+    inputs are offloaded, count by their first block."""
+    min_offloaded_tensor_size: int = option(
+        1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
+    )
+    """Elements of the smallest tensor that activation offload moves."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)

@@ -37,6 +37,7 @@ from megatron.kernels.compile import set_matmul_precision
 from megatron.kernels.fp8 import Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -180,6 +181,11 @@ def build_trainer(
         tp_overlap,
         draw_initial_values=fresh,
         kernels=kernels,
+        offload=(
+            ActivationOffload(device, training.cpu_offloading_num_layers, training.min_offloaded_tensor_size)
+            if training.cpu_offloading_num_layers
+            else None
+        ),
         fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
     layers = stage_layers(model, parallel)
