@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.run import TrainingConfig
 from megatron.distributed.host_memory import CopyStream, host_buffer
 
 BlockContext = Callable[[int], AbstractContextManager[None]]
@@ -134,12 +135,24 @@ class ActivationOffload:
         """
         self.device, self.num_blocks, self.min_elements = device, num_blocks, min_elements
         self.copies, self.pool = CopyStream(device), HostPool(device)
-        # Ranges that are being copied to the host, by block, and the event after the copies.
-        self._unreleased: deque[tuple[torch.cuda.Event | None, list[SavedRange]]] = deque()
+        self._left_out: set[int] = set()  # storages, which need not have memory all the time
+        # By block: the event after the copies of its memory to the host, and this memory, which must not be reused
+        # before. Its ranges are gone if backward is done with them.
+        self._unreleased: deque[tuple[torch.cuda.Event | None, list[tuple[weakref.ref[SavedRange], Tensor]]]] = deque()
 
-    def blocks(self, left_out: Iterable[Tensor]) -> BlockContext:
-        """Return the contexts for a forward of a chunk; saved tensors in the memory of ``left_out`` stay."""
-        stays = {tensor.untyped_storage().data_ptr() for tensor in left_out}
+    @classmethod
+    def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | None:
+        """Return the offload that the flags select, if any."""
+        layers = config.cpu_offloading_num_layers
+        return cls(device, layers, config.min_offloaded_tensor_size) if layers else None
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Leave saved tensors in the storage of these on the device, such as weights."""
+        self._left_out |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def blocks(self, tables: Iterable[Tensor]) -> BlockContext:
+        """Return the contexts for a forward of a chunk, in which saved tensors in the storage of ``tables`` stay."""
+        stays = {table.untyped_storage()._cdata for table in tables}
         previous: SavedBlock | None = None
 
         def context(number: int) -> AbstractContextManager[None]:
@@ -156,36 +169,33 @@ class ActivationOffload:
     def release(self, left: int) -> None:
         """Free the device memory of all but the newest ``left`` blocks, once it is copied."""
         while len(self._unreleased) > left:
-            event, ranges = self._unreleased.popleft()
+            event, copied = self._unreleased.popleft()
             self.copies.wait(event)
-            for each in ranges:
-                each.device = None
+            for ref, _ in copied:
+                if (memory := ref()) is not None:
+                    memory.device = None
 
     @contextmanager
     def _saving(self, block: SavedBlock, stays: set[int]) -> Iterator[None]:
         found: dict[int, list[SavedRange]] = {}
 
         def pack(saved: Tensor) -> Tensor | _Saved:
-            if (
-                saved.device.type != self.device.type
-                or saved.untyped_storage().data_ptr() in stays
-                or not saved.numel()
-            ):
+            storage, start = saved.untyped_storage()._cdata, int(saved.storage_offset())
+            if storage in stays or storage in self._left_out or saved.device.type != self.device.type:
                 return saved
-            start = saved.storage_offset()
             stop = start + 1 + sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride()))
             if stop - start > saved.numel():  # with gaps, which other saved tensors fill
                 start, stop = 0, saved.untyped_storage().nbytes() // saved.itemsize
             if stop - start < self.min_elements:
                 return saved
-            ranges = found.setdefault(saved.untyped_storage().data_ptr(), [])
+            ranges = found.setdefault(storage, [])
             for memory in ranges:
                 if memory.start <= start and stop <= memory.stop and memory.dtype == saved.dtype:
                     break
             else:
                 memory = SavedRange(saved.detach(), start, stop)
                 ranges.append(memory)
-            return _Saved(block, memory, (saved.shape, saved.stride(), saved.storage_offset()))
+            return _Saved(block, memory, (saved.shape, saved.stride(), int(saved.storage_offset())))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _take):
             yield
@@ -193,15 +203,17 @@ class ActivationOffload:
 
     def _store(self, block: SavedBlock, ranges: list[SavedRange]) -> None:
         """Start copying a block's memory to the host."""
+        copied = []
         with self.copies.ordered():
             for memory in ranges:
                 if memory.device is not None:
                     buffer = self.pool.take(memory.device.nbytes)
                     weakref.finalize(memory, self.pool.give_back, buffer)
-                    memory.host = buffer[: memory.device.nbytes].view(memory.device.dtype)
+                    memory.host = buffer[: memory.device.nbytes].view(memory.dtype)
                     memory.host.copy_(memory.device, non_blocking=True)
-        block.ranges = [weakref.ref(memory) for memory in ranges]
-        self._unreleased.append((self.copies.mark(), ranges))
+                    copied.append((weakref.ref(memory), memory.device))
+        block.ranges = [ref for ref, _ in copied]
+        self._unreleased.append((self.copies.mark(), copied))
 
 
 @contextmanager

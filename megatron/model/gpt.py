@@ -218,7 +218,7 @@ class GPTChunk(nn.Module):
         if self.context.offload is None or not torch.is_grad_enabled():
             return no_offload
         tables = () if ctx.rotary is None else (ctx.rotary.cos, ctx.rotary.sin)
-        return self.context.offload.blocks((*self.parameters(), *tables))
+        return self.context.offload.blocks(tables)
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:
