@@ -205,8 +205,6 @@ def build_trainer(
         weights.gather_before_use(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
     pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
-    scaler = LossScaler.from_config(config.precision, device)
-    timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
         config,
         mesh,
@@ -217,8 +215,8 @@ def build_trainer(
         params,
         buckets,
         optimizer,
-        scaler,
-        timers,
+        LossScaler.from_config(config.precision, device),
+        Timers(config.logging.timing_log_level, device),
         cp,
         notes=tuple(notes),
         weight_casts=context.weight_casts,
