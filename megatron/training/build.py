@@ -191,7 +191,7 @@ def build_trainer(
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut)
+        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut, training.seed)
         overlap = parallel.overlap_param_gather
         optimizer = DistributedOptimizer(
             params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap
