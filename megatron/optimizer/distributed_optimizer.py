@@ -32,7 +32,7 @@ from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
-from megatron.optimizer.muon import Muon
+from megatron.optimizer.muon import GatherShards, Muon
 from megatron.optimizer.offload import OptimizerOffload
 from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
@@ -162,10 +162,12 @@ class DistributedOptimizer:
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
         for group in param_groups(specs, config, on_host):
             names = tuple(name for name in group.names if name in buckets.shards)
-            if names or group.rule == "muon":
+            divided = group.rule == "muon" and buckets.zero_stage == 3
+            if names or divided:
+                gather = partial(buckets.gather_shards, names=group.names) if divided else None
+                group = replace(group, names=names)
                 of_group = adam if group.offloaded else kernel  # others may need a GPU
-                rule = self._rule(replace(group, names=names), group.names, specs, mesh, seed, of_group)
-                self.groups.append((replace(group, names=names), rule))
+                self.groups.append((group, self._rule(group, specs, mesh, seed, of_group, gather)))
         # Gradients to unscale and clip, by group; None where the rule itself does both. A scale in fp32 is not exact
         # enough for gradients in fp64.
         self._scaled: list[list[Tensor] | None] = []
@@ -184,15 +186,15 @@ class DistributedOptimizer:
     def _rule(
         self,
         group: ParamGroup,
-        all_names: Sequence[str],
         specs: Mapping[str, ShardSpec],
         mesh: Mesh,
         seed: int,
         kernel: AdamKernel,
+        gather: GatherShards | None,
     ) -> UpdateRule:
-        """Build the rule of a group; ``all_names`` includes parameters of which this rank updates nothing."""
         if group.rule == "muon":
-            return Muon(self.main_params, group.names, all_names, specs, self.buckets, mesh, self.config)
+            params = [self.main_params[name] for name in group.names]
+            return Muon(params, group.names, specs, mesh, self.config, gather)
         return build_rule(group, self.main_params, specs, self.buckets.shards, self.config, seed, kernel)
 
     @torch.no_grad()

@@ -195,7 +195,7 @@ def build_trainer(
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut)
+        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut, training.seed)
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
         weights = store(params, buckets, mesh, parallel, context.initialize)
         optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)

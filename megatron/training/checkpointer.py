@@ -65,6 +65,7 @@ from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
 from megatron.training.callbacks.base import Callback
+from megatron.training.compression_state import compression_to_save, load_compression
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
@@ -507,7 +508,7 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
             boxes = shard_boxes(spec, share, spec.owned)
             parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
             entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
-    return entries
+    return entries | compression_to_save(trainer)
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
@@ -611,7 +612,7 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
 
 
 def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Read weights, moments and averages; return a note if the checkpoint has no averages."""
+    """Read weights, moments, averages and errors of compressed gradients; return notes on what is missing."""
     optimizer = trainer.optimizer
     wanted = local_tensors(trainer)
     averaged = any(name.startswith(EMA_PREFIX) for name in manifest.tensors)
@@ -619,11 +620,12 @@ def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(EMA_PREFIX)}
     load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
     optimizer.main_params.set({name: wanted[name] for name in optimizer.main_params})
+    notes = load_compression(trainer, manifest)
     if averaged or not optimizer.ema:
         optimizer.write_weights()
-        return []
+        return notes
     optimizer.after_load()
-    return ["the checkpoint has no average of the weights: it starts from the weights"]
+    return [*notes, "the checkpoint has no average of the weights: it starts from the weights"]
 
 
 def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
