@@ -42,6 +42,7 @@ from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
+from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
@@ -196,6 +197,8 @@ def build_trainer(
         optimizer = DistributedOptimizer(
             params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap
         )
+        if config.diloco.diloco_sync_interval is not None:
+            optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)
     for chunk in chunks.values():
         optimizer.weights.gather_before_forward(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
