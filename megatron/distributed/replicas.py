@@ -82,7 +82,7 @@ def connect(server: str, timeout: float) -> distributed_c10d.Store:
         )
     except (RuntimeError, OSError) as error:
         sentence = f"no DiLoCo server answers at {server}: {str(error).splitlines()[0]}"
-        raise UserError([Problem("E943", sentence, (f"python tools/diloco_server.py --port {port}",))]) from error
+        raise UserError([Problem("E954", sentence, (f"python tools/diloco_server.py --port {port}",))]) from error
     return store
 
 
@@ -178,7 +178,7 @@ class Replicas:
             names = [name for name in {*first, *options} if first.get(name) != options.get(name)]
             if names:
                 shown = "; ".join(f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names))
-                raise UserError([Problem("E944", f"the replicas of this run have other options: {shown}")])
+                raise UserError([Problem("E955", f"the replicas of this run have other options: {shown}")])
         self.id = secrets.token_hex(8)
         self._ask("set", f"beat/{self.id}", "0")
         began = time.monotonic()
@@ -193,7 +193,7 @@ class Replicas:
             time.sleep(self.poll)
         which = f"replica {wanted} is alive" if required else f"all {self.count} replicas are alive"
         fixes = ("drop --diloco-replica",) if required else (f"--diloco-replicas {self.count + 1} in all of them",)
-        raise UserError([Problem("E945", f"this replica has no place: {which}", fixes)])
+        raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
 
     def leave(self) -> None:
         """Free the index, so that nobody waits for this replica."""

@@ -88,6 +88,7 @@ class Diloco(Callback):
         self.replicas = replicas
         self._together: list[int] = []  # indices of the members of the last exchange
         self._exchange: Future[Round] | None = None  # in progress
+        self._measured: dict[str, float] = {}  # of the last exchange
         # Parameters that several ranks of a replica hold, at different places: all must get the same bits.
         self._shared = {
             name
@@ -137,7 +138,19 @@ class Diloco(Callback):
         done = exchange.result()
         self._keep(done)
         self.outer.position = self._began
-        self._log_round(done, time.monotonic() - began)
+        blocked = time.monotonic() - began
+        together = [member.index for member in done.members]
+        for indices, what in ((set(together) - {*self._together}, "joined"), ({*self._together} - {*together}, "left")):
+            if indices and self._together:
+                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {listed(sorted(indices))} {what}")
+        self._together = together
+        self._measured = {
+            "diloco-members": len(together),
+            "diloco-attempts": done.attempts,
+            "diloco-seconds": done.seconds,
+            "diloco-blocked-seconds": blocked,
+            "diloco-sent-bytes": done.bytes,
+        }
 
     def _keep(self, done: Round) -> None:
         """Keep averaged gradients for the merge."""
@@ -150,7 +163,8 @@ class Diloco(Callback):
         self.trainer.optimizer.weights.wait()
         self.outer.step(mix)
         self.trainer.optimizer.write_weights()
-        self.log.log({"diloco-round": self.outer.rounds, "diloco-outer-grad-norm": norm})
+        self.log.log({"diloco-round": self.outer.rounds, **self._measured, "diloco-outer-grad-norm": norm})
+        self._measured = {}
 
     def _outer_gradient_norm(self) -> float:
         """Return the norm of the averaged outer gradients of all ranks; collective over them. Waits for the device."""
@@ -161,16 +175,6 @@ class Diloco(Callback):
                 mine = self.outer.grads[name].view(-1)[share.start - start : share.stop - start]
                 total += mine.double().square().sum().cpu()
         return float(comm.all_reduce(total.to(trainer.device), self.world).sqrt())
-
-    def _log_round(self, done: Round, blocked: float) -> None:
-        together = [member.index for member in done.members]
-        for indices, what in ((set(together) - {*self._together}, "joined"), ({*self._together} - {*together}, "left")):
-            if indices and self._together:
-                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {listed(sorted(indices))} {what}")
-        self._together = together
-        measured = {"seconds": done.seconds, "blocked-seconds": blocked, "sent-bytes": done.bytes}
-        counts = {"members": len(done.members), "attempts": done.attempts}
-        self.log.log({f"diloco-{name}": value for name, value in (measured | counts).items()})
 
     # ---- Starting
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -111,6 +109,3 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Between two models, relative to the largest weight of each parameter."""
     assert a.keys() == b.keys()
     return max(float((a[n] - b[n]).abs().max() / (b[n].abs().max() + 1e-30)) for n in a)
-
-
-_ = threading, torch

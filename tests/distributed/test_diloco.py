@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,60 +33,58 @@ def test_a_round_every_step_is_data_parallelism() -> None:
             assert largest_difference(replica.history[step], weights(one)) < 1e-12
 
 
-def simulate(flags: str, replicas: int, interval: int, fragments: int = 1, delay: int = 0, mix: float = 0.0,
-             lr: float = 0.7, momentum: float = 0.9) -> list[list[dict[str, Tensor]]]:
-    """The weights of every replica after every step, by the algorithms of the papers and torch's SGD."""
-    every = f"{flags} --diloco-sync-interval {interval}"
-    trainers = [build_trainer(replica_config(every, replicas), 0, 1) for _ in range(replicas)]
-    for index, trainer in enumerate(trainers):
-        trainer.data = replace(trainer.data, stream=(index, replicas))
-    outer = {name: torch.nn.Parameter(value) for name, value in weights(trainers[0]).items()}
-    optimizers = {
-        name: torch.optim.SGD([value], lr, momentum, nesterov=momentum > 0) for name, value in outer.items()
-    }
+class Simulation:
+    """Replicas in one process, by the algorithms of the papers, with torch's SGD as the outer optimizer."""
 
-    def fragment(number: int) -> list[str]:
-        names = []
-        for name in outer:
-            layer = int(name.split(".")[1]) if name.startswith("layers") else None
-            place = layer % fragments if layer is not None else 0 if "embedding" in name else fragments - 1
-            names += [name] if place == number % fragments else []
-        return names
+    def __init__(self, flags: str, replicas: int, options: dict[str, Any]) -> None:
+        self.interval, self.fragments = options["interval"], options.get("fragments", 1)
+        self.delay, self.mix = options.get("delay", 0), options.get("mix", 0.0)
+        config = replica_config(f"{flags} --diloco-sync-interval 1", replicas)
+        self.trainers = [build_trainer(config, 0, 1) for _ in range(replicas)]
+        for index, trainer in enumerate(self.trainers):
+            trainer.data = replace(trainer.data, stream=(index, replicas))
+        self.outer = {name: torch.nn.Parameter(value) for name, value in weights(self.trainers[0]).items()}
+        lr, momentum = options.get("lr", 0.7), options.get("momentum", 0.9)
+        self.optimizers = {n: torch.optim.SGD([v], lr, momentum, nesterov=True) for n, v in self.outer.items()}
 
-    pending: tuple[int, dict[str, Tensor]] | None = None
-    history: list[list[dict[str, Tensor]]] = [[] for _ in trainers]
-    rounds, last = 0, trainers[0].total_steps
+    def fragment(self, number: int) -> list[str]:
+        first, last = number % self.fragments == 0, number % self.fragments == self.fragments - 1
+        blocks = [f"layers.{layer}." for layer in range(number % self.fragments, 2, self.fragments)]
+        named = {"layers": False, "embedding": first, "final_layernorm": last}
+        return [n for n in self.outer if n.startswith(tuple(blocks)) or named[n.split(".")[0]]]
 
-    def merge(gradients: dict[str, Tensor], share: float) -> None:
+    def merge(self, gradients: dict[str, Tensor], share: float) -> None:
         for name, gradient in gradients.items():
-            outer[name].grad = gradient
-            optimizers[name].step()
-            for trainer in trainers:
+            self.outer[name].grad = gradient
+            self.optimizers[name].step()
+            for trainer in self.trainers:
                 own = trainer.optimizer.main_params[name]
-                own.copy_(share * own + (1 - share) * outer[name].detach())
+                own.copy_(share * own + (1 - share) * self.outer[name].detach())
 
-    for step in range(1, last + 1):
-        for trainer in trainers:
-            take_step(trainer)
-        with torch.no_grad():
-            if pending is not None and (step == last or step >= pending[0]):
-                merge(pending[1], mix)
-                pending = None
-            if step == last or step % (interval // fragments) == 0:
-                names = list(outer) if step == last else fragment(rounds)
-                own = [{n: outer[n].detach() - t.optimizer.main_params[n] for n in names} for t in trainers]
-                gradients = {n: sum(each[n] for each in own) / replicas for n in names}
-                rounds += 1
-                if step == last or delay == 0:
-                    merge(gradients, 0.0 if step == last else mix)
-                else:
-                    pending = step + delay, gradients
-            for trainer, of_replica in zip(trainers, history):
-                of_replica.append(weights(trainer))
-    return history
+    def run(self) -> list[list[dict[str, Tensor]]]:
+        """The weights after every step, of every replica."""
+        history, pending, rounds = [], (0, dict[str, Tensor]()), 0
+        last = self.trainers[0].total_steps
+        for step in range(1, last + 1):
+            for trainer in self.trainers:
+                take_step(trainer)
+            with torch.no_grad():
+                if step == last or step == pending[0]:
+                    self.merge(pending[1], self.mix)
+                    pending = 0, {}
+                if step == last or step % (self.interval // self.fragments) == 0:
+                    names = [*self.outer] if step == last else self.fragment(rounds)
+                    own = [{n: self.outer[n] - t.optimizer.main_params[n] for n in names} for t in self.trainers]
+                    pending = step + self.delay, {n: sum(each[n] for each in own) / len(own) for n in names}
+                    rounds += 1
+                    if step == last or self.delay == 0:
+                        self.merge(pending[1], 0.0 if step == last else self.mix)
+                        pending = 0, {}
+            history.append([weights(trainer) for trainer in self.trainers])
+        return history
 
 
-CASES = {
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two, AdamW": (2, {"interval": 3}),
     "three": (3, {"interval": 2, "lr": 0.4, "momentum": 0.5}),
     "fragments": (2, {"interval": 4, "fragments": 2}),
@@ -101,11 +100,11 @@ def test_replicas_follow_the_papers(case: str) -> None:
     names = {"interval": "sync-interval", "lr": "outer-lr", "momentum": "outer-momentum"}
     own = " ".join(f"--diloco-{names.get(name, name)} {value}" for name, value in options.items())
     replicas = run_replicas(f"{flags} {own}", count)
-    expected = simulate(flags, count, **options)
-    for replica, history in zip(replicas, expected):
-        assert len(replica.history) == len(history) == 9
-        for step, (ours, theirs) in enumerate(zip(replica.history, history), 1):
-            assert largest_difference(ours, theirs) < 1e-12, step
+    expected = Simulation(flags, count, options).run()
+    assert [len(replica.history) for replica in replicas] == [9] * count
+    for step, theirs in enumerate(expected):
+        for replica, each in zip(replicas, theirs):
+            assert largest_difference(replica.history[step], each) < 1e-12, step
     first, *others = (replica.history[-1] for replica in replicas)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
