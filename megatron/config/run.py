@@ -261,6 +261,13 @@ class TrainingConfig:
         needs=Need("recompute_granularity=selective"),
     )
     """selective: modules to recompute."""
+    cpu_offloading_num_layers: int = option(0, role="free", at_least=0)
+    """Offload what the first blocks of every stage keep for backward to host memory. Recomputed groups of blocks, whose
+    inputs are offloaded, count by their first block."""
+    min_offloaded_tensor_size: int = option(
+        1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
+    )
+    """Elements of the smallest tensor that activation offload moves."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
@@ -384,6 +391,14 @@ class OptimizerConfig:
     """Data type of adam's and lion's first moment."""
     exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT)
     """Data type of adam's second moment."""
+    optimizer_cpu_offload: bool = option(False, role="free")
+    """Keep main params, moments and averages in host memory, and update them on the CPU. Muon's matrices stay on the
+    device."""
+    optimizer_offload_fraction: float = option(
+        1.0, role="free", at_least=0, at_most=1, needs=Need("optimizer_cpu_offload")
+    )
+    """Fraction of each rank's shards to offload; whole parameters, those first whose gradients backward completes
+    first."""
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
     decoupled_min_lr: float | None = option(None, role="schedule", at_least=0, needs=Need("decoupled_lr"))

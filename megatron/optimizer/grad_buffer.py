@@ -154,6 +154,14 @@ class Bucket(ABC):
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
 
     @abstractmethod
+    def wait_early(self) -> bool:
+        """Wait for a reduction of the step's last micro-batch that is in flight, if there is one.
+
+        Returns:
+            True if :attr:`shard` now has the sum over all ranks.
+        """
+
+    @abstractmethod
     def finish_scatter(self) -> None:
         """Finish the reduction over ``shards``, and start the all-reduce over ``copies``."""
 
@@ -191,6 +199,14 @@ class GradBucket(Bucket):
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
         if complete and overlap and self.layout.shards.size * self.layout.copies.size > 1:
             self._start()
+
+    def wait_early(self) -> bool:
+        """Wait for the reduction in flight."""
+        self.wait()
+        if self.layout.shards.size * self.layout.copies.size == 1:
+            self.complete()  # nothing to reduce
+            return True
+        return self._started and 1 in (self.layout.shards.size, self.layout.copies.size)
 
     def finish_scatter(self) -> None:
         """Finish the reduce-scatter over ``shards``, and start the all-reduce over ``copies``."""
@@ -242,6 +258,10 @@ class BufferPool:
             total, buffer, own, first = self._in_flight.popleft()
             own.copy_(total.wait()) if first else own.add_(total.wait())
             self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+    def reduces(self, own: Tensor) -> bool:
+        """Return True if a reduction into ``own`` is in flight."""
+        return any(target is own for _, _, target, _ in self._in_flight)
 
     def discard(self) -> None:
         """Forget all buffers and reductions."""
@@ -306,6 +326,10 @@ class ShardedBucket(Bucket):
         self._buffer, self._reduced = None, True
         self._pool.wait(in_flight)
 
+    def wait_early(self) -> bool:
+        """Return True if no reduction is left; later ones usually have waited for this bucket's."""
+        return self.layout.copies.size == 1 and not self._pool.reduces(self.shard)
+
     def finish_scatter(self) -> None:
         """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
         self._pool.wait(0)
@@ -354,9 +378,13 @@ class GradBuffer:
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
         compression = config.compression
-        # Reductions in bf16 or int8 copy the gradients, so only a few may be in flight.
+        # Reductions in bf16 or int8 copy the gradients.
         self._copies_gradients = config.grad_reduce_in_bf16 or config.grad_compression == "int8"
-        self._copies_in_flight = deque[GradBucket]()
+        # Called once per step and bucket, as soon as :attr:`Bucket.shard` has its sum. With it, or with reductions that
+        # copy the gradients, only the newest few reductions are left in flight during backward.
+        self.on_reduced: Callable[[Bucket], None] | None = None
+        self._in_flight = deque[Bucket]()
+        self._reported: set[int] = set()  # ids of buckets for which ``on_reduced`` was called
         pool = BufferPool()
         keys = {
             name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
@@ -477,7 +505,8 @@ class GradBuffer:
         self._grad_accumulator.discard_pending()
         self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
-        self._copies_in_flight.clear()
+        self._in_flight.clear()
+        self._reported.clear()
         for bucket in self.buckets:
             bucket.start_step()
             if bucket.layout.compressor is not None:
@@ -516,10 +545,17 @@ class GradBuffer:
         if self._reducing:
             complete = self._unfinished[id(bucket)] == 0
             bucket.contributed(name, complete, self.overlap)
-            if self._copies_gradients and complete and isinstance(bucket, GradBucket):
-                self._copies_in_flight.append(bucket)
-                if len(self._copies_in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-                    self._copies_in_flight.popleft().wait()
+            if complete and (self._copies_gradients or self.on_reduced is not None):
+                self._in_flight.append(bucket)
+                if len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                    oldest = self._in_flight.popleft()
+                    if oldest.wait_early() and self.overlap:
+                        self._report(oldest)
+
+    def _report(self, bucket: Bucket) -> None:
+        if self.on_reduced is not None and id(bucket) not in self._reported:
+            self._reported.add(id(bucket))
+            self.on_reduced(bucket)
 
     def finish(self) -> None:
         """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
@@ -534,8 +570,8 @@ class GradBuffer:
                     f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
                     "number of times that its layer's backward adds to it"
                 )
-        while self._copies_in_flight:
-            self._copies_in_flight.popleft().wait()
+        while self._in_flight:
+            self._in_flight.popleft().wait_early()
         scattered: deque[Bucket] = deque()
         for bucket in self.buckets:
             bucket.finish_scatter()
@@ -544,6 +580,8 @@ class GradBuffer:
                 scattered.popleft().finish()
         for bucket in scattered:
             bucket.finish()
+        for bucket in self.buckets:
+            self._report(bucket)
 
 
 def param_view(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> Tensor:
