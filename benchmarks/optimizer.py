@@ -34,6 +34,7 @@ from megatron.layers.parameters import gpt, num_parameters
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.parameter_store import ParameterStore
 
 RATES = Rates(1e-4, 0.01)
 CLIP, GRADIENT = 1.0, 1e-5
@@ -82,7 +83,8 @@ def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple
     parallel = replace(config.parallel, data_parallel_sharding_strategy="optim")
     dtypes = {name: p.dtype for name, p in params.items()}
     buckets = GradBuffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
-    optimizer = DistributedOptimizer(params, specs, buckets, mesh, config.optimizer)
+    weights = ParameterStore(params, buckets, mesh, parallel)
+    optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer)
     for name, gradient in values_of(specs, 1, GRADIENT).items():
         buckets.target(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())

@@ -26,6 +26,7 @@ from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.parameter_store import ParameterStore
 
 TINY = ModelConfig(
     num_layers=2,
@@ -86,20 +87,15 @@ class Solo:
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
-        buckets = GradBuffer(
-            chunk.specs,
-            dtypes,
-            mesh,
-            grad_accumulator,
-            torch.device("cpu"),
-            ParallelConfig(ddp_bucket_size=bucket_size),
-        )
+        parallel = ParallelConfig(ddp_bucket_size=bucket_size)
+        buckets = GradBuffer(chunk.specs, dtypes, mesh, grad_accumulator, torch.device("cpu"), parallel)
+        weights = ParameterStore(params, buckets, mesh, parallel)
         chunk.train()
         return cls(
             chunk,
             grad_accumulator,
             buckets,
-            DistributedOptimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()),
+            DistributedOptimizer(weights, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()),
         )
 
     @property

@@ -10,7 +10,7 @@ from megatron.config.option import Need, option
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched")
 """Names of schedules; :mod:`megatron.pipeline.schedules` builds them."""
 
-ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
+ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
 
 TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
@@ -20,6 +20,7 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Communication of context-parallel attention; :mod:`megatron.distributed.context_parallel` has them."""
 
 CONTEXT_PARALLEL = Need(lambda c: c.parallel.context_parallel_size > 1, "CP above 1")
+ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
 INTERLEAVED = Need(
     "interleaved_stages",
@@ -99,12 +100,18 @@ class ParallelConfig:
     use_distributed_optimizer: bool = option(False, role="free")
     """Shard main params and moments over data-parallel ranks (ZeRO-1), unless a sharding strategy is set."""
     data_parallel_sharding_strategy: str | None = option(None, role="free", choices=tuple(ZERO_STAGES))
-    """State to shard over data-parallel ranks: no_shard (nothing), optim (main params and moments, ZeRO-1), or
-    optim_grads (gradients too, ZeRO-2). Default: no_shard, or optim with use_distributed_optimizer."""
+    """State to shard over data-parallel ranks: no_shard (nothing), optim (main params and moments, ZeRO-1),
+    optim_grads (gradients too, ZeRO-2), or optim_grads_params (weights too, ZeRO-3, also called FSDP). Default:
+    no_shard, or optim with use_distributed_optimizer."""
     num_distributed_optimizer_instances: int = option(1, role="free", at_least=1)
     """Groups of data-parallel ranks that each hold a complete copy of the sharded state."""
     overlap_param_gather: bool = option(False, role="free")
-    """Overlap the all-gather of updated weights with the next forward pass."""
+    """Overlap the all-gather of updated weights with the next forward pass. ZeRO-3 always overlaps it."""
+    reshard_after_forward: bool | None = option(None, role="free", needs=ZERO_3)
+    """ZeRO-3: free a block's weights after its forward, and gather them again for backward. Otherwise they are kept to
+    the end of the step. Default: on with one pipeline rank, off with several."""
+    param_gather_prefetch: int = option(1, role="free", at_least=0, needs=ZERO_3)
+    """ZeRO-3: blocks whose weights are gathered while another one computes."""
 
     def bucket_size(self, data_parallel_ranks: int) -> int:
         """Return the elements per gradient bucket; by default they grow with the ranks that a bucket is cut for."""
@@ -112,9 +119,22 @@ class ParallelConfig:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage: 0 shards nothing, 1 main params and moments, 2 gradients too."""
+        """ZeRO stage: 0 shards nothing, 1 main params and moments, 2 gradients too, 3 weights too."""
         default = "optim" if self.use_distributed_optimizer else "no_shard"
         return ZERO_STAGES[self.data_parallel_sharding_strategy or default]
+
+    @property
+    def gathers_during_compute(self) -> bool:
+        """True if weights are gathered while a step computes."""
+        return self.zero_stage == 3 or (self.zero_stage > 0 and self.overlap_param_gather)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """True if ZeRO-3 frees a block's weights after its forward."""
+        one_stage = self.pipeline_model_parallel_size == 1
+        return self.zero_stage == 3 and (
+            one_stage if self.reshard_after_forward is None else self.reshard_after_forward
+        )
 
     @property
     def optimizer_instances(self) -> int | None:

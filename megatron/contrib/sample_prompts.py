@@ -43,8 +43,8 @@ class SamplePrompts(Callback):
         if self._sampled == self.trainer.iteration:
             return
         self._sampled = self.trainer.iteration
-        self.trainer.optimizer.weights.wait()
         (chunk,) = self.trainer.chunks.values()  # whole: the checks refuse other layouts
         end = () if self._codec.end is None else (self._codec.end,)
-        found = generate(chunk, self._prompts, self._new_tokens, SAMPLING, end)
+        with self.trainer.optimizer.weights.gathered(chunk.parts):
+            found = generate(chunk, self._prompts, self._new_tokens, SAMPLING, end)
         self.log.samples([(text, self._codec.decode(ids)) for text, ids in zip(self._texts, found)])

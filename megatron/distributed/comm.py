@@ -213,8 +213,8 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
         return Pending(x, None, group)
     if out is None:
         out = _rows_like(x, x.shape[0] * group.size)
-    elif not x.is_cuda:  # NCCL supports gathering in place; gloo does not document it
-        x = x.clone()
+    elif not x.is_cuda and x.untyped_storage()._cdata == out.untyped_storage()._cdata:
+        x = x.clone()  # NCCL supports gathering in place; gloo does not document it
     group.sends(ALL_GATHER, out.nbytes)
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 

@@ -43,14 +43,22 @@ class BucketKey:
     tied: bool
     # Parameters are not divided between ranks (Muon).
     uncut: bool
-    # ZeRO-2 only: 1-D parameters. Their gradients come with the input's, those of matrices may come much later
+    # ZeRO-2 and 3 only: 1-D parameters. Their gradients come with the input's, those of matrices may come much later
     # (deferred W), and the whole bucket stays in memory until all have come.
     vector: bool
+    # ZeRO-3 only: the block that gathers the bucket before its use, such as ``layers.3``.
+    block: str = ""
 
     @classmethod
-    def of(cls, spec: ShardSpec, dtype: str, uncut: bool, streamed: bool) -> BucketKey:
-        """Return the key of a parameter; ``streamed`` for ZeRO-2."""
-        return cls(dtype, spec.reduce_axes, spec.tied, uncut, streamed and len(spec.shape) == 1)
+    def of(cls, name: str, spec: ShardSpec, dtype: str, uncut: bool, zero_stage: int) -> BucketKey:
+        """Return the key of a parameter; ``uncut`` has no effect on ZeRO-3, which divides all parameters."""
+        vector = zero_stage >= 2 and len(spec.shape) == 1
+        if zero_stage < 3:
+            return cls(dtype, spec.reduce_axes, spec.tied, uncut, vector)
+        first, second = name.split(".")[:2]
+        return cls(
+            dtype, spec.reduce_axes, spec.tied, False, vector, f"{first}.{second}" if first == "layers" else first
+        )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class BuildContext:
     tp_overlap: TPComm | None = None
     # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
     draw_initial_values: bool = True
+    # Allocate parameters as they are built; otherwise a parameter store does, and calls :meth:`initialize`.
+    allocate: bool = True
     kernels: Kernels = Kernels()
     # Global indices of the blocks whose linears are in FP8, and their quantised weights.
     fp8_layers: frozenset[int] = frozenset()
@@ -117,13 +119,20 @@ class BuildContext:
             if not spec.tied:
                 raise ValueError(f"{global_name} is built twice, but not declared as tied")
             return self.params[global_name]
-        parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
-        if self.draw_initial_values and self.device.type != "meta":
-            initialize(parameter, spec, global_name, self.seed)
+        if self.allocate:
+            parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
+            self.initialize(global_name, parameter)
+        else:
+            parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=self.device).expand(spec.local_shape))
         if autograd:
             self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter
+
+    def initialize(self, global_name: str, zeros: Tensor) -> None:
+        """Write the initial values of a parameter into a zeroed tensor of its local shape."""
+        if self.draw_initial_values and self.device.type != "meta":
+            initialize(zeros, self.specs[global_name], global_name, self.seed)
 
     def bias(self, autograd: bool = False) -> nn.Parameter | None:
         """Allocate the parameter ``bias``, or return None if none is declared."""

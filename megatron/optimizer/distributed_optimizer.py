@@ -1,4 +1,4 @@
-"""Distributed optimizer (ZeRO-0, 1 and 2): from accumulated gradients to updated weights, in order.
+"""Distributed optimizer (ZeRO-0 to 3): from accumulated gradients to updated weights, in order.
 
 1. ``reduce_gradients``: complete the reduction over data-parallel ranks (:mod:`megatron.optimizer.grad_buffer`), then
    sum partial gradients over the tensor-parallel ranks that share a parameter, and of tied weights over their stages.
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
 from megatron.distributed import comm
@@ -121,30 +121,27 @@ class DistributedOptimizer:
 
     def __init__(
         self,
-        params: Mapping[str, nn.Parameter],
+        weights: ParameterStore,
         specs: Mapping[str, ShardSpec],
         buckets: GradBuffer,
         mesh: Mesh,
         config: OptimizerConfig,
         seed: int = 0,
         kernel: AdamKernel = adam,
-        overlap_gather: bool = False,
     ) -> None:
-        """Take ownership of the parameters.
+        """Allocate main parameters and state.
 
         Args:
-            params: local parameters by global name.
-            specs: by global name.
+            weights: of the model.
+            specs: of the parameters, by global name.
             buckets: of their gradients.
             mesh: the groups.
             config: rule, clipping.
             seed: of the run; keys the stochastic rounding of bf16 moments.
             kernel: the implementation of Adam.
-            overlap_gather: let ``write_weights`` return before the weights are gathered; see :class:`ParameterStore`.
 
         """
-        self.buckets, self.config = buckets, config
-        self.weights = ParameterStore(params, buckets, mesh, overlap_gather)
+        self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
@@ -154,16 +151,16 @@ class DistributedOptimizer:
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
         for group in param_groups(specs, config):
             names = tuple(name for name in group.names if name in buckets.shards)
-            if names:
-                group = replace(group, names=names)
-                self.groups.append((group, self._rule(group, specs, mesh, seed, kernel)))
-        # Gradients to unscale and clip, by group; none where the rule itself does both. A scale in fp32 is not exact
+            if names or group.rule == "muon":
+                rule = self._rule(replace(group, names=names), group.names, specs, mesh, seed, kernel)
+                self.groups.append((replace(group, names=names), rule))
+        # Gradients to unscale and clip, by group; None where the rule itself does both. A scale in fp32 is not exact
         # enough for gradients in fp64.
-        self._scaled: list[list[Tensor]] = []
+        self._scaled: list[list[Tensor] | None] = []
         for group, _ in self.groups:
             grads = [buckets.grads[name] for name in group.names]
             in_rule = group.rule == "adam" and all(grad.dtype == torch.float32 for grad in grads)
-            self._scaled.append([] if in_rule else flat_runs(grads))
+            self._scaled.append(None if in_rule else flat_runs(grads))
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
         # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
@@ -173,10 +170,17 @@ class DistributedOptimizer:
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].shard.device)
 
     def _rule(
-        self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: AdamKernel
+        self,
+        group: ParamGroup,
+        all_names: Sequence[str],
+        specs: Mapping[str, ShardSpec],
+        mesh: Mesh,
+        seed: int,
+        kernel: AdamKernel,
     ) -> UpdateRule:
+        """Build the rule of a group; ``all_names`` includes parameters of which this rank updates nothing."""
         if group.rule == "muon":
-            return Muon([self.main_params[name] for name in group.names], group.names, specs, mesh, self.config)
+            return Muon(self.main_params, group.names, all_names, specs, self.buckets, mesh, self.config)
         return build_rule(group, self.main_params, specs, self.buckets.shards, self.config, seed, kernel)
 
     @torch.no_grad()
@@ -241,10 +245,10 @@ class DistributedOptimizer:
             grads = [self.buckets.grads[name] for name in group.names]
             update: Callable[..., None] = rule.update
             options: dict[str, Any] = {}
-            if scaled:
-                torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
-            else:
+            if scaled is None:
                 options["grad_scale"] = (1.0 / factor).float()
+            elif scaled:
+                torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
             if self.observe_update is not None:
                 options["observe"] = partial(self._observe, group.names)
                 if not isinstance(rule, Muon | LowPrecisionRule):

@@ -78,6 +78,8 @@ class BucketLayout:
     """Layout, storage and reduction groups of a bucket."""
 
     packing: Packing
+    # Parameters are not divided between ranks.
+    uncut: bool
     # Ranks that shard the bucket.
     shards: Group
     # Ranks that hold the same shard.
@@ -203,7 +205,7 @@ class GradBucket(Bucket):
 
 
 class BufferPool:
-    """Full-size gradient buffers that ZeRO-2 buckets use in turn, and their reductions in flight."""
+    """Full-size gradient buffers that sharded buckets use in turn, and their reductions in flight."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -233,7 +235,7 @@ class BufferPool:
 
 
 class ShardedBucket(Bucket):
-    """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
+    """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2 and 3).
 
     A full-size buffer exists from the first contribution of a micro-batch until every parameter has that micro-batch's
     contributions; then it is reduced. So every micro-batch communicates as much as a whole step does in ZeRO-1.
@@ -322,7 +324,7 @@ class GradBuffer:
             grad_accumulator: the gradient accumulator, which will write into the buckets.
             device: of the buffers.
             config: bucket size, ZeRO stage, communication dtype and overlap.
-            uncut: parameters that are not divided between ranks.
+            uncut: parameters that are not divided between ranks, except in ZeRO-3.
 
         """
         self.specs = specs
@@ -336,8 +338,10 @@ class GradBuffer:
         self._reducing = True
         self._reduces_in_bf16, self._bf16_in_flight = config.grad_reduce_in_bf16, deque[GradBucket]()
         pool = BufferPool()
-        streamed = config.zero_stage == 2
-        keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
+        keys = {
+            name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
+            for name, spec in specs.items()
+        }
 
         def group_sizes(axes: tuple[str, ...]) -> tuple[int, int]:
             return mesh.optimizer_shard_group(*axes).size, mesh.optimizer_replica_group(*axes).size
@@ -347,10 +351,10 @@ class GradBuffer:
             shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype)
+            layout = BucketLayout(shape.packing, shape.key.uncut, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
             bucket: Bucket
-            if streamed and shards.size > 1:
+            if config.zero_stage >= 2 and shards.size > 1:
                 bucket = ShardedBucket(layout, bucket_specs, grad_accumulator.flush, pool)
             else:
                 bucket = GradBucket(layout, bucket_specs, grad_accumulator.flush)
@@ -407,6 +411,29 @@ class GradBuffer:
         first = layout.packing.offsets[name] + share.start - layout.shards.rank * part.numel()
         found = part[first : first + share.numel]
         return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
+
+    def gather_shards(self, shard: Callable[[str], Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the parameters' ``spec.local_shape``, whole, for those of which this rank has a shard.
+
+        Collective over the ranks that share a bucket, if it divides parameters.
+
+        Args:
+            shard: computes this rank's shard of the tensor ``name``.
+            names: the same on all ranks.
+
+        """
+        for bucket in self.buckets:
+            if not any(name in names for name in bucket.specs):
+                continue
+            layout, held = bucket.layout, [name for name in bucket.specs if name in names and name in self.shards]
+            if layout.shards.size == 1 or layout.uncut:
+                yield from ((name, shard(name)) for name in held)
+                continue
+            part = torch.zeros_like(bucket.shard)
+            for name in held:
+                self.shard_view(part, name).copy_(shard(name))
+            whole = comm.all_gather(part, layout.shards)
+            yield from ((name, param_view(whole, layout.packing, name, bucket.specs[name])) for name in held)
 
     def target(self, name: str) -> Tensor:
         """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""

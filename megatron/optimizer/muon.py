@@ -2,12 +2,13 @@
 
 Every *logical* matrix is orthogonalised by itself: queries, keys and values of a fused projection, gate and up
 projection, and each expert. A matrix that is sharded over tensor-parallel ranks is not gathered: the ranks sum its Gram
-matrix, and each iterates on its shard. ZeRO never divides a matrix.
+matrix, and each iterates on its shard. ZeRO-1 and 2 never divide a matrix. ZeRO-3 does: the ranks that update a part of
+a matrix gather its momentum, and each orthogonalises all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +20,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.rules import Rate, UpdateObserver
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -116,28 +118,33 @@ class Muon:
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        main_params: Mapping[str, Tensor],
         names: Sequence[str],
+        all_names: Collection[str],
         specs: Mapping[str, ShardSpec],
+        buckets: GradBuffer,
         mesh: Mesh,
         config: OptimizerConfig,
     ) -> None:
         """Allocate the state.
 
         Args:
-            params: to update, of their local shapes.
-            names: of these parameters.
+            main_params: this rank's shards of the parameters.
+            names: of the parameters to update.
+            all_names: also of those that only other ranks update.
             specs: by name.
+            buckets: which gather a matrix from its shards.
             mesh: the groups.
             config: momentum, iterations and scale.
 
         """
-        self.params, self.config = list(params), config
+        self.params, self.config = [main_params[name] for name in names], config
         self.state = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
         self.step_counts: list[Tensor] = []
-        self._specs = [specs[name] for name in names]
-        self._parts = [matrix_shards(spec, config.muon_split_qkv) for spec in self._specs]
-        self._groups = [mesh.group("etp") if spec.expert else mesh.tp for spec in self._specs]
+        self._index = {name: i for i, name in enumerate(names)}
+        self._all_names, self._specs, self._buckets = frozenset(all_names), specs, buckets
+        self._parts = {name: matrix_shards(specs[name], config.muon_split_qkv) for name in names}
+        self._groups = {name: mesh.group("etp") if specs[name].expert else mesh.tp for name in names}
 
     @torch.no_grad()
     def update(
@@ -151,19 +158,29 @@ class Muon:
         """Apply one step."""
         config, keep = self.config, skip == 0
         dtype = None
-        if skip.is_cuda and self.params[0].dtype == torch.float32 and config.muon_fp32_matmul_prec == "medium":
+        fp32 = all(param.dtype == torch.float32 for param in self.params)
+        if skip.is_cuda and fp32 and config.muon_fp32_matmul_prec == "medium":
             dtype = torch.bfloat16
-        for i, (param, grad, momentum) in enumerate(zip(self.params, grads, self.state["exp_avg"], strict=True)):
-            spec, group = self._specs[i], self._groups[i]
-            grad = grad.where(keep, momentum)  # so a skipped step does not change the momentum
+
+        def direction_of(name: str) -> Tensor:
+            momentum = self.state["exp_avg"][self._index[name]]
+            grad = grads[self._index[name]].where(keep, momentum)  # so a skipped step does not change the momentum
             momentum.lerp_(grad, 1.0 - config.muon_momentum)
-            direction = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
-            updated = param * (1.0 - lr * weight_decay)
-            for part in self._parts[i]:
-                step = orthogonalize(part.view_in(direction, spec), part, group, config.muon_num_ns_steps, dtype)
-                target = updated.view(spec.local_view)[part.local]
+            return grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
+
+        for name, direction in self._buckets.gather_shards(direction_of, self._all_names):
+            i, spec, shard = self._index[name], self._specs[name], self._buckets.shards[name]
+            step = torch.empty_like(direction)
+            for part in self._parts[name]:
+                of_part = orthogonalize(
+                    part.view_in(direction, spec), part, self._groups[name], config.muon_num_ns_steps, dtype
+                )
                 scale = update_scale(part.shape, config.muon_scale_mode) * config.muon_extra_scale_factor
-                target.sub_(step.view(target.shape) * (lr * scale))
+                target = step.view(spec.local_view)[part.local]
+                torch.mul(of_part.view(target.shape), lr * scale, out=target)
+            param = self.params[i]
+            updated = param * (1.0 - lr * weight_decay)
+            updated.sub_(step.flatten()[shard.start : shard.stop].view(param.shape))
             updated = updated.where(keep, param)
             if observe is not None:
                 observe(i, 0, param, updated)

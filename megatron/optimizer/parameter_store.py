@@ -1,61 +1,121 @@
-"""Parameter store: the weights of a rank in flat buffers, gathered before each use of a block.
+"""Parameter stores: the weights of a rank in flat buffers, gathered before each use of a block.
 
 The buffers have the layout of the gradient buckets. A rank rounds its shards of the main parameters into its part of
-each buffer, and an all-gather gives the part to the ranks that share the bucket (ZeRO-1 and 2). The all-gathers may
-overlap with the next forward pass, in which every block waits for its own weights.
+each buffer, and an all-gather gives the part to the ranks that share the bucket.
+
+* :class:`ParameterStore` (ZeRO-0, 1 and 2) keeps whole buffers. They are gathered once after an update, which may
+  overlap with the next forward pass.
+* :class:`ShardedParameterStore` (ZeRO-3, arXiv 1910.02054; FSDP, arXiv 2304.11277) keeps this rank's parts. A whole
+  buffer exists only while a block uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.mesh import Mesh
+from megatron.layers.embedding import Embedding
 from megatron.optimizer.grad_buffer import GradBuffer, param_view
+
+Initialize = Callable[[str, Tensor], None]
+"""Writes the initial values of the parameter ``name`` into a zeroed tensor of its local shape."""
+
+
+@dataclass
+class WeightBuffer:
+    """The weights of a bucket."""
+
+    # Flat, of all ranks that share the bucket. In a sharded store its memory is freed while no block uses it.
+    whole: Tensor
+    # What this rank keeps and updates, [elements / shards].
+    part: Tensor
+    # The ranks to gather over.
+    group: Group
+    # Parameters, their places in ``whole``, and what they are while its memory is free: NaN.
+    views: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
+    pending: Pending | None = None  # the all-gather in flight
+    is_whole: bool = True  # or will be once ``pending`` is complete
+    pinned: bool = False  # not to be freed
+
+    def start_gather(self) -> None:
+        """Start to gather the parts of all ranks."""
+        self.is_whole = True
+        if self.group.size > 1:
+            self.pending = comm.start_all_gather(self.part, self.group, self.whole)
+
+    def wait(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
 
 class ParameterStore:
     """Holds the weights of all blocks, and makes them complete when a block uses them.
 
     After an update :meth:`start_gather` starts to exchange the new weights. :meth:`gather` precedes every use of a
-    block. The buffers are as large as the model, so nothing is freed after the use.
+    block. The buffers are as large as the model, and nothing is freed after the use.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], buckets: GradBuffer, mesh: Mesh, overlap: bool) -> None:
-        """Move the parameters' values into the buffers.
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        buckets: GradBuffer,
+        mesh: Mesh,
+        config: ParallelConfig,
+        initialize: Initialize | None = None,
+    ) -> None:
+        """Move the parameters into the buffers, one buffer at a time.
 
         Args:
             params: by name; they become views of the buffers.
             buckets: of their gradients.
             mesh: the groups.
-            overlap: let :meth:`start_gather` return before the all-gathers are complete. Blocks must then be gathered
-                before their use; see :meth:`gather_before_forward`.
+            config: overlap of gathering; for a sharded store also when weights are freed, and how many blocks are
+                prefetched.
+            initialize: writes the initial values; None to take those of ``params``.
 
         """
-        self._overlap = overlap
+        self._config = config
         # This rank's shards of the weights, by name; shaped like their gradients.
         self.shards: dict[str, Tensor] = {}
-        self._buffers: list[tuple[Tensor, Tensor, Group]] = []  # the buffer, this rank's part, the ranks to gather over
-        self._pending: dict[int, Pending] = {}  # all-gathers, by index of the buffer
-        self._buffer_of: dict[int, int] = {}  # index of the buffer, by id of the parameter
-        self._buffers_of: dict[nn.Module, tuple[int, ...]] = {}  # by block, in ascending order
-        for index, bucket in enumerate(buckets.buckets):
-            names, group = list(bucket.specs), bucket.layout.shards
+        self.buffers: list[WeightBuffer] = []
+        self._buffer_of: dict[int, WeightBuffer] = {}  # by id of the parameter
+        self._buffers_of: dict[nn.Module, list[WeightBuffer]] = {}  # by block
+        for bucket in buckets.buckets:
+            names, layout = list(bucket.specs), bucket.layout
             first = params[names[0]]
-            buffer = torch.zeros(bucket.layout.packing.size, dtype=first.dtype, device=first.device)
+            whole = torch.zeros(layout.packing.size, dtype=first.dtype, device=first.device)
+            part = whole.view(layout.shards.size, -1)[layout.shards.rank]
+            group = mesh.weight_gather_group(*bucket.specs[names[0]].reduce_axes)
+            buffer, nan = WeightBuffer(whole, part, group), whole.new_full((), torch.nan)
             for name in names:
-                view = param_view(buffer, bucket.layout.packing, name, bucket.specs[name])
-                view.copy_(params[name].detach())
+                view = param_view(whole, layout.packing, name, bucket.specs[name])
+                if initialize is None:
+                    view.copy_(params[name].detach())
+                else:
+                    initialize(name, view)
                 params[name].data = view
-            part = buffer.view(group.size, -1)[group.rank]
-            self._buffers.append((buffer, part, mesh.weight_gather_group(*bucket.specs[names[0]].reduce_axes)))
-            self._buffer_of |= {id(params[name]): index for name in names}
-            self.shards |= {name: buckets.shard_view(part, name) for name in names if name in buckets.shards}
+                buffer.views.append((params[name], view, nan.expand(view.shape)))
+                self._buffer_of[id(params[name])] = buffer
+            self._adopt(buffer)
+            self.buffers.append(buffer)
+            self.shards |= {name: buckets.shard_view(buffer.part, name) for name in names if name in buckets.shards}
         self.shards = {name: self.shards[name] for name in buckets.shards}
+
+    def _adopt(self, buffer: WeightBuffer) -> None:
+        """Take over a buffer that holds its initial values."""
 
     def start_gather(self) -> None:
         """Start all-gathering the updated weights, in the order of forward.
@@ -63,35 +123,171 @@ class ParameterStore:
         :attr:`shards` must not be written, nor other ranks' weights read, before :meth:`wait` or :meth:`gather`.
         """
         self.wait()
-        for index in reversed(range(len(self._buffers))):
-            buffer, part, group = self._buffers[index]
-            if group.size > 1:
-                self._pending[index] = comm.start_all_gather(part, group, buffer)
-        if not self._overlap:
+        for buffer in reversed(self.buffers):
+            buffer.start_gather()
+        if not self._config.overlap_param_gather:
             self.wait()
 
     def gather(self, block: nn.Module) -> None:
         """Wait until all weights of ``block`` are complete on this rank. Call it before every use of the block."""
-        if not self._pending:
-            return
-        if block not in self._buffers_of:
-            self._buffers_of[block] = tuple(sorted({self._buffer_of[id(p)] for p in block.parameters()}))
-        self._wait_for(self._buffers_of[block])
+        for buffer in self._buffers(block):
+            buffer.wait()
 
-    def gather_before_forward(self, blocks: Iterable[nn.Module]) -> None:
-        """Register hooks that :meth:`gather` each block before its forward."""
+    def gather_before_use(self, blocks: Sequence[nn.Module]) -> None:
+        """Register hooks that :meth:`gather` the blocks of a chunk, given in the order of forward, before their use."""
         for block in blocks:
             block.register_forward_pre_hook(lambda used, _: self.gather(used))
 
+    @contextmanager
+    def gathered(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep all weights of these blocks complete inside."""
+        self.wait()
+        yield
+
     def wait(self) -> None:
-        """Wait for all weights."""
-        self._wait_for(tuple(self._pending))
+        """Wait for all weights that are being gathered."""
+        for buffer in self.buffers:
+            buffer.wait()
+
+    def release(self) -> None:
+        """Free what a step has gathered."""
 
     def discard(self) -> None:
         """Forget all-gathers that were captured, and so never ran."""
-        self._pending.clear()
+        for buffer in self.buffers:
+            buffer.pending = None
 
-    def _wait_for(self, buffers: Iterable[int]) -> None:
-        for index in buffers:
-            if index in self._pending:
-                self._pending.pop(index).wait()
+    def _buffers(self, block: nn.Module) -> list[WeightBuffer]:
+        if block not in self._buffers_of:
+            found = {id(buffer): buffer for buffer in (self._buffer_of[id(p)] for p in block.parameters())}
+            self._buffers_of[block] = list(found.values())
+        return self._buffers_of[block]
+
+
+class ShardedParameterStore(ParameterStore):
+    """Holds this rank's parts of the weights, and whole buffers only around their use (ZeRO-3).
+
+    While a block runs forward or backward, the weights of the next ones are gathered (``param_gather_prefetch``
+    blocks). They are freed after forward, and gathered again for backward, unless ``reshard_after_forward`` is off:
+    then they are kept until :meth:`release` at the end of the step. Parameters of a freed buffer read as NaN.
+
+    The storage of a buffer is freed and allocated again, so the parameters and what autograd has saved of them are
+    valid views of it in backward.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Move the parameters' parts into the buffers; see :class:`ParameterStore`."""
+        super().__init__(*arguments, **options)
+        self._reshards = self._config.reshards_after_forward
+        self._backward: nn.Module | None = None  # the block whose backward runs
+
+    def _adopt(self, buffer: WeightBuffer) -> None:
+        if buffer.group.size > 1:
+            buffer.part = buffer.part.clone()
+            self._free(buffer)
+
+    def start_gather(self) -> None:
+        """Free all whole buffers, which an update has made obsolete. Nothing is gathered before its use."""
+        self.release()
+
+    def gather(self, block: nn.Module) -> None:
+        """Make all weights of ``block`` complete on this rank. Call it before every use of the block."""
+        self._start(block)
+        super().gather(block)
+
+    def gather_before_use(self, blocks: Sequence[nn.Module]) -> None:
+        """Register hooks around the forward and backward of the blocks of a chunk, given in the order of forward.
+
+        Backward of an embedding does not read its weights.
+        """
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._before_forward, blocks, index))
+            block.register_forward_hook(partial(self._after_forward, blocks, index))
+
+    @contextmanager
+    def gathered(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep all weights of these blocks complete inside; free all weights at the end."""
+        for block in blocks:
+            self.gather(block)
+            for buffer in self._buffers(block):
+                buffer.pinned = True
+        try:
+            yield
+        finally:
+            for buffer in self.buffers:
+                buffer.pinned = False
+            self.release()
+
+    def release(self) -> None:
+        """Free all whole buffers."""
+        self._backward = None
+        for buffer in self.buffers:
+            self._free(buffer)
+
+    def _start(self, block: nn.Module) -> None:
+        for buffer in self._buffers(block):
+            if not buffer.is_whole:
+                buffer.whole.untyped_storage().resize_(buffer.whole.nbytes)
+                for param, view, _ in buffer.views:
+                    param.data = view
+                buffer.start_gather()
+
+    def _free(self, buffer: WeightBuffer) -> None:
+        if buffer.group.size == 1 or buffer.pinned or not buffer.is_whole:
+            return
+        buffer.wait()
+        buffer.is_whole = False
+        for param, _, nan in buffer.views:
+            param.data = nan
+        buffer.whole.untyped_storage().resize_(0)
+
+    def _before_forward(
+        self, blocks: Sequence[nn.Module], index: int, block: nn.Module, inputs: tuple[Any, ...]
+    ) -> None:
+        self._start(block)
+        last = len(blocks) - 1
+        if self._backward in blocks:  # recomputation: the weights of later blocks have had their use
+            last = blocks.index(self._backward)
+        for following in blocks[index + 1 : min(index + self._config.param_gather_prefetch, last) + 1]:
+            self._start(following)
+        super().gather(block)
+        if torch.is_grad_enabled():
+            for x in _differentiable(inputs):
+                x.register_hook(partial(self._after_backward, block))
+
+    def _after_forward(
+        self, blocks: Sequence[nn.Module], index: int, block: nn.Module, inputs: tuple[Any, ...], outputs: Any
+    ) -> None:
+        differentiates = torch.is_grad_enabled()
+        if differentiates and not isinstance(block, Embedding):
+            for y in _differentiable(outputs):
+                y.register_hook(partial(self._before_backward, blocks, index))
+        backward_follows = differentiates and index == len(blocks) - 1
+        if self._reshards and not backward_follows and self._backward is not block:
+            self._free_block(block)
+
+    def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
+        if self._backward is blocks[index]:
+            return
+        self._backward = blocks[index]
+        self._start(blocks[index])
+        for following in reversed(blocks[max(0, index - self._config.param_gather_prefetch) : index]):
+            if not isinstance(following, Embedding):
+                self._start(following)
+        super().gather(blocks[index])
+
+    def _after_backward(self, block: nn.Module, gradient: Tensor) -> None:
+        if self._backward is block:
+            self._backward = None
+        if self._reshards:
+            self._free_block(block)
+
+    def _free_block(self, block: nn.Module) -> None:
+        for buffer in self._buffers(block):
+            self._free(buffer)
+
+
+def _differentiable(values: Any) -> list[Tensor]:
+    """Return the activations in a nest of tuples that require a gradient."""
+    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+    return [x for x in tensors if x.requires_grad]

@@ -149,7 +149,7 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
     parallel, dtype = config.parallel, config.precision.params_dtype
     specs = rank_parameters(config.model, parallel, pp_rank)
     keys = {
-        name: BucketKey.of(spec, dtype, rule_of(name, spec, config.optimizer) == "muon", parallel.zero_stage == 2)
+        name: BucketKey.of(name, spec, dtype, rule_of(name, spec, config.optimizer) == "muon", parallel.zero_stage)
         for name, spec in specs.items()
     }
     limit = parallel.bucket_size(layout.sizes["dp"] * layout.sizes["cp"])
@@ -179,9 +179,9 @@ class _StageState:
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
         sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
         for bucket in bucket_shapes(config, layout, pp):
-            size, zero2 = bucket.packing.size, parallel.zero_stage == 2
-            common["weights"] += size * weight_bytes
-            common["gradients"] += (size // bucket.shards if zero2 else size) * wide
+            size, part = bucket.packing.size, bucket.packing.size // bucket.shards
+            common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
+            common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
             for name, shard, elements in _shares(bucket):
                 spec = specs[name]
                 moment_bytes, rounded = _moments(rule_of(name, spec, optimizer), config)
@@ -243,16 +243,16 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     wide = main_param_bytes(config)
     bf16_buffers = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
     reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
-    zero2 = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
-    others = [bucket for bucket in reduced if bucket not in zero2]
+    streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
+    others = [bucket for bucket in reduced if bucket not in streamed]
     total = 0
-    for buckets in (zero2, others):
+    for buckets in (streamed, others):
         sizes = sorted(bucket.packing.size for bucket in buckets)
         total += sum(sizes[-MAX_REDUCTIONS_IN_FLIGHT - 1 :]) * bf16_buffers
     # In layer order, only one bucket per key collects gradients at a time.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
-    for size in {bucket.packing.size for bucket in zero2}:
-        keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
+    for size in {bucket.packing.size for bucket in streamed}:
+        keys = [bucket.key for bucket in streamed if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
 
@@ -286,7 +286,7 @@ def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int
         replicas = layout.group_of(rank, axes)
         size = len(replicas) // (parallel.optimizer_instances or len(replicas))
         found |= {replicas[:size], replicas[::size]}
-        if parallel.overlap_param_gather and parallel.zero_stage:
+        if parallel.gathers_during_compute:
             gathers.add(replicas[:size])
     edges = channels(placement)
     received, sent = (sum(edge[end] == pp_rank for edge in edges) for end in (1, 0))
@@ -338,7 +338,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) 
     in_bf16 = config.parallel.grad_reduce_in_bf16
     grad_bytes = DTYPE_BYTES["bf16"] if in_bf16 else main_param_bytes(config)
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
-    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if config.parallel.zero_stage == 2 else 1
+    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if config.parallel.zero_stage >= 2 else 1
     for bucket in bucket_shapes(config, layout, pp_rank):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))

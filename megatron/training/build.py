@@ -43,6 +43,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.optimizer.param_groups import rule_of
+from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
@@ -179,6 +180,7 @@ def build_trainer(
         cp,
         tp_overlap,
         draw_initial_values=fresh,
+        allocate=False,
         kernels=kernels,
         fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
@@ -192,12 +194,11 @@ def build_trainer(
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
         buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut)
-        overlap = parallel.overlap_param_gather
-        optimizer = DistributedOptimizer(
-            params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap
-        )
+        store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
+        weights = store(params, buckets, mesh, parallel, context.initialize)
+        optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
     for chunk in chunks.values():
-        optimizer.weights.gather_before_forward(chunk.parts)
+        weights.gather_before_use(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
     pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
     scaler = LossScaler.from_config(config.precision, device)
@@ -245,7 +246,7 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         program.placement,
         channels(program.placement),
         parallel.optimizer_instances,
-        separate_gather_groups=parallel.overlap_param_gather and parallel.zero_stage > 0,
+        separate_gather_groups=parallel.gathers_during_compute,
         cp_head_ranks=parallel.cp_head_ranks,
     )
     if opens:

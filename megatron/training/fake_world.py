@@ -162,7 +162,7 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
     optimizer = trainer.optimizer
     main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
     tensors: dict[str, Iterable[Tensor]] = {
-        "weights": [parameter.detach() for parameter in trainer.params.values()],
+        "weights": [buffer.part for buffer in optimizer.weights.buffers],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
         "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
         "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],

@@ -8,6 +8,7 @@ while the GPU computes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
@@ -123,8 +124,11 @@ class Trainer:
             program = self.programs[key]
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
-        with self.weight_casts.kept():
+        # ZeRO-3 frees weights between their uses, and so their quantised copies.
+        kept = nullcontext() if self.config.parallel.reshards_after_forward else self.weight_casts.kept()
+        with kept:
             self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
+        self.optimizer.weights.release()
 
     def discard_step(self) -> None:
         """Forget a step whose capture failed. Nothing of it was computed, and nothing of it may be waited for."""

@@ -45,8 +45,7 @@ def gather_of_one_bucket_forgotten() -> AbstractContextManager[Any]:
 
     def init(self: ParameterStore, *arguments: Any) -> None:
         original(self, *arguments)
-        buffer, part, _ = self._buffers[1]
-        self._buffers[1] = buffer, part, Group()
+        self.buffers[1].group = Group()
 
     return patch.object(ParameterStore, "__init__", init)
 

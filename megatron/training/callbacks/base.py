@@ -7,8 +7,8 @@ A user's callback is a subclass of :class:`Callback` in a module given by ``--pl
         interval = 100
 
         def on_step_end(self, metrics: StepMetrics) -> None:
-            norm = sum(p.detach().float().square().sum() for p in self.trainer.params.values()).sqrt()
-            self.log.note(f"norm of the weights on rank 0: {norm:.3f}")
+            norm = sum(w.float().square().sum() for w in self.trainer.optimizer.weights.shards.values()).sqrt()
+            self.log.note(f"norm of the weights that rank 0 updates: {norm:.3f}")
 
 Every hook is called on all ranks, in the same order, so a callback may communicate; exceptions are documented.
 """
@@ -32,7 +32,8 @@ class Callback:
     """Base class. Override the hooks that are needed; the others cost nothing.
 
     While a hook runs, the weights are complete and the step clock is paused, unless its description or ``pauses``
-    excludes it. Do not change ``trainer.iteration`` or the data position.
+    excludes it. With ZeRO-3, parameters read as NaN outside of ``trainer.optimizer.weights.gathered(chunk.parts)``;
+    ``trainer.optimizer.weights.shards`` are always there. Do not change ``trainer.iteration`` or the data position.
     """
 
     interval: int = 1

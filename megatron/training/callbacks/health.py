@@ -368,12 +368,16 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
     """Yield this rank's parts of all weights and main parameters, with the groups whose ranks all hold a copy."""
     mesh = trainer.mesh
     for name, spec in trainer.specs.items():
-        weight = trainer.params[name].detach()
-        master = trainer.optimizer.main_params.get(name)
-        tensors = [(name, weight, ParamShard(0, weight.numel()), mesh.group(*spec.reduce_axes))]
-        if master is not None and master.dtype != weight.dtype:
-            share = trainer.buckets.shards[name]
-            tensors.append((f"the master of {name}", master, share, mesh.optimizer_replica_group(*spec.reduce_axes)))
+        share, copies = trainer.buckets.shards.get(name), mesh.optimizer_replica_group(*spec.reduce_axes)
+        weight, master = trainer.optimizer.weights.shards.get(name), trainer.optimizer.main_params.get(name)
+        tensors = []
+        if trainer.config.parallel.zero_stage < 3:
+            whole = trainer.params[name].detach()
+            tensors.append((name, whole, ParamShard(0, whole.numel()), mesh.group(*spec.reduce_axes)))
+        elif weight is not None and share is not None:
+            tensors.append((name, weight, share, copies))
+        if master is not None and weight is not None and share is not None and master.dtype != weight.dtype:
+            tensors.append((f"the master of {name}", master, share, copies))
         for what, tensor, share, data_parallel in tensors:
             for slot in shard_boxes(spec, share):
                 groups = [data_parallel, mesh.tp_subgroup(slot.piece.tp_ranks)]

@@ -87,12 +87,12 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(count)))
     for i, layer in enumerate(model):
         layer.weight = context.declare({f"layers.{i}": SQUARE}).parameter(f"layers.{i}")
-    config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True)
+    config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True, overlap_param_gather=overlap)
     dtypes = dict.fromkeys(context.specs, torch.float64)
     buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config)
-    weights = ParameterStore(context.params, buckets, context.mesh, overlap)
+    weights = ParameterStore(context.params, buckets, context.mesh, config)
     if awaited:
-        weights.gather_before_forward(model)
+        weights.gather_before_use(model)
     return model, weights, buckets
 
 
@@ -155,11 +155,12 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float32)
     name = "layers.0.w"
     context.declare({name: SQUARE}).parameter(name)
-    parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=True)
     dtypes = {name: torch.float32}
     buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)
     config = OptimizerConfig(ema_decay=0.5, clip_grad=0.0)
-    optimizer = DistributedOptimizer(context.params, context.specs, buckets, context.mesh, config, overlap_gather=True)
+    weights = ParameterStore(context.params, buckets, context.mesh, parallel)
+    optimizer = DistributedOptimizer(weights, context.specs, buckets, context.mesh, config)
     for _ in range(2):
         buckets.buckets[0].shard.fill_(1.0)
         if moves == "an update":
