@@ -32,7 +32,7 @@ from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
-from megatron.optimizer.muon import Muon
+from megatron.optimizer.muon import GatherShards, Muon
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
@@ -151,9 +151,11 @@ class DistributedOptimizer:
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
         for group in param_groups(specs, config):
             names = tuple(name for name in group.names if name in buckets.shards)
-            if names or group.rule == "muon":
-                rule = self._rule(replace(group, names=names), group.names, specs, mesh, seed, kernel)
-                self.groups.append((replace(group, names=names), rule))
+            divided = group.rule == "muon" and buckets.zero_stage == 3
+            if names or divided:
+                gather = partial(buckets.gather_shards, names=group.names) if divided else None
+                group = replace(group, names=names)
+                self.groups.append((group, self._rule(group, specs, mesh, seed, kernel, gather)))
         # Gradients to unscale and clip, by group; None where the rule itself does both. A scale in fp32 is not exact
         # enough for gradients in fp64.
         self._scaled: list[list[Tensor] | None] = []
@@ -172,15 +174,15 @@ class DistributedOptimizer:
     def _rule(
         self,
         group: ParamGroup,
-        all_names: Sequence[str],
         specs: Mapping[str, ShardSpec],
         mesh: Mesh,
         seed: int,
         kernel: AdamKernel,
+        gather: GatherShards | None,
     ) -> UpdateRule:
-        """Build the rule of a group; ``all_names`` includes parameters of which this rank updates nothing."""
         if group.rule == "muon":
-            return Muon(self.main_params, group.names, all_names, specs, self.buckets, mesh, self.config)
+            params = [self.main_params[name] for name in group.names]
+            return Muon(params, group.names, specs, mesh, self.config, gather)
         return build_rule(group, self.main_params, specs, self.buckets.shards, self.config, seed, kernel)
 
     @torch.no_grad()

@@ -78,8 +78,6 @@ class BucketLayout:
     """Layout, storage and reduction groups of a bucket."""
 
     packing: Packing
-    # Parameters are not divided between ranks.
-    uncut: bool
     # Ranks that shard the bucket.
     shards: Group
     # Ranks that hold the same shard.
@@ -327,7 +325,7 @@ class GradBuffer:
             uncut: parameters that are not divided between ranks, except in ZeRO-3.
 
         """
-        self.specs = specs
+        self.specs, self.zero_stage = specs, config.zero_stage
         # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
         self.overlap = config.overlap_grad_reduce
         # In the order in which they are expected to be complete.
@@ -351,7 +349,7 @@ class GradBuffer:
             shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            layout = BucketLayout(shape.packing, shape.key.uncut, shards, copies, dtype, device, comm_dtype)
+            layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
             bucket: Bucket
             if config.zero_stage >= 2 and shards.size > 1:
@@ -412,28 +410,30 @@ class GradBuffer:
         found = part[first : first + share.numel]
         return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
 
-    def gather_shards(self, shard: Callable[[str], Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors of the parameters' ``spec.local_shape``, whole, for those of which this rank has a shard.
-
-        Collective over the ranks that share a bucket, if it divides parameters.
+    def gather_shards(
+        self, shard: Callable[[str], Tensor], names: Collection[str]
+    ) -> Iterator[tuple[str, slice, Tensor]]:
+        """Gather tensors of the parameters' shapes, one bucket at a time; collective over the ranks that share it.
 
         Args:
             shard: computes this rank's shard of the tensor ``name``.
-            names: the same on all ranks.
+            names: of the parameters, the same on all ranks.
+
+        Yields:
+            Name, this rank's elements of the flattened tensor, and the tensor, ``spec.local_shape``, of those of which
+            this rank has a shard.
 
         """
         for bucket in self.buckets:
             if not any(name in names for name in bucket.specs):
                 continue
-            layout, held = bucket.layout, [name for name in bucket.specs if name in names and name in self.shards]
-            if layout.shards.size == 1 or layout.uncut:
-                yield from ((name, shard(name)) for name in held)
-                continue
-            part = torch.zeros_like(bucket.shard)
+            layout, part = bucket.layout, torch.zeros_like(bucket.shard)
+            held = {name: self.shards[name] for name in bucket.specs if name in names and name in self.shards}
             for name in held:
                 self.shard_view(part, name).copy_(shard(name))
             whole = comm.all_gather(part, layout.shards)
-            yield from ((name, param_view(whole, layout.packing, name, bucket.specs[name])) for name in held)
+            for name, own in held.items():
+                yield name, slice(own.start, own.stop), param_view(whole, layout.packing, name, bucket.specs[name])
 
     def target(self, name: str) -> Tensor:
         """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""

@@ -8,7 +8,7 @@ a matrix gather its momentum, and each orthogonalises all of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,11 +20,14 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.rules import Rate, UpdateObserver
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration: small singular values grow fastest, and all end near one."""
+
+GatherShards = Callable[[Callable[[str], Tensor]], Iterable[tuple[str, slice, Tensor]]]
+"""Gathers tensors of the parameters' shapes, of which a function computes this rank's shards by name. Returns name,
+shard and whole tensor of those of which this rank has a shard; collective."""
 
 
 @dataclass(frozen=True)
@@ -118,31 +121,29 @@ class Muon:
 
     def __init__(
         self,
-        main_params: Mapping[str, Tensor],
+        params: Sequence[Tensor],
         names: Sequence[str],
-        all_names: Collection[str],
         specs: Mapping[str, ShardSpec],
-        buckets: GradBuffer,
         mesh: Mesh,
         config: OptimizerConfig,
+        gather: GatherShards | None = None,
     ) -> None:
         """Allocate the state.
 
         Args:
-            main_params: this rank's shards of the parameters.
-            names: of the parameters to update.
-            all_names: also of those that only other ranks update.
+            params: to update: whole, of their local shapes, or shards if there is ``gather``.
+            names: of these parameters.
             specs: by name.
-            buckets: which gather a matrix from its shards.
             mesh: the groups.
             config: momentum, iterations and scale.
+            gather: :meth:`GradBuffer.gather_shards` of the parameters of all ranks.
 
         """
-        self.params, self.config = [main_params[name] for name in names], config
+        self.params, self.config, self._gather = list(params), config, gather
         self.state = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
         self.step_counts: list[Tensor] = []
         self._index = {name: i for i, name in enumerate(names)}
-        self._all_names, self._specs, self._buckets = frozenset(all_names), specs, buckets
+        self._specs = {name: specs[name] for name in names}
         self._parts = {name: matrix_shards(specs[name], config.muon_split_qkv) for name in names}
         self._groups = {name: mesh.group("etp") if specs[name].expert else mesh.tp for name in names}
 
@@ -168,8 +169,9 @@ class Muon:
             momentum.lerp_(grad, 1.0 - config.muon_momentum)
             return grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
 
-        for name, direction in self._buckets.gather_shards(direction_of, self._all_names):
-            i, spec, shard = self._index[name], self._specs[name], self._buckets.shards[name]
+        whole = ((name, slice(None), direction_of(name)) for name in self._index)
+        for name, shard, direction in whole if self._gather is None else self._gather(direction_of):
+            i, spec = self._index[name], self._specs[name]
             step = torch.empty_like(direction)
             for part in self._parts[name]:
                 of_part = orthogonalize(
@@ -180,7 +182,7 @@ class Muon:
                 torch.mul(of_part.view(target.shape), lr * scale, out=target)
             param = self.params[i]
             updated = param * (1.0 - lr * weight_decay)
-            updated.sub_(step.flatten()[shard.start : shard.stop].view(param.shape))
+            updated.sub_(step.flatten()[shard].view(param.shape))
             updated = updated.where(keep, param)
             if observe is not None:
                 observe(i, 0, param, updated)

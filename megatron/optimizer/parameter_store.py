@@ -146,7 +146,7 @@ class ParameterStore:
 
     def wait(self) -> None:
         """Wait for all weights that are being gathered."""
-        for buffer in self.buffers:
+        for buffer in reversed(self.buffers):
             buffer.wait()
 
     def release(self) -> None:
