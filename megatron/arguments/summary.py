@@ -11,6 +11,7 @@ from megatron.config.batch import (
     final_iteration,
     full_global_batch_size,
     get_num_microbatches,
+    lr_scale,
     padding_samples,
 )
 from megatron.config.model import ModelConfig
@@ -205,9 +206,15 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     optimizer, parallel = config.optimizer, config.parallel
     shards = parallel.weight_replicas(world_size) // parallel.num_distributed_optimizer_instances
     sharing = f", ZeRO-{parallel.zero_stage} over {counted(shards, 'rank')}" if parallel.zero_stage else ""
-    row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
+    dp = parallel.data_parallel_size(world_size)
+    scale = lr_scale(config, dp)
+    rate = f"{optimizer.lr:g}"
+    if optimizer.lr_scaling != "none":
+        batches = f"batch {full_global_batch_size(config.training, dp):,} over {optimizer.lr_base_batch_size:,}"
+        rate += f" x {scale:g} ({optimizer.lr_scaling}, {batches}) = {optimizer.lr * scale:g}"
+    row = f"{optimizer.optimizer}{sharing}, learning rate {rate} {optimizer.lr_decay_style}"
     if optimizer.lr_decay_style != "constant":
-        row += f" to {optimizer.min_lr:g}"
+        row += f" to {optimizer.min_lr * scale:g}"
     if optimizer.lr_warmup_fraction:
         row += f", warm-up {100 * optimizer.lr_warmup_fraction:.3g}% of the decay"
     elif optimizer.lr_warmup_samples:

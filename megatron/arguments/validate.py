@@ -399,6 +399,7 @@ def _checks() -> list[Check]:
 
 NOTES = (
     training.batch_notes,
+    training.learning_rate_notes,
     data.data_notes,
     checkpoint.checkpoint_notes,
     profiling_notes,

@@ -39,6 +39,7 @@ DENSE_MLP = Need(
 )
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
+LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD")
 WARMUP = Need(
@@ -321,6 +322,11 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = option(0.0, role="schedule", at_least=0, needs=LR_DECAY)
     """Learning rate at the end of the decay."""
+    lr_scaling: str = option("none", role="schedule", choices=("none", "linear", "sqrt"))
+    """Multiply lr, min_lr and their decoupled forms by the full global batch / lr_base_batch_size (linear, for sgd), or
+    by its square root (sqrt, for adam). Not lr_warmup_init."""
+    lr_base_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH, needs=LR_SCALING)
+    """Global batch, in samples, for which lr was chosen."""
     lr_decay_style: str = option(
         "linear", role="schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )

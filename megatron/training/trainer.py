@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.arguments.checks.training import schedule_problems
-from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
+from megatron.config.batch import (
+    final_iteration,
+    full_global_batch_size,
+    global_batch_size_at,
+    lr_scale,
+    schedule_lengths,
+)
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
@@ -161,7 +167,8 @@ class Trainer:
         problems = list(schedule_problems(config, dp, batches_since))
         if problems:
             raise UserError(problems)
-        self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
+        lengths = schedule_lengths(config, dp, *batches_since)
+        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp))
         with self.startup("data"):
             vocab = config.model.vocab
             prefix = config.model.attention_prefix
