@@ -39,6 +39,7 @@ DENSE_MLP = Need(
 )
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
+LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD")
 WARMUP = Need(
@@ -77,6 +78,7 @@ WANDB = Need("wandb_project")
 TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
 RUN_DIR = Need("run_dir")
+DILOCO = Need("diloco_sync_interval")
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,11 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = option(0.0, role="schedule", at_least=0, needs=LR_DECAY)
     """Learning rate at the end of the decay."""
+    lr_scaling: str = option("none", role="schedule", choices=("none", "linear", "sqrt"))
+    """Multiply lr, min_lr and their decoupled forms by the full global batch / lr_base_batch_size (linear, for sgd), or
+    by its square root (sqrt, for adam). Not lr_warmup_init."""
+    lr_base_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH, needs=LR_SCALING)
+    """Global batch, in samples, for which lr was chosen."""
     lr_decay_style: str = option(
         "linear", role="schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -413,6 +420,39 @@ class OptimizerConfig:
     """Skip an update whose loss or gradient norm is this many standard deviations above the mean of spike_window."""
     spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
+
+
+@dataclass(frozen=True)
+class DilocoConfig:
+    """Replicas on slow networks that train apart and average their weights from time to time (DiLoCo)."""
+
+    diloco_sync_interval: int | None = option(None, role="schedule", at_least=1)
+    """Steps between two synchronisations of a weight with the other replicas (H in arXiv 2311.08105)."""
+    diloco_server: str | None = option(None, role="start", needs=DILOCO)
+    """HOST:PORT of tools/diloco_server.py, the same for all replicas."""
+    diloco_replicas: int = option(2, role="schedule", at_least=1, needs=DILOCO)
+    """Replicas that the samples are divided among, and that a start waits for, up to diloco_timeout."""
+    diloco_replica: int | None = option(None, role="start", at_least=0, needs=DILOCO)
+    """Index of this replica, from 0. Default: that of its checkpoint, or the first one without a living replica."""
+    diloco_outer_lr: float = option(0.7, role="schedule", above=0, needs=DILOCO)
+    """Learning rate of the outer SGD."""
+    diloco_outer_momentum: float = option(0.9, role="schedule", at_least=0, below=1, needs=DILOCO)
+    """Nesterov momentum of the outer SGD."""
+    diloco_fragments: int = option(1, role="schedule", at_least=1, needs=DILOCO)
+    """Parts of the model that are synchronised in turn, one every diloco_sync_interval / diloco_fragments steps."""
+    diloco_delay: int = option(0, role="schedule", at_least=0, needs=DILOCO)
+    """Steps taken while a synchronisation is in progress (arXiv 2501.18512)."""
+    diloco_mix: float = option(0.0, role="schedule", at_least=0, below=1, needs=DILOCO)
+    """Share of a replica's own weights in those after a synchronisation; the rest are the outer weights."""
+    diloco_int8: bool = option(False, role="schedule", needs=DILOCO)
+    """Send outer gradients as int8 with stochastic rounding, except weights that several ranks of a replica hold."""
+    diloco_timeout: float = option(60.0, role="start", above=0, needs=DILOCO)
+    """Seconds without a heartbeat after which a replica counts as dead."""
+
+    @property
+    def streams(self) -> int:
+        """Streams that the training samples are dealt to."""
+        return 1 if self.diloco_sync_interval is None else self.diloco_replicas
 
 
 TOKENIZER_TYPES = (
@@ -550,6 +590,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -34,6 +34,7 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import GatherShards, Muon
 from megatron.optimizer.offload import OptimizerOffload
+from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
@@ -180,6 +181,8 @@ class DistributedOptimizer:
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
         # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
         self.ema = {n: m.clone() for n, m in self.main_params.items()} if config.ema_decay is not None else {}
+        # None without DiLoCo.
+        self.outer: OuterOptimizer | None = None
         # None without ``skip_spikes``.
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].shard.device)
 
@@ -357,8 +360,14 @@ class DistributedOptimizer:
         return found
 
     def extra_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
-        return self.state() | ({"ema": self.ema} if self.ema else {})
+        """Return the optimizer state of checkpoints, without main parameters, by kind and name.
+
+        Moments, ``ema``, and the outer state of DiLoCo after the exchange in progress.
+        """
+        if self.outer is not None:
+            self.outer.settle()
+        outer = {} if self.outer is None else self.outer.kinds()
+        return self.state() | ({"ema": self.ema} if self.ema else {}) | outer
 
     def steps_applied(self) -> int:
         """Return the number of updates that were not skipped. Synchronises host and device.

@@ -378,14 +378,13 @@ class GradBuffer:
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
         compression = config.compression
-        # Reductions in bf16 or int8 copy the gradients, so only a few may be in flight.
+        # Reductions in bf16 or int8 copy the gradients.
         self._copies_gradients = config.grad_reduce_in_bf16 or config.grad_compression == "int8"
-        # Called once per step and bucket, as soon as :attr:`Bucket.shard` has its sum.
+        # Called once per step and bucket, as soon as :attr:`Bucket.shard` has its sum. With it, or with reductions that
+        # copy the gradients, only the newest few reductions are left in flight during backward.
         self.on_reduced: Callable[[Bucket], None] | None = None
-        self._reported: set[int] = set()  # ids of buckets for which ``on_reduced`` was called
-        # Complete buckets, all but the newest few of which are waited for, where reductions copy the gradients or
-        # ``on_reduced`` is set.
         self._in_flight = deque[Bucket]()
+        self._reported: set[int] = set()  # ids of buckets for which ``on_reduced`` was called
         pool = BufferPool()
         keys = {
             name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)

@@ -60,10 +60,10 @@ def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) 
 REMAINDER_BYTES = 2
 """Bytes of a main param stored as the remainder of its bf16 weight."""
 
-STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "compression", "buffers")
+STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "compression", "outer", "buffers")
 """Kinds of persistent state. Masters are the main params, average is the EMA, compression the errors of compressed
-gradients and PowerSGD's factors. Buffers are rotary frequencies, the
-window of the spike filter, and global row indices of parameters with low-precision state."""
+gradients and PowerSGD's factors, outer DiLoCo's outer weights and momentum. Buffers are rotary frequencies, the window
+of the spike filter, and global row indices of parameters with low-precision state."""
 
 
 def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -112,7 +112,8 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
-    weights = main_param_bytes(config) * (2 if config.optimizer.ema_decay is not None else 1)
+    copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
+    weights = main_param_bytes(config) * copies
     whole = gpt(config.model).items()
     return sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
 
@@ -204,6 +205,7 @@ class _StageState:
                 state["main params"] += elements * main_bytes
                 state["moments"] += elements * moment_bytes
                 state["average"] += elements * wide * (optimizer.ema_decay is not None)
+                state["outer"] += 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
                 state["buffers"] += spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
         return cls(common, sharded)
 

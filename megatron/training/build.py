@@ -43,6 +43,7 @@ from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
+from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.optimizer.param_groups import rule_of
 from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
 from megatron.pipeline.actions import PipelineSchedule
@@ -199,6 +200,8 @@ def build_trainer(
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
         weights = store(params, buckets, mesh, parallel, context.initialize)
         optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+        if config.diloco.diloco_sync_interval is not None:
+            optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)
     if context.offload is not None:
         context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
