@@ -12,8 +12,8 @@ distribute the layers, and ``UserError`` when the number of ranks does not fit t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
@@ -88,7 +88,8 @@ def _state_by_stage(config: RunConfig, world_size: int) -> list[dict[str, int]]:
 def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes at the peak of a step on the rank with the most.
 
-    By :data:`STATE_KINDS`, ``reduction`` (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
+    By :data:`STATE_KINDS`, ``gathered weights`` (:func:`gathered_weight_bytes`), ``reduction``
+    (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
     keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
     those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), and an estimate for NCCL.
     """
@@ -96,10 +97,11 @@ def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     activations = peak_activations(config, layout.sizes["dp"])
     fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
     others = {"FP8 weights": fp8, "NCCL estimate": communicator_bytes(config, world_size)}
-    peaks = [
-        state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp] | others
-        for pp, state in enumerate(_state_by_stage(config, world_size))
-    ]
+    peaks = []
+    for pp, state in enumerate(_state_by_stage(config, world_size)):
+        gathered = {"gathered weights": gathered_weight_bytes(config, layout, pp)}
+        reduction = {"reduction": _reduction_buffers(config, layout, pp)}
+        peaks.append(state | gathered | reduction | activations[pp] | others)
     return max(peaks, key=lambda peak: sum(peak.values()))
 
 
@@ -231,22 +233,80 @@ def _blocks(bucket: BucketShape, specs: Specs, compression: GradCompression, sha
     return matrix_blocks(bucket.packing, own, shard, bucket.shards, compression.rank)
 
 
+def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> int:
+    """Return the most bytes of whole weights that ZeRO-3 has at a time on a pipeline rank, beside the rank's part.
+
+    With resharding these are a block and the prefetched ones, and what is kept for the backward that follows
+    (:class:`megatron.optimizer.parameter_store.ShardedParameterStore`). Otherwise all weights are whole at the end of
+    forward. Buckets that one rank holds alone are not gathered.
+    """
+    parallel, width = config.parallel, DTYPE_BYTES[config.precision.params_dtype]
+    if parallel.zero_stage < 3:
+        return 0
+    sizes: dict[str, Counter[int]] = defaultdict(Counter)  # bytes by block and by number of the bucket
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
+        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
+            sizes[block][number] = bucket.packing.size * width if bucket.shards > 1 else 0
+
+    def whole(blocks: Iterable[str]) -> int:
+        """Return the bytes of these blocks, of which two may share a tied weight."""
+        return sum({number: size for block in blocks for number, size in sizes[block].items()}.values())
+
+    if not parallel.reshards_after_forward:
+        return whole(sizes)
+    stages = [stage_blocks(stage) for stage in stages_by_rank(config.model, parallel)[pp_rank]]
+    count, embedding = parallel.param_gather_prefetch, {"embedding"}  # whose backward does not read its weights
+    in_flight = {block for blocks in stages for block in kept_for_backward(blocks, count)}
+    peaks = [set[str]()]
+    for blocks in stages:
+        kept = kept_for_backward(blocks, count)
+        for index, block in enumerate(blocks):
+            peaks.append({block} | prefetched(blocks[index + 1 :], count) | kept & {*blocks[:index]})
+            peaks.append(({block} | prefetched(blocks[:index][::-1], count)) - embedding)
+    pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
+    return max(whole(blocks | pipelined) for blocks in peaks)
+
+
+def stage_blocks(stage: StageLayers) -> list[str]:
+    """Return the names of the blocks of a stage, in the order of forward."""
+    layers = [f"layers.{layer}" for layer in stage.layers]
+    return ["embedding"] * stage.first + layers + ["final_layernorm", "output_layer"] * stage.last
+
+
+def prefetched(blocks: Sequence[str], count: int) -> set[str]:
+    """Return those of the next blocks that ZeRO-3 gathers while another one computes; norms do not count."""
+    found = set[str]()
+    for block in blocks:
+        if count == 0:
+            break
+        count -= block != "final_layernorm"
+        found.add(block)
+    return found
+
+
+def kept_for_backward(blocks: Sequence[str], count: int) -> set[str]:
+    """Return the blocks of a stage whose weights ZeRO-3 keeps from forward to backward."""
+    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count)
+
+
 def fp8_weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step."""
+    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step.
+
+    ZeRO-3 with resharding quantises a weight at every use, and keeps none.
+    """
     model, precision = config.model, config.precision
     by_stage = []
     for pp in range(config.parallel.pipeline_model_parallel_size):
         specs = rank_parameters(model, config.parallel, pp).items()
         blocks = [(name.split("."), spec) for name, spec in specs if name.startswith("layers.")]
-        by_stage.append(
-            sum(
-                2 * prod(spec.local_shape)
-                for (_, layer, *_, module, kind), spec in blocks
-                if module.startswith("linear_")
-                and kind == "weight"
-                and precision.layer_in_fp8(int(layer), model.num_layers)
-            )
-        )
+        sizes = [
+            prod(spec.local_shape)
+            for (_, layer, *_, module, kind), spec in blocks
+            if module.startswith("linear_")
+            and kind == "weight"
+            and precision.layer_in_fp8(int(layer), model.num_layers)
+        ]
+        by_stage.append(max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes))
     return max(by_stage)
 
 
@@ -294,10 +354,10 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
             total += (sum(parts) + 2 * max(parts)) * wide + gathered
         else:
             total += max(bucket.packing.size for bucket in reduced) * QUANTIZING_BYTES
-    # In layer order, only one bucket per key collects gradients at a time.
+    # In layer order, only one bucket per key collects gradients at a time, and only one block.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
     for size in {bucket.packing.size for bucket in streamed}:
-        keys = [bucket.key for bucket in streamed if bucket.packing.size == size]
+        keys = [replace(bucket.key, block="") for bucket in streamed if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
 
