@@ -260,10 +260,13 @@ class ShardedParameterStore(ParameterStore):
     ) -> None:
         differentiates = torch.is_grad_enabled()
         if differentiates and not isinstance(block, Embedding):
+            passed_on = {id(x) for x in tree_leaves(inputs)}
             for y in _differentiable(outputs):
-                y.register_hook(partial(self._before_backward, blocks, index))
-        backward_follows = differentiates and index == len(blocks) - 1
-        if self._reshards and not backward_follows and self._backward is not block:
+                if id(y) not in passed_on:
+                    y.register_hook(partial(self._before_backward, blocks, index))
+        # Backward follows the forward of the last block, and recomputation.
+        backward_follows = differentiates and (index == len(blocks) - 1 or self._backward is not None)
+        if self._reshards and not backward_follows:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
