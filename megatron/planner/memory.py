@@ -33,7 +33,7 @@ from megatron.distributed.param_layout import (
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import rule_of
-from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
@@ -361,6 +361,36 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
+def _weight_gathers(config: RunConfig, layout: Layout, pp: int) -> Counter[tuple[str, bool]]:
+    """Return how many times a step of ZeRO-3 gathers the buckets of each ``(block, tied)``, if it frees their weights.
+
+    A block is gathered for forward and for backward, the embedding for forward only. A stage's last block, such as the
+    output layer, is kept from forward to the next backward.
+    """
+    model, parallel, found = config.model, config.parallel, Counter[tuple[str, bool]]()
+    tied = not model.untie_embeddings_and_output_weights
+    embedding = [("embedding", False), *([("embedding", True)] if tied else [])]
+    last_blocks = [[("final_layernorm", False)], [("embedding", True) if tied else ("output_layer", False)]]
+    blocks = []
+    for stage in stage_layers(model, parallel):
+        layers = [[(f"layers.{layer}", False)] for layer in stage.layers]
+        blocks.append([*([embedding] if stage.first else []), *layers, *(last_blocks if stage.last else [])])
+    held: set[tuple[str, bool]] = set()
+    program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
+    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp]:
+        of_stage = blocks[action.stage]
+        forward = action.kind == FORWARD
+        for block in of_stage if forward else reversed(of_stage):
+            if block is embedding and not forward:
+                continue
+            found.update(key for key in block if key not in held)
+            if forward and block is of_stage[-1]:
+                held.update(block)
+            else:
+                held.difference_update(block)
+    return found
+
+
 INT8_BYTES = 1 + 4 / ALIGNMENT
 """Bytes per element of gradients in int8, their scales included."""
 
@@ -376,11 +406,13 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-0                              2 B (c - 1) / c
     ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
-    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
-    schedule delays weight gradients over several micro-batches.
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
+    all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
+    micro-batches.
 
     int8 is the same with 1.0625 bytes. The other compressions replace an all-reduce of F elements of matrices and V
     others by an all-reduce of V and of PowerSGD's factors, ``(m + n) RANK`` of an ``[m, n]`` matrix, or by one of V and
@@ -396,10 +428,12 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         rounded = DTYPE_BYTES["bf16"]
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
+    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
     for bucket in bucket_shapes(config, layout, pp_rank):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        sent["all-gather"] += size * weight_bytes * over_shards
+        times = 1 if gathers is None else gathers[bucket.key.block, bucket.key.tied]
+        sent["all-gather"] += times * size * weight_bytes * over_shards
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
             sent["all-gather"] += shard * rounded * over_copies
