@@ -26,6 +26,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.mesh import Mesh
 from megatron.layers.embedding import Embedding
+from megatron.layers.norm import Norm
 from megatron.optimizer.grad_buffer import GradBuffer, param_view
 
 Initialize = Callable[[str, Tensor], None]
@@ -169,7 +170,8 @@ class ShardedParameterStore(ParameterStore):
 
     While a block runs forward or backward, the weights of the next ones are gathered (``param_gather_prefetch``
     blocks). They are freed after forward, and gathered again for backward, unless ``reshard_after_forward`` is off:
-    then they are kept until :meth:`release` at the end of the step. Parameters of a freed buffer read as NaN.
+    then they are kept until :meth:`release` at the end of the step. The weights of a chunk's last block, with the final
+    norm, are kept until their backward. Parameters of a freed buffer read as NaN.
 
     The storage of a buffer is freed and allocated again, so the parameters and what autograd has saved of them are
     valid views of it in backward.
@@ -264,14 +266,17 @@ class ShardedParameterStore(ParameterStore):
             for y in _differentiable(outputs):
                 if id(y) not in passed_on:
                     y.register_hook(partial(self._before_backward, blocks, index))
-        # Backward follows the forward of the last block, and recomputation.
-        backward_follows = differentiates and (index == len(blocks) - 1 or self._backward is not None)
+        # Backward follows the forward of the last block, also of a norm before it, and recomputation.
+        ends = isinstance(block, Norm) or index == len(blocks) - 1
+        backward_follows = differentiates and (ends or self._backward is not None)
         if self._reshards and not backward_follows:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
         if self._backward is blocks[index]:
             return
+        if self._reshards and self._backward is not None:  # its input's hook runs only after this one
+            self._free_block(self._backward)
         self._backward = blocks[index]
         self._start(blocks[index])
         for following in reversed(blocks[max(0, index - self._config.param_gather_prefetch) : index]):

@@ -364,17 +364,17 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
 def _weight_gathers(config: RunConfig, layout: Layout, pp: int) -> Counter[tuple[str, bool]]:
     """Return how many times a step of ZeRO-3 gathers the buckets of each ``(block, tied)``, if it frees their weights.
 
-    A block is gathered for forward and for backward, the embedding for forward only. A stage's last block, such as the
-    output layer, is kept from forward to the next backward.
+    A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with, its last
+    block or the final norm and the output layer, is kept from forward to the next backward.
     """
     model, parallel, found = config.model, config.parallel, Counter[tuple[str, bool]]()
     tied = not model.untie_embeddings_and_output_weights
     embedding = [("embedding", False), *([("embedding", True)] if tied else [])]
-    last_blocks = [[("final_layernorm", False)], [("embedding", True) if tied else ("output_layer", False)]]
+    output = [("final_layernorm", False), ("embedding", True) if tied else ("output_layer", False)]
     blocks = []
     for stage in stage_layers(model, parallel):
         layers = [[(f"layers.{layer}", False)] for layer in stage.layers]
-        blocks.append([*([embedding] if stage.first else []), *layers, *(last_blocks if stage.last else [])])
+        blocks.append([*([embedding] if stage.first else []), *layers, *([output] if stage.last else [])])
     held: set[tuple[str, bool]] = set()
     program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
     for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp]:
