@@ -35,7 +35,9 @@ MODEL = (
     "--preset tiny-llama --hidden-size 256 --num-layers 6 --num-attention-heads 4 --num-query-groups 4 "
     "--ffn-hidden-size 688 --device cpu --micro-batch-size 2 --global-batch-size 4"
 )
-PARAMETERS = num_parameters(parse([*MODEL.split(), "--vocab-size", "4096", "--mock-data", "--train-iters", "1"]).config.model)
+PARAMETERS = num_parameters(
+    parse([*MODEL.split(), "--vocab-size", "4096", "--mock-data", "--train-iters", "1"]).config.model
+)
 SCHEDULE = (
     f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval {INTERVAL} --eval-interval {INTERVAL} "
     f"--eval-iters 2 --train-iters {MOST * STEPS}"

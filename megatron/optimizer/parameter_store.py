@@ -267,8 +267,9 @@ class ShardedParameterStore(ParameterStore):
             passed = {id(x) for x in _differentiable(inputs)}  # a norm returns its input, too
             for y in (y for y in _differentiable(outputs) if id(y) not in passed):
                 y.register_hook(partial(self._before_backward, blocks, index))
-        kept = differentiates and block in self._kept_for_backward
-        if self._reshards and not kept and self._backward is not block:
+        # Backward follows recomputation.
+        kept = differentiates and (block in self._kept_for_backward or self._backward is not None)
+        if self._reshards and not kept:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:

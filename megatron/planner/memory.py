@@ -33,7 +33,7 @@ from megatron.distributed.param_layout import (
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import rule_of
-from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
@@ -243,17 +243,15 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     parallel, width = config.parallel, DTYPE_BYTES[config.precision.params_dtype]
     if parallel.zero_stage < 3:
         return 0
-    sizes: dict[str, Counter[int]] = defaultdict(Counter)  # bytes by block and by number of the bucket
-    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
-        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
-            sizes[block][number] = bucket.packing.size * width if bucket.shards > 1 else 0
+    buckets = _buckets_by_block(config, layout, pp_rank)
 
     def whole(blocks: Iterable[str]) -> int:
         """Return the bytes of these blocks, of which two may share a tied weight."""
-        return sum({number: size for block in blocks for number, size in sizes[block].items()}.values())
+        shared = {number: bucket for block in blocks for number, bucket in buckets[block].items()}
+        return sum(bucket.packing.size * width for bucket in shared.values() if bucket.shards > 1)
 
     if not parallel.reshards_after_forward:
-        return whole(sizes)
+        return whole(buckets)
     stages = [stage_blocks(stage) for stage in stages_by_rank(config.model, parallel)[pp_rank]]
     count, embedding = parallel.param_gather_prefetch, {"embedding"}  # whose backward does not read its weights
     in_flight = {block for blocks in stages for block in kept_for_backward(blocks, count)}
@@ -265,6 +263,15 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
             peaks.append(({block} | prefetched(blocks[:index][::-1], count)) - embedding)
     pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
     return max(whole(blocks | pipelined) for blocks in peaks)
+
+
+def _buckets_by_block(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, dict[int, BucketShape]]:
+    """Return the buckets of ZeRO-3 by block and number; a tied weight is that of two blocks."""
+    found: dict[str, dict[int, BucketShape]] = defaultdict(dict)
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
+        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
+            found[block][number] = bucket
+    return found
 
 
 def stage_blocks(stage: StageLayers) -> list[str]:
@@ -421,6 +428,26 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
+def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+    """Return how many times a step of ZeRO-3 with resharding gathers each bucket, by its number.
+
+    A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with is kept
+    from forward to backward (:func:`kept_for_backward`).
+    """
+    model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
+    of_block = _buckets_by_block(config, layout, pp_rank)
+    stages = [stage_blocks(stage) for stage in stage_layers(model, parallel)]
+    program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
+    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
+        blocks, forward = stages[action.stage], action.kind == FORWARD
+        kept = kept_for_backward(blocks, parallel.param_gather_prefetch) if forward else set[str]()
+        for block in blocks if forward else reversed(blocks):
+            if forward or block != "embedding":
+                found.update(number for number in of_block[block] if number not in held)
+                held = held | {*of_block[block]} if block in kept else held - {*of_block[block]}
+    return found
+
+
 INT8_BYTES = 1 + 4 / ALIGNMENT
 """Bytes per element of gradients in int8, their scales included."""
 
@@ -436,11 +463,13 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-0                              2 B (c - 1) / c
     ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
-    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
-    schedule delays weight gradients over several micro-batches.
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
+    all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
+    micro-batches.
 
     int8 is the same with 1.0625 bytes. The other compressions replace an all-reduce of F elements of matrices and V
     others by an all-reduce of V and of PowerSGD's factors, ``(m + n) RANK`` of an ``[m, n]`` matrix, or by one of V and
@@ -456,10 +485,12 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         rounded = DTYPE_BYTES["bf16"]
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
-    for bucket in bucket_shapes(config, layout, pp_rank):
+    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        sent["all-gather"] += size * weight_bytes * over_shards
+        times = 1 if gathers is None else gathers[number]
+        sent["all-gather"] += times * size * weight_bytes * over_shards
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
             sent["all-gather"] += shard * rounded * over_copies
