@@ -112,12 +112,32 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
     return _StageState.of(config, layout, pp).at(dense, expert)
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
+def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
+    """Return the bytes of a checkpoint's tensors; they depend on the layout by the state of compressed gradients only.
+
+    PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
+    """
     copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
     weights = main_param_bytes(config) * copies
     whole = gpt(config.model).items()
-    return sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    compression, parallel = config.parallel.compression, config.parallel
+    if compression is None or not compression.has_errors:
+        return size
+    layout, wide = Layout.from_config(parallel, world_size), main_param_bytes(config)
+    for spec in dict(whole).values():
+        copies = _shards(parallel, layout, spec.expert)[1]
+        stages = min(2, layout.sizes["pp"]) if spec.tied else 1
+        size += spec.numel * wide * (copies * stages if copies > 1 else 0)
+    for pp in range(layout.sizes["pp"]):
+        specs = rank_parameters(config.model, parallel, pp)
+        for bucket in bucket_shapes(config, layout, pp):
+            expert = bucket.key.axes == EXPERT_REDUCE_AXES
+            ranks = layout.sizes["ep"] * layout.sizes["etp"] if expert else layout.sizes["tp"]
+            for shard in range(bucket.shards if bucket.copies > 1 else 0):
+                columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
+                size += columns * compression.rank * wide * ranks
+    return size
 
 
 def main_param_bytes(config: RunConfig) -> int:

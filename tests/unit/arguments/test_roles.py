@@ -189,7 +189,7 @@ LEFT_OUT = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size
         use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
-        overlap_param_gather reshard_after_forward param_gather_prefetch grad_reduce_in_bf16
+        overlap_param_gather reshard_after_forward param_gather_prefetch grad_reduce_in_bf16 grad_compression
         tp_comm_overlap_method distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels

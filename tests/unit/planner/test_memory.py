@@ -17,6 +17,7 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.optimizer import grad_buffer
+from megatron.optimizer.grad_compression import PowerSGD
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
@@ -70,6 +71,13 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(getattr(thing, "__dict__", {}), seen)
 
 
+def compression_of(trainer: Trainer) -> Iterator[Tensor]:
+    """Errors and factors of compressed gradients."""
+    for feedback in trainer.buckets.error_feedback().values():
+        yield feedback.error
+        yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
+
+
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
     optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
@@ -84,6 +92,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "compression": compression_of(trainer),
         "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
@@ -148,6 +157,11 @@ CUT = (
     f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
     f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
     f"{SMALL} optim_grads_params --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} no_shard --bf16 --grad-compression powersgd:2",
+    f"{SMALL} no_shard --grad-compression int8",
+    f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
+    f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
+    f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
 )
 
 
