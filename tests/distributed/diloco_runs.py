@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.distributed.replicas import Replicas
 from megatron.training.build import build_trainer
-from megatron.training.diloco import Diloco
+from megatron.training.diloco import Diloco, Round
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.runs import tiny_run
@@ -37,9 +41,9 @@ class QuietLog:
         self.metrics.append(metrics)
 
 
-def replica_config(flags: str = "", replicas: int = 2, world_size: int = 1) -> RunConfig:
-    """A replica whose rounds are of a second at most, if nobody answers."""
-    own = f"--diloco-server 127.0.0.1:1 --diloco-replicas {replicas} --diloco-timeout 3"
+def replica_config(flags: str = "", replicas: int = 2, world_size: int = 1, timeout: float = 20) -> RunConfig:
+    """A replica that gives up on others after ``timeout`` seconds."""
+    own = f"--diloco-server 127.0.0.1:1 --diloco-replicas {replicas} --diloco-timeout {timeout}"
     return tiny_run(Path("unused"), f"{own} {flags}", world_size)
 
 
@@ -83,6 +87,11 @@ class Replica:
             self.diloco.on_step_end(metrics)
             self.history.append(weights(trainer))
 
+    def close(self) -> None:
+        """Let its connections be closed, as those of a dead process are."""
+        if hasattr(self, "diloco"):
+            self.diloco.replicas.close_group()
+
     def run(self) -> None:
         """From start to end."""
         self.start()
@@ -94,6 +103,59 @@ def together(acts: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call all at once, and return what they return; raise the first error."""
     with ThreadPoolExecutor(len(acts)) as pool:
         return [future.result() for future in [pool.submit(act) for act in acts]]
+
+
+class Killed(SystemExit):
+    """Ends a thread as ``kill -9`` ends a process."""
+
+
+class Mortality:
+    """Kills replicas at any of their requests to the store, and records what the others make of it.
+
+    Attributes:
+        left: by the identity of a replica's store, how many requests it has left.
+        gradients: of a round, by the index of the replica.
+        rounds: by round, what every replica took from it: indices of members that contributed, and their average.
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.gradients: dict[int, dict[int, Tensor]] = {}
+        self.rounds: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Within it, replicas die and are recorded."""
+        ask, keep, synchronise = Replicas._ask, Diloco._keep, Diloco._synchronise
+        lock = threading.Lock()
+
+        def dying(replicas: Replicas, method: str, *arguments: object) -> Any:
+            with lock:
+                left = self.left.get(id(replicas._store), 1 << 30)
+                self.left[id(replicas._store)] = left - 1
+            if left <= 0:
+                raise Killed
+            return ask(replicas, method, *arguments)
+
+        def keeping(diloco: Diloco, done: Round) -> None:
+            keep(diloco, done)
+            indices = tuple(member.index for member in done.members if not member.facts["starting"])
+            with lock:
+                self.rounds.setdefault(diloco.outer.rounds, []).append((indices, done.average.clone()))
+
+        def contributing(diloco: Diloco, facts: dict[str, Any], delta: Tensor, *rest: Any) -> Round:
+            if not facts["starting"]:
+                with lock:
+                    of_round = self.gradients.setdefault(facts["rounds"] + 1, {})
+                    of_round[diloco.replicas.index] = delta.clone()
+            return synchronise(diloco, facts, delta, *rest)
+
+        with (
+            patch.object(Replicas, "_ask", dying),
+            patch.object(Diloco, "_keep", keeping),
+            patch.object(Diloco, "_synchronise", contributing),
+        ):
+            yield
 
 
 def run_replicas(flags: str, replicas: int = 2) -> list[Replica]:

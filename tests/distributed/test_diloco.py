@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config.run import RunConfig
 from megatron.training.build import build_trainer
 from tests.distributed.diloco_runs import (
     FP64,
+    Killed,
+    Mortality,
+    Replica,
     largest_difference,
     replica_config,
     run_replicas,
     take_step,
+    together,
     weights,
 )
 from tests.runs import tiny_run
@@ -108,3 +116,46 @@ def test_replicas_follow_the_papers(case: str) -> None:
     first, *others = (replica.history[-1] for replica in replicas)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def live_and_die(config: RunConfig, base: Any, index: int, mortality: Mortality, lives: list[int]) -> Replica:
+    """One replica after the other with the same index: each makes so many requests, and the last lives on."""
+    for requests in [*lives, 1 << 30]:
+        replica = Replica(config, dist.PrefixStore("run", base), index)
+        mortality.left[id(replica.store)] = requests
+        try:
+            replica.run()
+            break
+        except Killed:
+            replica.close()
+    return replica
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
+def test_whoever_dies_at_any_moment_every_round_is_the_mean_of_its_members(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    options = random.choice(["", "--diloco-fragments 2", "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5"])
+    flags = f"{FP64} --train-iters 16 --diloco-sync-interval 2 {options}"
+    config, base, mortality = replica_config(flags, 3, timeout=0.7), dist.HashStore(), Mortality()
+    lives = [[], random.integers(20, 400, 1).tolist(), random.integers(20, 400, 2).tolist()]
+    with mortality.observing():
+        acts = [partial(live_and_die, config, base, index, mortality, lives[index]) for index in range(3)]
+        replicas = together(acts)
+    check_rounds(mortality)
+    finished = [weights(replica.trainer) for replica in replicas if replica.trainer.iteration == 16]
+    assert len(finished) == 3
+    for other in finished[1:]:
+        assert all(torch.equal(finished[0][name], other[name]) for name in other)
+
+
+def check_rounds(mortality: Mortality) -> None:
+    """All replicas took the same from a round: the mean of the progress of those that were in it."""
+    assert sorted(mortality.rounds) == [*range(1, max(mortality.rounds) + 1)]
+    for number, taken in mortality.rounds.items():
+        members, average = taken[0]
+        for others, theirs in taken[1:]:
+            assert members == others, number
+            assert torch.equal(average, theirs), number
+        mean = sum(mortality.gradients[number][index] for index in members) / len(members)
+        assert torch.allclose(average, torch.as_tensor(mean), rtol=0, atol=1e-13), number
