@@ -110,23 +110,25 @@ class Killed(SystemExit):
 
 
 class Mortality:
-    """Kills replicas at any of their requests to the store, and records what the others make of it.
+    """Kills replicas at a request to the store or in the middle of an exchange, and records what the others make of it.
 
     Attributes:
         left: by the identity of a replica's store, how many requests it has left.
+        exchanges: by the same, how many sums over the members; one is of a part of a round.
         gradients: of a round, by the index of the replica.
         rounds: by round, what every replica took from it: indices of members that contributed, and their average.
     """
 
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
+        self.exchanges: dict[int, int] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
         self.rounds: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Within it, replicas die and are recorded."""
-        ask, keep, synchronise = Replicas._ask, Diloco._keep, Diloco._synchronise
+        ask, keep, synchronise, add_up = Replicas._ask, Diloco._keep, Diloco._synchronise, Diloco._sum
         lock = threading.Lock()
 
         def dying(replicas: Replicas, method: str, *arguments: object) -> Any:
@@ -136,6 +138,17 @@ class Mortality:
             if left <= 0:
                 raise Killed
             return ask(replicas, method, *arguments)
+
+        def leaving(diloco: Diloco, *arguments: Any) -> Tensor:
+            store = id(diloco.replicas._store)
+            with lock:
+                left = self.exchanges.get(store, 1 << 30)
+                self.exchanges[store] = left - 1
+            if left <= 0:
+                self.left[store] = 0  # its heartbeat ends, too
+                diloco.replicas.close_group()
+                raise Killed
+            return add_up(diloco, *arguments)
 
         def keeping(diloco: Diloco, done: Round) -> None:
             keep(diloco, done)
@@ -153,6 +166,7 @@ class Mortality:
         with (
             patch.object(Replicas, "_ask", dying),
             patch.object(Diloco, "_keep", keeping),
+            patch.object(Diloco, "_sum", leaving),
             patch.object(Diloco, "_synchronise", contributing),
         ):
             yield

@@ -118,11 +118,13 @@ def test_replicas_follow_the_papers(case: str) -> None:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def live_and_die(config: RunConfig, base: Any, index: int, mortality: Mortality, lives: list[int]) -> Replica:
-    """One replica after the other with the same index: each makes so many requests, and the last lives on."""
-    for requests in [*lives, 1 << 30]:
+def live_and_die(
+    config: RunConfig, base: Any, index: int, mortality: Mortality, lives: list[tuple[int, int]]
+) -> Replica:
+    """One replica after the other with the same index: each makes so many requests and sums, and the last lives on."""
+    for requests, sums in [*lives, (1 << 30, 1 << 30)]:
         replica = Replica(config, dist.PrefixStore("run", base), index)
-        mortality.left[id(replica.store)] = requests
+        mortality.left[id(replica.store)], mortality.exchanges[id(replica.store)] = requests, sums
         try:
             replica.run()
             break
@@ -138,7 +140,7 @@ def test_whoever_dies_at_any_moment_every_round_is_the_mean_of_its_members(seed:
     options = random.choice(["", "--diloco-fragments 2", "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5"])
     flags = f"{FP64} --train-iters 16 --diloco-sync-interval 2 {options}"
     config, base, mortality = replica_config(flags, 3, timeout=0.7), dist.HashStore(), Mortality()
-    lives = [[], random.integers(20, 400, 1).tolist(), random.integers(20, 400, 2).tolist()]
+    lives = [[(int(random.integers(20, 400)), int(random.integers(1, 16))) for _ in range(i)] for i in range(3)]
     with mortality.observing():
         acts = [partial(live_and_die, config, base, index, mortality, lives[index]) for index in range(3)]
         replicas = together(acts)
