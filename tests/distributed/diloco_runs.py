@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +24,7 @@ from megatron.training.build import build_trainer
 from megatron.training.diloco import Diloco, Round
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import tiny_run
+from tests.runs import Told, start, tiny_run
 
 FP64 = "--params-dtype fp64 --clip-grad 0"
 
@@ -105,6 +109,10 @@ def together(acts: Sequence[Callable[[], Any]]) -> list[Any]:
         return [future.result() for future in [pool.submit(act) for act in acts]]
 
 
+LOST_CONNECTIONS = 0.1
+"""Share of sums of which one member gets nothing, although all others do."""
+
+
 class Killed(SystemExit):
     """Ends a thread as ``kill -9`` ends a process."""
 
@@ -119,9 +127,10 @@ class Mortality:
         rounds: by round, what every replica took from it: indices of members that contributed, and their average.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self.left: dict[int, int] = {}
         self.exchanges: dict[int, int] = {}
+        self.random = Random(seed)
         self.gradients: dict[int, dict[int, Tensor]] = {}
         self.rounds: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
 
@@ -148,7 +157,10 @@ class Mortality:
                 self.left[store] = 0  # its heartbeat ends, too
                 diloco.replicas.close_group()
                 raise Killed
-            return add_up(diloco, *arguments)
+            total = add_up(diloco, *arguments)
+            if self.random.random() < LOST_CONNECTIONS:
+                raise RuntimeError("gloo/transport/tcp: connection reset by the test")
+            return total
 
         def keeping(diloco: Diloco, done: Round) -> None:
             keep(diloco, done)
@@ -170,6 +182,40 @@ class Mortality:
             patch.object(Diloco, "_synchronise", contributing),
         ):
             yield
+
+
+def run_rank(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    kills_before: int | None = None,
+    process: int | None = None,
+    pause: float = 0.0,
+) -> Told:
+    """One rank of a replica that is a run of its own.
+
+    Args:
+        rank: of the replica.
+        world_size: ranks of the replica.
+        config: of the replica.
+        kills_before: a step before which it kills a process.
+        process: this one; itself for None.
+        pause: seconds before every step.
+    """
+
+    def strike(trainer: Trainer) -> None:
+        time.sleep(pause)
+        if trainer.iteration + 1 == kills_before:
+            with suppress(ProcessLookupError):  # another replica was first
+                os.kill(process or os.getpid(), signal.SIGKILL)
+
+    original = Trainer.next_batches
+
+    def next_batches(trainer: Trainer) -> Any:
+        strike(trainer)
+        return original(trainer)
+
+    return start(config, patch.object(Trainer, "next_batches", next_batches), rank, world_size)
 
 
 def run_replicas(flags: str, replicas: int = 2) -> list[Replica]:
