@@ -32,12 +32,12 @@ from megatron.distributed.param_layout import (
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
-from megatron.optimizer.param_groups import rule_of
+from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
-from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations
+from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations, peak_host_activations
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
@@ -74,14 +74,14 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     return max(_state_by_stage(config, world_size), key=lambda state: sum(state.values()))
 
 
-def _state_by_stage(config: RunConfig, world_size: int) -> list[dict[str, int]]:
-    """Return the bytes on the fullest rank of every pipeline rank."""
+def _state_by_stage(config: RunConfig, world_size: int, host: bool = False) -> list[dict[str, int]]:
+    """Return the bytes on the fullest rank of every pipeline rank, on its device or on the ``host``."""
     layout = Layout.from_config(config.parallel, world_size)
     places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
     stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
     states: list[list[dict[str, int]]] = [[] for _ in stages]
     for pp, dense, expert in places:
-        states[pp].append(stages[pp].at(dense, expert))
+        states[pp].append(stages[pp].at(dense, expert)[host])
     return [max(of_stage, key=lambda state: sum(state.values())) for of_stage in states]
 
 
@@ -109,7 +109,26 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
     """Return the bytes on one rank, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
     pp, dense, expert = _place(config.parallel, layout, rank)
-    return _StageState.of(config, layout, pp).at(dense, expert)
+    return _StageState.of(config, layout, pp).at(dense, expert)[0]
+
+
+def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
+    """Return the bytes that one rank offloads to the host.
+
+    By :data:`STATE_KINDS`, of which ``weights`` and ``gradients`` are buffers for copies, and ``activations``.
+    """
+    layout = Layout.from_config(config.parallel, world_size)
+    pp, dense, expert = _place(config.parallel, layout, rank)
+    activations = peak_host_activations(config, layout.sizes["dp"])[pp]
+    return _StageState.of(config, layout, pp).at(dense, expert)[1] | {"activations": activations}
+
+
+def max_host_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return the bytes offloaded to the host on the rank with the most; see :func:`rank_host_bytes`."""
+    activations = peak_host_activations(config, Layout.from_config(config.parallel, world_size).sizes["dp"])
+    states = _state_by_stage(config, world_size, host=True)
+    found = [state | {"activations": kept} for state, kept in zip(states, activations)]
+    return max(found, key=lambda parts: sum(parts.values()))
 
 
 def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
@@ -192,10 +211,14 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
 class _StageState:
     """State of the ranks of one pipeline rank, in bytes by :data:`STATE_KINDS`."""
 
+    config: RunConfig
+    specs: Specs
     # The same on all ranks.
     common: Counter[str]
-    # By shard of dense (False) and of expert (True) buckets.
+    # By shard of dense (False) and of expert (True) buckets: what belongs to no single parameter.
     sharded: dict[bool, list[Counter[str]]]
+    # By the same: number of the bucket, parameter, elements of its shard, and the bytes of its state.
+    shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
@@ -210,7 +233,9 @@ class _StageState:
             common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
         sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
-        for bucket in bucket_shapes(config, layout, pp):
+        shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
+        shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
+        for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
             common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
@@ -223,18 +248,26 @@ class _StageState:
             for name, shard, elements in _shares(bucket):
                 spec = specs[name]
                 moment_bytes, rounded = _moments(rule_of(name, spec, optimizer), config)
-                state = sharded[spec.expert][shard]
-                state["main params"] += elements * main_bytes
-                state["moments"] += elements * moment_bytes
-                state["average"] += elements * wide * (optimizer.ema_decay is not None)
-                state["outer"] += 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
-                state["buffers"] += spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
-        return cls(common, sharded)
+                state = Counter[str]()
+                state["main params"] = elements * main_bytes
+                state["moments"] = elements * moment_bytes
+                state["average"] = elements * wide * (optimizer.ema_decay is not None)
+                state["outer"] = 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
+                state["buffers"] = spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
+                shares[spec.expert][shard].append((number, name, elements, state))
+        return cls(config, specs, common, sharded, shares)
 
-    def at(self, dense: int, expert: int) -> dict[str, int]:
-        """Return the bytes of a rank with these shards."""
-        parts = self.common, self.sharded[False][dense], self.sharded[True][expert]
-        return {kind: sum(part[kind] for part in parts) for kind in STATE_KINDS}
+    def at(self, dense: int, expert: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes of a rank with these shards, on its device and on the host."""
+        shares = sorted([*self.shares[False][dense], *self.shares[True][expert]], key=lambda share: share[0])
+        moved = offloaded_params({name: n for _, name, n, _ in shares}, self.specs, self.config.optimizer)
+        device, host = self.common + self.sharded[False][dense] + self.sharded[True][expert], Counter[str]()
+        for _, name, elements, state in shares:
+            (host if name in moved else device).update(state)
+            if name in moved:
+                host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype]
+                host["gradients"] += elements * main_param_bytes(self.config)
+        return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
 
 
 def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:

@@ -53,6 +53,11 @@ CASES = (
     Case("--save memory://user:LEAK@host/run --data-path=https://me:LE@AK@host/corpus"),
     Case("--set checkpoint.save=s3://KEY:LE/AK@bucket/run --wandb-notes 'for hf_LEAKabcdefghijklmnopqrstuvwxyz0123'"),
     Case("--config tests/golden/credentials.yaml --unknown-flag s3://KEY:LEAK@bucket"),
+    # offload
+    Case("--cuda-graph optimizer --optimizer-cpu-offload --device cuda"),
+    Case("--cuda-graph step --cpu-offloading-num-layers 2 --device cuda"),
+    Case("--optimizer-cpu-offload --diloco-sync-interval 4 --diloco-server localhost:1"),
+    Case("--optimizer-offload-fraction 1.5 --optimizer-cpu-offload --cpu-offloading-num-layers 3"),
     # spelling
     Case("--hiden-size 256"),
     Case("--num-atention-heads 6 --no-sequence-paralel"),
