@@ -33,7 +33,7 @@ from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_byte
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most thirteen lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most fourteen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
@@ -54,6 +54,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
         "optimizer": _optimizer(config, world_size),
+        "diloco": _diloco(config),
         "precision": _precision(config),
         "saves": _saves(config),
     }
@@ -221,6 +222,22 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     elif optimizer.lr_warmup_iters:
         row += f", warm-up {optimizer.lr_warmup_iters:,} steps"
     return f"{row}, clip {optimizer.clip_grad:g}"
+
+
+def _diloco(config: RunConfig) -> str:
+    options = config.diloco
+    if options.diloco_sync_interval is None:
+        return ""
+    fragments = options.diloco_fragments
+    every = f"every {counted(options.diloco_sync_interval, 'step')}"
+    if fragments > 1:
+        steps = counted(options.diloco_sync_interval // fragments, "step")
+        every += f", one of {fragments} fragments every {steps}"
+    if options.diloco_delay:
+        every += f", exchanged during {counted(options.diloco_delay, 'step')}, mix {options.diloco_mix:g}"
+    rounded = " as int8" if options.diloco_int8 else ""
+    update = f"outer SGD {options.diloco_outer_lr:g}, Nesterov momentum {options.diloco_outer_momentum:g}"
+    return f"{counted(options.diloco_replicas, 'replica')}, synchronised{rounded} {every}; {update}"
 
 
 def _precision(config: RunConfig) -> str:

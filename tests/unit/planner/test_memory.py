@@ -82,6 +82,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
     for part, tensors in parts.items():
@@ -96,6 +97,7 @@ OPTIMIZERS = [
     "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.99 --position-embedding-type rope",
     "lion --exp-avg-dtype bf16 --lr-factors *.bias=2 --skip-spikes 6",
     "sgd --ema-decay 0.9",
+    "adam --diloco-sync-interval 4 --diloco-fragments 2 --diloco-server localhost:1",
 ]
 
 
