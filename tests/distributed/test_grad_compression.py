@@ -588,3 +588,21 @@ def test_method_is_checked() -> None:
     for text in ("powersgd", "powersgd:0", "powersgd:1.5", "topk:1", "topk:0", "topk:x", "int8:4", "fp4", ""):
         with pytest.raises(ValueError, match="powersgd:RANK"):
             GradCompression.parse(text)
+
+
+def first_gradient(rank: int, size: int, iterations: list[int]) -> list[Tensor]:
+    """A gradient of the same batch and weights, as rounded in other steps of a run."""
+    run = replace(case(size, grad_compression="int8"), precision=PrecisionConfig(params_dtype="fp32"))
+    found = []
+    for iteration in iterations:
+        trainer = build_trainer(run.config(), rank, size)
+        trainer.iteration = iteration
+        train_step(trainer, batches_of(trainer, run, 0), RATES)
+        found.append(trainer.buckets.grads["layers.0.mlp.linear_fc1.weight"].clone())
+    return found
+
+
+def test_int8_rounds_otherwise_in_every_step(pool: Pool) -> None:
+    once, again, later = pool.run(2, first_gradient, [0, 0, 5])[1]
+    assert torch.equal(once, again)
+    assert float((once != later).float().mean()) > 0.5
