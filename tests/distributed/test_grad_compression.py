@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import product
@@ -44,10 +45,12 @@ from megatron.training.step import train_step
 from tests.distributed.drive import RATES, batches_of, run_on
 from tests.distributed.pool import Pool
 from tests.distributed.resume import advance
+from tests.distributed.test_local_tier import go_on as local_go_on
+from tests.distributed.test_local_tier import run_of as local_run
 from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS
 from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
-from tests.runs import tiny_run
+from tests.runs import differences, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -546,6 +549,18 @@ def test_errors_may_be_missing_or_left_over(pool: Pool, tmp_path: Path) -> None:
     assert [note for note in notes if "random factors" in note]
     notes = pool.run(2, load_and_go_on, plain)[0][2]
     assert [note for note in notes if "are not used" in note]
+
+
+def test_a_lost_node_loses_no_error(pool: Pool, tmp_path: Path) -> None:
+    """Checkpoints on the nodes' disks hold the errors, too."""
+    flags = f"--grad-compression topk:0.05 {HSDP}"
+    whole, parts = (local_run(tmp_path / name, flags, 4) for name in ("whole", "parts"))
+    local_go_on(pool, whole, 2, world_size=4)
+    local_go_on(pool, parts, 2, 6, world_size=4)
+    shutil.rmtree(tmp_path / "parts/node1")
+    printed = local_go_on(pool, parts, 2, world_size=4)
+    assert "node0/iter_0000005: step 5," in printed.out
+    assert differences(tmp_path / "parts/saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
 
 
 # ---- Bytes
