@@ -399,7 +399,8 @@ def test_notes_on_compressed_gradients() -> None:
     instances = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
     told = notes(f"--grad-compression powersgd:1 {instances}", 4)
     less = re.search(r"to other instances instead of .* \(([\d.]+) times less\)", told)
-    assert less and float(less[1]) > 10
+    assert less is not None
+    assert float(less[1]) > 10
 
 
 def test_notes_on_sharded_gradients_and_instances() -> None:
