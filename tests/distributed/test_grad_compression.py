@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import product
@@ -44,10 +45,12 @@ from megatron.training.step import train_step
 from tests.distributed.drive import RATES, batches_of, run_on
 from tests.distributed.pool import Pool
 from tests.distributed.resume import advance
+from tests.distributed.test_local_tier import go_on as local_go_on
+from tests.distributed.test_local_tier import run_of as local_run
 from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS
 from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
-from tests.runs import tiny_run
+from tests.runs import differences, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -548,6 +551,18 @@ def test_errors_may_be_missing_or_left_over(pool: Pool, tmp_path: Path) -> None:
     assert [note for note in notes if "are not used" in note]
 
 
+def test_a_lost_node_loses_no_error(pool: Pool, tmp_path: Path) -> None:
+    """Checkpoints on the nodes' disks hold the errors, too."""
+    flags = f"--grad-compression topk:0.05 {HSDP}"
+    whole, parts = (local_run(tmp_path / name, flags, 4) for name in ("whole", "parts"))
+    local_go_on(pool, whole, 2, world_size=4)
+    local_go_on(pool, parts, 2, 6, world_size=4)
+    shutil.rmtree(tmp_path / "parts/node1")
+    printed = local_go_on(pool, parts, 2, world_size=4)
+    assert "node0/iter_0000005: step 5," in printed.out
+    assert differences(tmp_path / "parts/saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
+
+
 # ---- Bytes
 
 HSDP = "--data-parallel-sharding-strategy optim --num-distributed-optimizer-instances 2"
@@ -588,3 +603,21 @@ def test_method_is_checked() -> None:
     for text in ("powersgd", "powersgd:0", "powersgd:1.5", "topk:1", "topk:0", "topk:x", "int8:4", "fp4", ""):
         with pytest.raises(ValueError, match="powersgd:RANK"):
             GradCompression.parse(text)
+
+
+def first_gradient(rank: int, size: int, iterations: list[int]) -> list[Tensor]:
+    """A gradient of the same batch and weights, as rounded in other steps of a run."""
+    run = replace(case(size, grad_compression="int8"), precision=PrecisionConfig(params_dtype="fp32"))
+    found = []
+    for iteration in iterations:
+        trainer = build_trainer(run.config(), rank, size)
+        trainer.iteration = iteration
+        train_step(trainer, batches_of(trainer, run, 0), RATES)
+        found.append(trainer.buckets.grads["layers.0.mlp.linear_fc1.weight"].clone())
+    return found
+
+
+def test_int8_rounds_otherwise_in_every_step(pool: Pool) -> None:
+    once, again, later = pool.run(2, first_gradient, [0, 0, 5])[1]
+    assert torch.equal(once, again)
+    assert float((once != later).float().mean()) > 0.5

@@ -26,6 +26,7 @@ NAMES = [
     "flags",
     "formats",
     "long_context",
+    "slow_networks",
     "operations",
     "performance",
     "pipelines",

@@ -56,8 +56,12 @@ def grad_compression_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{name} has no effect: there is one data-parallel rank"
     elif config.model.vocab_size is not None:
         plain = replace(config, parallel=replace(parallel, grad_compression="none"))
-        sent, before = (sum(data_parallel_traffic(each, world_size).values()) for each in (config, plain))
+        traffic, uncompressed = (data_parallel_traffic(each, world_size) for each in (config, plain))
+        sent, before, where = sum(traffic.values()), sum(uncompressed.values()), "other replicas"
+        if parallel.zero_stage and parallel.compression.has_errors:  # all that is saved
+            where, shared = "other instances", before - uncompressed["all-reduce"]
+            sent, before = sent - shared, before - shared
         yield (
             f"{name}: gradients are approximated, so the numbers depend on the layout; in a step a rank sends "
-            f"{format_bytes(sent)} to other replicas instead of {format_bytes(before)} ({before / sent:.1f} times less)"
+            f"{format_bytes(sent)} to {where} instead of {format_bytes(before)} ({before / sent:.1f} times less)"
         )
