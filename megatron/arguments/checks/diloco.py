@@ -71,5 +71,5 @@ def diloco_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     if options.diloco_sync_interval is not None and options.diloco_delay and not options.diloco_mix:
         yield (
             f"--diloco-delay {options.diloco_delay} without --diloco-mix: rounds undo the steps of their exchange; "
-            "arXiv 2501.18512 uses --diloco-mix 0.5"
+            "--diloco-mix 0.5 keeps half of them"
         )
