@@ -9,7 +9,7 @@ server=$!
 trap 'kill $server' EXIT
 replica() {
     python pretrain_gpt.py --preset tiny-gpt2 --mock-data --vocab-size 256 --seq-length 64 --device cpu \
-        --global-batch-size 8 --train-iters 200 --log-interval 20 --save "$out/$1" --run-dir "$out/$1/logs" \
+        --global-batch-size 8 --train-iters 100 --log-interval 20 --save "$out/$1" --run-dir "$out/$1/logs" \
         --diloco-sync-interval 20 --diloco-fragments 2 --diloco-server "127.0.0.1:$port" "${@:2}"
 }
 replica site-a "$@" &
