@@ -93,7 +93,8 @@ class Diloco(Callback):
         self._shared = {
             name
             for name, spec in trainer.specs.items()
-            if spec.tied or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
+            if (spec.tied and trainer.mesh.embedding_group.size > 1)
+            or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
         }
 
     # ---- In the training loop

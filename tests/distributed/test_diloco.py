@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.distributed.replicas import serve
+from megatron.distributed.replicas import ReplicaError, serve
 from megatron.training.build import build_trainer
 from tests.distributed.diloco_runs import (
     FP64,
@@ -123,6 +126,78 @@ def test_replicas_follow_the_papers(case: str) -> None:
     first, *others = (replica.history[-1] for replica in replicas)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_who_joins_receives_outer_weights_and_position() -> None:
+    flags = f"{FP64} --train-iters 12 --diloco-sync-interval 3"
+    store = dist.HashStore()
+    first, second, third = (Replica(replica_config(flags, 3, timeout=1.0), store, index) for index in range(3))
+    together([first.start, second.start])  # the third is waited for, and then not any more
+    together([partial(each.train, 5) for each in (first, second)])
+    assert not any("joined" in note for note in first.log.notes)
+    joining = ThreadPoolExecutor(1).submit(third.start)
+    while not (hasattr(third, "diloco") and store.check([f"ready/{third.diloco.replicas.id}"])):
+        time.sleep(0.01)
+    together([partial(each.train, 6) for each in (first, second)])
+    notes = joining.result()
+    assert any("received the outer weights of step 6" in note for note in notes)
+    assert (third.trainer.iteration, third.trainer.consumed_samples) == (6, 24)
+    assert all(torch.equal(a, b) for a, b in zip(weights(first.trainer).values(), weights(third.trainer).values()))
+    assert [n for n in first.log.notes if "replica 2 joined" in n]
+    together([each.train for each in (first, second, third)])
+    for other in (second, third):
+        assert all(torch.equal(a, b) for a, b in zip(first.history[-1].values(), other.history[-1].values()))
+        assert all(torch.equal(a, b) for a, b in zip(*(r.diloco.outer.momentum.values() for r in (first, other))))
+
+
+def test_streams_divide_the_samples_and_no_two_replicas_read_one() -> None:
+    flags = "--diloco-sync-interval 1 --pad-global-batch --micro-batch-size 3 --train-iters 4"
+    read = []
+    for index in range(3):
+        trainer = build_trainer(replica_config(flags, 3), 0, 1)
+        trainer.use_stream(index)
+        mine = []
+        for _ in range(4):
+            places = trainer.data.rank_places("train", trainer.consumed_samples, 4, 0, 1)
+            for batch, of_batch in zip(trainer.next_batches(), places):
+                assert batch.sample_ids.tolist()[: len(of_batch)] == [*of_batch]
+                assert batch.loss_mask[len(of_batch) :].sum() == 0
+                mine += of_batch
+            trainer.consumed_samples += 4
+        read.append(mine)
+        digest = trainer.data.digest_places("train", [range(index, 48, 3)])
+        assert trainer.digest_read % 2**64 == trainer.samples_digest() == digest
+    assert sorted(place for mine in read for place in mine) == [*range(48)]
+
+
+def test_int8_averages_have_the_same_bits_everywhere_and_are_near() -> None:
+    flags = "--train-iters 4 --diloco-sync-interval 2"
+    exact, rounded = run_replicas(flags), run_replicas(f"{flags} --diloco-int8")
+    for a, b in zip(rounded[0].history[-1].values(), rounded[1].history[-1].values()):
+        assert torch.equal(a, b)
+    differences = [
+        (a - b).abs().max().item() for a, b in zip(exact[0].history[1].values(), rounded[0].history[1].values())
+    ]
+    steps = [(a - b).abs().max().item() for a, b in zip(exact[0].history[1].values(), exact[0].history[0].values())]
+    assert 0 < max(differences) < 0.1 * max(steps)
+    sent = [replica.log.metrics[0]["diloco-sent-bytes"] for replica in (exact[0], rounded[0])]
+    assert sent[1] < 0.3 * sent[0]
+
+
+def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() -> None:
+    flags = f"{FP64} --train-iters 6 --diloco-sync-interval 2"
+    store = dist.HashStore()
+    first, second = (Replica(replica_config(flags, timeout=0.8), store, index) for index in range(2))
+    together([first.start, second.start])
+    with pytest.raises(UserError, match="E956"):
+        Replica(replica_config(f"{flags} --diloco-replica 1", timeout=0.8), store).start()
+    with pytest.raises(UserError, match=r"E955.*diloco_outer_lr: 0.7 there, 0.5 here"):
+        Replica(replica_config(f"{flags} --diloco-outer-lr 0.5", timeout=0.8), store).start()
+    second.diloco.replicas._stopped.set()  # suspended: no heartbeat
+    first.train(2)
+    assert first.log.metrics[0]["diloco-members"] == 1
+    with pytest.raises(ReplicaError, match="went on without this one"):
+        second.train(2)
 
 
 def live_and_die(

@@ -30,6 +30,7 @@ NAMES = [
     "operations",
     "performance",
     "pipelines",
+    "slow_networks",
     "slurm",
 ]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
