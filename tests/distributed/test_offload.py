@@ -89,9 +89,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_state_on_the_host_changes_no_bit(pool: Pool, name: str) -> None:
     optimizer, parallel, fraction, precision = CASES[name]
-    case = Case(
-        replace(GQA, add_bias_linear=True), parallel, precision, optimizer=OPTIMIZERS[optimizer], dp=2, steps=STEPS
-    )
+    model, dp = replace(GQA, add_bias_linear=True), 2 * parallel.num_distributed_optimizer_instances
+    case = Case(model, parallel, precision, optimizer=OPTIMIZERS[optimizer], dp=dp, steps=STEPS)
     on_host = replace(case.optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
     for held, _ in check(pool, case, replace(case, optimizer=on_host)):
         assert held > 0
