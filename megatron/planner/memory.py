@@ -376,9 +376,12 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-0                              2 B (c - 1) / c
     ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
+    W is the size of the bucket's weights in bytes. Without resharding after forward, g is 1. With it, and one pipeline
+    stage, g is 2 m in blocks and the final norm, m in the embedding, whose backward reads no weights, and m in the
+    output layer, whose backward follows at once. With gradient reduction in bf16, B counts two bytes per element, a
     reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
     schedule delays weight gradients over several micro-batches.
 
@@ -395,11 +398,16 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     if parallel.grad_reduce_in_bf16:
         rounded = DTYPE_BYTES["bf16"]
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
-    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
+    micro_batches = get_num_microbatches(config.training, layout.sizes["dp"])
+    reductions = micro_batches if parallel.zero_stage >= 2 else 1
     for bucket in bucket_shapes(config, layout, pp_rank):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        sent["all-gather"] += size * weight_bytes * over_shards
+        gathers = 1
+        if parallel.reshards_after_forward:
+            once = bucket.key.block in ("embedding", "output_layer") and not bucket.key.tied
+            gathers = micro_batches * (1 if once else 2)
+        sent["all-gather"] += gathers * size * weight_bytes * over_shards
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
             sent["all-gather"] += shard * rounded * over_copies

@@ -56,9 +56,16 @@ def ring(count: float, ranks: int) -> float:
 
 ZERO = "--data-parallel-sharding-strategy"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads --num-distributed-optimizer-instances 2")
+SHARDED_WEIGHTS = (
+    "",
+    "--untie-embeddings-and-output-weights --bf16",
+    "--no-reshard-after-forward --num-distributed-optimizer-instances 2",
+    "--param-gather-prefetch 3",
+)
 REPLICAS = (
     *(f"{ZERO} {strategy} --global-batch-size 12" for strategy in STRATEGIES),
     *(f"{ZERO} {strategy} --global-batch-size 8 --bf16 --grad-reduce-in-bf16" for strategy in STRATEGIES),
+    *(f"{ZERO} optim_grads_params --global-batch-size 8 {more}" for more in SHARDED_WEIGHTS),
     f"{ZERO} optim --overlap-param-gather --no-overlap-grad-reduce --global-batch-size 4 --bf16 --optimizer muon",
 )
 
