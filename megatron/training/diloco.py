@@ -130,7 +130,12 @@ class Diloco(Callback):
         return began + self.options.diloco_delay
 
     def finish(self) -> None:
-        """Wait for the exchange in progress, if any, and keep its result."""
+        """Wait for the exchange in progress, if any, and keep its result.
+
+        Raises:
+            ReplicaError: if the server is gone, or the others went on without this replica. The next round of the
+                fragment then covers the steps of this one, too.
+        """
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return

@@ -34,8 +34,8 @@ def check_grad_compression(config: RunConfig, world_size: int) -> Iterator[Probl
         without = "--data-parallel-sharding-strategy no_shard"
         instances = f"--num-distributed-optimizer-instances {count}"
         yield Problem("E216", sentence, (instances, without, "--grad-compression int8"))
-    if config.precision.params_dtype == "fp16" and config.precision.loss_scale is None:
-        sentence = f"{name} keeps errors in units of scaled gradients, and the dynamic loss scale of fp16 changes them"
+    if config.precision.params_dtype == "fp16":
+        sentence = f"{name} keeps errors of gradients, and the loss scale of fp16 changes their unit"
         yield Problem("E216", sentence, ("--bf16", "--grad-compression int8"))
 
 

@@ -17,13 +17,17 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.optimizer import grad_buffer
+from megatron.optimizer.grad_compression import PowerSGD
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
     communicator_bytes,
     communicators,
+    gathered_weight_bytes,
     max_rank_parameters,
     max_state_bytes,
+    rank_host_bytes,
     rank_state_bytes,
     reduction_buffer_bytes,
 )
@@ -68,6 +72,13 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(getattr(thing, "__dict__", {}), seen)
 
 
+def compression_of(trainer: Trainer) -> Iterator[Tensor]:
+    """Errors and factors of compressed gradients."""
+    for feedback in trainer.buckets.error_feedback().values():
+        yield feedback.error
+        yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
+
+
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
     optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
@@ -77,11 +88,12 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         optimizer.main_params[name] if name not in remainders else remainders[name] for name in optimizer.main_params
     )
     parts: dict[str, Iterable[Tensor]] = {
-        "weights": (p.detach() for p in trainer.params.values()),
+        "weights": (buffer.part for buffer in optimizer.weights.buffers),
         "gradients": (bucket.shard for bucket in trainer.buckets.buckets),
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "compression": compression_of(trainer),
         "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
@@ -131,18 +143,26 @@ STAGES = (
     "optim_grads",
     "optim --num-distributed-optimizer-instances 2",
     "optim_grads --num-distributed-optimizer-instances 2 --overlap-param-gather",
+    "optim_grads_params",
+    "optim_grads_params --num-distributed-optimizer-instances 2 --no-reshard-after-forward",
 )
 SMALL = "--ddp-bucket-size 3000 --global-batch-size 4 --data-parallel-sharding-strategy"
 CUT = (
     *(f"{SMALL} {stage} --bf16 --optimizer adam --exp-avg-dtype bf16" for stage in STAGES),
-    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in STAGES[1::3]),
+    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in (STAGES[1], *STAGES[4:])),
     *(
         f"{SMALL} {stage} --bf16 --store-param-remainders {EXPERTS} --expert-model-parallel-size 2 --sequence-parallel "
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --position-embedding-type rope"
-        for stage in STAGES[1:3]
+        for stage in (*STAGES[1:3], STAGES[5])
     ),
     f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
     f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} optim_grads_params --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} no_shard --bf16 --grad-compression powersgd:2",
+    f"{SMALL} no_shard --grad-compression int8",
+    f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
+    f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
+    f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
 )
 
 
@@ -153,6 +173,64 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
         foretold = [rank_state_bytes(config, 4, rank) for rank in range(4)]
         assert [rank[number] for rank in found] == foretold, flags
         assert max(foretold, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
+
+
+def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a trainer's memory by part, on the device and on the host."""
+    optimizer, offload = trainer.optimizer, trainer.optimizer.offload
+    assert offload is not None
+    offload._scalars = torch.zeros(())  # scalars are left out
+    remainders, on_host = optimizer.main_params.remainders, offload.weights.keys()
+    everything = storages(tensors_of(vars(trainer) | {"data": None}, set()))
+
+    def parts(names: Iterable[str], weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> dict[str, int]:
+        named = [*names]
+        main = [remainders[name] if name in remainders else optimizer.main_params[name] for name in named]
+        tensors: dict[str, Iterable[Tensor]] = {
+            "weights": weights,
+            "gradients": gradients,
+            "main params": main,
+            "moments": [kind[name] for kind in optimizer.state().values() for name in named if name in kind],
+            "average": [optimizer.ema[name] for name in named if name in optimizer.ema],
+        }
+        return {part: sum(everything.pop(at, 0) for at in storages(of_part)) for part, of_part in tensors.items()}
+
+    host = parts(on_host, offload.weights.values(), offload.grads.values())
+    host["buffers"] = sum(
+        everything.pop(at)
+        for group, rule in optimizer.groups
+        if group.offloaded
+        for at in storages(place.rows for place in getattr(rule, "_places", ()))
+    )
+    weights = [each for buffer in optimizer.weights.buffers for each in (buffer.whole, buffer.part)]
+    left = [name for name in optimizer.main_params if name not in on_host]
+    device = parts(left, weights, (bucket.shard for bucket in trainer.buckets.buckets))
+    return device | {"buffers": sum(everything.values())}, host
+
+
+OFFLOADED = (
+    f"{SMALL} no_shard --optimizer-cpu-offload",
+    f"{SMALL} optim --bf16 --optimizer-cpu-offload --ema-decay 0.9 --exp-avg-dtype bf16",
+    f"{SMALL} optim_grads --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
+    f"{SMALL} optim_grads_params --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.7",
+    f"{SMALL} optim --bf16 --optimizer-cpu-offload --store-param-remainders --optimizer lion",
+    f"{SMALL} optim --optimizer-cpu-offload --optimizer muon --optimizer-offload-fraction 0.5",
+    f"{SMALL} optim {EXPERTS} --expert-model-parallel-size 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+)
+
+
+def offloaded_state(rank: int, world_size: int, flags: str) -> tuple[dict[str, int], dict[str, int]]:
+    return allocated_in_two(build_trainer(config_of(flags, world_size), rank, world_size))
+
+
+@pytest.mark.parametrize("flags", OFFLOADED)
+def test_offloaded_state_is_on_the_host(pool: Pool, flags: str) -> None:
+    config = config_of(flags, 2)
+    nothing = dict.fromkeys(("compression", "outer"), 0)
+    for rank, (device, host) in enumerate(pool.run(2, offloaded_state, flags)):
+        assert device | nothing == rank_state_bytes(config, 2, rank)
+        assert host | nothing | {"activations": 0} == rank_host_bytes(config, 2, rank)
+        assert sum(host.values()) > 0
 
 
 def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
@@ -170,15 +248,54 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("more", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", EXPERTS])
-def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: str) -> None:
+def test_whole_buckets_of_gradients_are_no_more_than_is_foretold(pool: Pool, more: str, stage: int) -> None:
     ranks = 2 if not more.startswith("--pipe") else 4
-    flags = f"{SMALL} optim_grads --global-batch-size 8 --num-layers 8 {more}"
+    flags = f"{SMALL} {STAGES[2 * stage - 2 + (stage > 2)]} --global-batch-size 8 --num-layers 8 {more}"
     bound = reduction_buffer_bytes(config_of(flags, ranks), ranks)
     for made, gradients in pool.run(ranks, lent, flags, timeout=240.0):
         assert 0 < made <= bound
         if not more:
-            assert bound < gradients, "ZeRO-2 has to need less than the gradients"
+            assert bound < gradients, "sharding has to need less than the gradients"
+
+
+GATHERS = (
+    "",
+    "--param-gather-prefetch 0",
+    "--param-gather-prefetch 2 --untie-embeddings-and-output-weights --bf16",
+    "--param-gather-prefetch 3 --num-layers 3 --optimizer muon",
+    "--no-reshard-after-forward",
+    "--recompute-granularity full",
+    f"{EXPERTS} --expert-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --param-gather-prefetch 2",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --num-virtual-stages-per-pipeline-rank 2",
+    "--pipeline-model-parallel-size 2",
+    "--num-distributed-optimizer-instances 2 --untie-embeddings-and-output-weights",
+)
+
+
+@pytest.mark.parametrize("more", GATHERS)
+def test_whole_weights_of_zero_3_are_those_foretold(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(f"{SMALL} optim_grads_params --global-batch-size 8 --num-layers 6 {more}", 4)
+    layout = Layout.from_config(config.parallel, 4)
+    start, buffers, held = WeightBuffer.start_gather, list[WeightBuffer](), list[int]()
+
+    def measure(buffer: WeightBuffer) -> None:
+        start(buffer)
+        held.append(sum(storages(each.whole for each in buffers).values()))
+
+    monkeypatch.setattr(WeightBuffer, "start_gather", measure)
+    for pp, rank in enumerate(layout.group_of(0, ("pp",))):
+        held.clear()
+        with fake_process_group(rank, 4):
+            trainer = build_trainer(config, rank, 4, device=torch.device("cpu"))
+            buffers[:] = [buffer for buffer in trainer.optimizer.weights.buffers if buffer.group.size > 1]
+            trainer.start_at(0, 0)
+            train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+        assert not storages(each.whole for each in buffers), "all are free after a step"
+        foretold = gathered_weight_bytes(config, layout, pp)
+        assert max(held) == foretold or (pp > 0 and max(held) < foretold), "micro-batches in flight are those of rank 0"
 
 
 @pytest.mark.parametrize(
