@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
-from tests.distributed.drive import FP64, MODEL, Case, compare_with_twin, run_on
+from megatron.inference.generate import SamplingParams, generate
+from megatron.optimizer.parameter_store import WeightBuffer
+from megatron.training.build import build_trainer
+from megatron.training.callbacks.health import check_weight_copies
+from megatron.training.step import evaluate, train_step
+from tests.distributed.drive import FP64, MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.grid import EXPERTS, choices
+from tests.distributed.grid import RECOMPUTE as RECOMPUTED
 from tests.distributed.pool import Pool
 from tools.lib.verify_parallel import StepTrace
 
@@ -172,3 +180,85 @@ def test_gradients_that_travel_as_bf16(pool: Pool, parallel: dict[str, Any]) -> 
     assert [step.drifted for step in steps] == [[]]
     errors = [d.error for d in compare_with_twin(steps, rounded, gradient_floor=1e-2) if d.kind == "gradient"]
     assert 1e-5 < max(errors) < 2 * 2.0**-8
+
+
+@dataclass
+class Watched:
+    """What a rank has seen of the weights of ZeRO-3."""
+
+    # Bytes of whole buffers between steps.
+    between: set[int] = field(default_factory=set)
+    # Every parameter reads as NaN between steps.
+    unreadable: bool = True
+    # Blocks in the order of their gathers in a step.
+    gathers: list[str] = field(default_factory=list)
+    # Largest number of transformer blocks whose weights exist at a time.
+    blocks: int = 0
+    # Weights inside of ``gathered``, and what the model generates from them.
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    text: list[list[int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def watch(rank: int, size: int, case: Case) -> Watched:
+    """Train two steps, evaluate with the average of the weights, generate, and compare copies."""
+    config = replace(case.config(), training=replace(case.config().training, eval_iters=1))
+    trainer, seen = build_trainer(config, rank, size), Watched()
+    store, (chunk,) = trainer.optimizer.weights, trainer.chunks.values()
+    block_of = {id(p): ".".join(name.split(".")[:2]) for name, p in trainer.params.items()}
+    start = WeightBuffer.start_gather
+
+    def start_gather(buffer: WeightBuffer) -> None:
+        start(buffer)
+        block = block_of[id(buffer.views[0][0])]
+        if seen.gathers[-1:] != [block]:
+            seen.gathers.append(block)
+        whole = {block_of[id(b.views[0][0])] for b in store.buffers if b.whole.untyped_storage().nbytes()}
+        seen.blocks = max(seen.blocks, sum(name.startswith("layers.") for name in whole))
+
+    def rest() -> None:
+        seen.between |= {buffer.whole.untyped_storage().nbytes() for buffer in store.buffers}
+        seen.unreadable &= all(bool(p.detach().isnan().all()) for p in trainer.params.values())
+
+    rest()
+    for step in range(2):
+        seen.gathers.clear()
+        with patch.object(WeightBuffer, "start_gather", start_gather):
+            seen.losses.append(train_step(trainer, batches_of(trainer, case, step), RATES).loss.item())
+        rest()
+    with trainer.optimizer.averaged():
+        seen.losses.append(evaluate(trainer).item())
+    rest()
+    with store.gathered(chunk.parts):
+        seen.weights = {name: p.detach().clone() for name, p in trainer.params.items()}
+        chunk.eval()
+        seen.text = generate(chunk, [[1, 2, 3], [4]], 8, SamplingParams())
+    rest()
+    check_weight_copies(trainer)
+    rest()
+    return seen
+
+
+LAYERS = 5
+WATCHED = replace(
+    case(2, replace(MODEL, num_layers=LAYERS), samples=2), optimizer=OptimizerConfig(adam_eps=1e-5, ema_decay=0.5)
+)
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "uniform 2"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_weights_exist_around_their_use_only(pool: Pool, prefetch: int, recompute: str) -> None:
+    """Two ranks with one micro-batch each: all gathers of the second step, in order, and what is there at a time."""
+    training = replace(WATCHED.training, **RECOMPUTED[recompute])
+    whole = replace(WATCHED, training=training)
+    cut = strategy(whole, **STAGE_3, param_gather_prefetch=prefetch)
+    expected = pool.run(2, watch, whole)[0]
+    layers = [f"layers.{i}" for i in range(LAYERS)]
+    for seen in pool.run(2, watch, cut):
+        assert (seen.between, seen.unreadable) == ({0}, True)
+        assert seen.losses == pytest.approx(expected.losses, rel=1e-13)
+        assert all(torch.allclose(seen.weights[n], w, rtol=1e-11, atol=0.0) for n, w in expected.weights.items())
+        assert seen.text == expected.text
+        uses = ["embedding.word_embeddings", "embedding.position_embeddings", *layers, "final_layernorm.bias"]
+        assert seen.gathers == [*uses, "embedding.word_embeddings", *reversed(layers)]
+        assert seen.blocks == max(1 + prefetch, training.recompute_num_layers or 1)
